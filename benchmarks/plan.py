@@ -122,7 +122,7 @@ def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
 def line(stage: Harness) -> Throttle:
     """What holds the reads of a limited store back: part of no interface."""
     store: Any = stage.model.greenroom.driver._copier._store
-    found: Throttle = store.line
+    found: Throttle = store.throttle
     return found
 
 

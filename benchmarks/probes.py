@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.predictor import PassBegins, Predictor, Seen, Shape
-from greenroom.predictors import Setting, predictor
-from greenroom.runtime.probes import GateInputs, Router, RouterGates
+from greenroom.core.predictor import LayerRouting, PassStart, Predictor, Shape
+from greenroom.predictors import PredictorSetup, predictor
+from greenroom.runtime.probes import GateInputProbe, Router, RouterGates
 
 JUNK = np.ones(32 << 20, np.uint8)
 
@@ -60,8 +60,8 @@ def median(call: Callable[[], object], rounds: int, layers: int, cold: bool) -> 
     return float(np.median(times)) / layers * 1e6
 
 
-def one_pass(made: Predictor, seen: list[Seen]) -> None:
-    made.begin(PassBegins(0, 0, 1, False))
+def one_pass(made: Predictor, seen: list[LayerRouting]) -> None:
+    made.begin(PassStart(0, 0, 1, False))
     for each in seen:
         made.observe(each)
         made.predict(each.layer)
@@ -80,21 +80,23 @@ def main() -> None:
     asked = RouterGates(routers)
     x = torch.randn(1, args.hidden, dtype=torch.bfloat16)
     plain = median(lambda: [gate(x) for gate in gates], 200, args.layers, False)
-    probe = GateInputs(routers)
+    probe = GateInputProbe(routers)
     heard = median(
         lambda: [(gate(x), probe.take(i)) for i, gate in enumerate(gates)], 200, args.layers, False
     )
     probe.detach()
     print(f"inputs           {heard - plain:8.1f}  (the router itself {plain:.1f})")
     ids, inputs = np.arange(args.top_k)[None], x.float().numpy()
-    seen = [Seen(layer, ids, None, inputs) for layer in range(args.layers)]
+    seen = [LayerRouting(layer, ids, None, inputs) for layer in range(args.layers)]
     made: dict[str, Predictor] = {
-        "next-gate": predictor("next-gate").make(Setting(shape, gates=asked))
+        "next-gate": predictor("next-gate").build(PredictorSetup(shape, gates=asked))
     }
     for width in (64, 128, 256):
         tensors = networks(shape, args.hidden, width)
-        made[f"learned, {width}"] = predictor("learned").make(Setting(shape, learned=tensors))
-    made["markov"] = predictor("markov").make(Setting(shape))
+        made[f"learned, {width}"] = predictor("learned").build(
+            PredictorSetup(shape, learned=tensors)
+        )
+    made["markov"] = predictor("markov").build(PredictorSetup(shape))
     print("                     warm     cold")
     for name, it in made.items():
         one_pass(it, seen)

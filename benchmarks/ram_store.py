@@ -1,4 +1,4 @@
-"""A store in memory: all experts in one allocation, behind a line of a set bandwidth.
+"""A store in memory: all experts in one allocation, behind a link of a set bandwidth.
 
 Stands in for any link (a faster disk, PCI Express) on a machine that has room for the model: the
 runtime moves the same chunks by the same rules, and only when they arrive is set.
@@ -15,7 +15,7 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.core.layout import Catalog
 from greenroom.errors import BudgetError
-from greenroom.runtime.memory.system import available_bytes, reservation
+from greenroom.runtime.memory.system import available_bytes, reserve_memory
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, DiskStore, Staging
 from greenroom.runtime.store.throttle import Throttle
 
@@ -26,19 +26,19 @@ _READERS = 4  # threads that fill it: what a disk needs to reach its speed
 class RamStore:
     """Experts of a catalog, read from disk once and kept. Thread-safe.
 
-    A read returns when `line` has carried the chunk, less the time in which the reader then copies
-    it into a slot (measured at the start), so a chunk is in its slot when it is due. The bytes
-    are a view of the store's own, which must not be written to; staging is not used. Memory goes
-    with the last reference to the store, not with `close`: attached one after another, several
-    caches can have the same store. BudgetError where the experts do not fit.
+    A read returns when `throttle` has carried the chunk, less the time in which the reader then
+    copies it into a slot (measured at the start), so a chunk is in its slot when it is due. The
+    bytes are a view of the store's own, which must not be written to; staging is not used. Memory
+    goes with the last reference to the store, not with `close`: attached one after another,
+    several caches can have the same store. BudgetError where the experts do not fit.
     """
 
     direct = True  # nothing of what it holds is in the page cache
 
     def __init__(
-        self, catalog: Catalog, line: Throttle | None = None, *, chunk_bytes: int = CHUNK_BYTES
+        self, catalog: Catalog, throttle: Throttle | None = None, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self.line = line or Throttle()
+        self.throttle = throttle or Throttle()
         disk = DiskStore(catalog, chunk_bytes=chunk_bytes)
         try:
             self._chunks = [disk.chunks(expert) for expert in range(catalog.experts)]
@@ -53,7 +53,7 @@ class RamStore:
             raise BudgetError(
                 f"the experts take {show_bytes(total)} of memory, {show_bytes(available)} are free"
             )
-        self._bytes = np.frombuffer(reservation(total, large_pages=True), np.uint8)
+        self._bytes = np.frombuffer(reserve_memory(total, large_pages=True), np.uint8)
         self._at: dict[tuple[int, int], int] = {}  # (file, offset of a chunk) -> its place here
         end = 0
         for chunks in self._chunks:
@@ -91,7 +91,7 @@ class RamStore:
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
         """A chunk's bytes: [length] uint8, a view of the store's own."""
         at = self._at[self._place(chunk)]
-        self.line.carry(chunk.length, early=chunk.length * self._copy_s)
+        self.throttle.carry(chunk.length, early=chunk.length * self._copy_s)
         return self._bytes[at : at + chunk.length]
 
     def close(self) -> None:

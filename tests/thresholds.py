@@ -1,4 +1,4 @@
-"""Configs of a scheduler whose misses are served with less, by thresholds."""
+"""Configs of a scheduler whose misses are approximated, by thresholds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def config_of(at: Approximation) -> SchedulerConfig:
         miss_precision=precision if at.low else "off",
         low_below=at.low or None,
         low_share=f"{100 * at.share:g}%" if at.low else "12.5%",
-        low_follow=at.follow,
+        low_follow=at.promote,
         skip_below=at.skip,
         substitute_below=at.substitute,
     )

@@ -46,7 +46,7 @@ def cruel(policy: Policy, layers: int, experts: int, rounds: int) -> Trace:
     if policy.needs_trace:
         raise UsageError(f"policy {policy.name} must know the trace: none is cruel to it")
     slots = layers * experts - 1
-    pieces = Pieces.whole([i * experts for i in range(layers + 1)], [1] * layers)
+    pieces = Pieces.unsplit([i * experts for i in range(layers + 1)], [1] * layers)
     cache = Cache(pieces, slots, policy)
     rows = np.zeros((rounds, layers), np.int64)
     for i, row in enumerate(rows):

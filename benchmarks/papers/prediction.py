@@ -20,9 +20,9 @@ from dataclasses import replace
 import numpy as np
 from common import MODELS, limit, options, percent, recordings, table
 
-from greenroom.core.predictor import Guess, Predictor, Seen, Shape
-from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.core.predictor import LayerPrediction, LayerRouting, Predictor, Shape
+from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
+from greenroom.runtime.recording.forecasts import ForecastRecorder
 from greenroom.sim.event_driven import passes
 from greenroom.trace import Trace, stream
 
@@ -50,7 +50,7 @@ class Early:
         self.name, self.distance = whole.name, None
         self.begin, self.observe, self._predict = whole.begin, whole.observe, whole.predict
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         return self._predict(layer) if layer < 0 else []
 
 
@@ -74,11 +74,11 @@ class Timed:
 
 def replay(it: Predictor, trace: Trace, shape: Shape) -> np.ndarray:
     """[tokens, layers, width] what the predictor says of a trace, as a recording would have it."""
-    beside, said = Forecasts({"it": it}, shape), []
+    beside, said = ForecastRecorder({"it": it}, shape), []
     for at, steps in passes(trace, stream(trace, "runtime")):
         beside.begin(at)
         for step in steps:
-            beside.layer(Seen(step.layer, step.chosen))
+            beside.layer(LayerRouting(step.layer, step.chosen))
         said.append(beside.end()["it"])
     return np.concatenate(said)
 
@@ -94,19 +94,19 @@ def measure(it: Predictor, trace: Trace) -> float:
 def row(name: str, trace: Trace) -> list[str]:
     """Accuracies at the distances, and microseconds a layer."""
     base, _, options = name.partition(":")
-    setting, cells = Setting(shape_of(trace)), []
+    setting, cells = PredictorSetup(shape_of(trace)), []
     for distance in DISTANCES:
         if PREDICTORS[base].distance is None:
-            cells.append(percent(measure(predictor(name).make(setting), trace)))
+            cells.append(percent(measure(predictor(name).build(setting), trace)))
             return [*cells, *["="] * (len(DISTANCES) - 1)]
         text = f"{base}:{distance}" + (f",{options}" if options else "")
-        cells.append(percent(measure(predictor(text).make(setting), trace)))
+        cells.append(percent(measure(predictor(text).build(setting), trace)))
     return cells
 
 
 def cost(name: str, trace: Trace) -> float:
     """Microseconds a layer at the default distance, everything compiled."""
-    it = Timed(predictor(name).make(Setting(shape_of(trace))))
+    it = Timed(predictor(name).build(PredictorSetup(shape_of(trace))))
     some = trace.head(600)
     replay(it, some.head(300), shape_of(some))
     it.seconds = 0.0
@@ -121,7 +121,7 @@ def rows_of(model: str, trace: Trace, names: list[str]) -> Iterator[list[object]
         if name == "token" and trace.token_ids is None:
             continue  # it would be popularity
         yield [label, name, *row(name, singly), cost(name, singly)]
-    early = Early(predictor("routing-path").make(Setting(shape_of(trace))))
+    early = Early(predictor("routing-path").build(PredictorSetup(shape_of(trace))))
     same = ["="] * (len(DISTANCES) - 1)
     yield [label, "routing-path, early", percent(measure(early, singly)), *same, "-"]
     if trace.pass_prefill.any():

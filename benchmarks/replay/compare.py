@@ -45,7 +45,7 @@ def simulated(
         foresight = Foresight(rig.predictor(variant, trace), offsets)
         ahead = slots_ahead(trace.top_k)
     scheduler = Scheduler(
-        Pieces.whole(offsets, [rig.expert_bytes] * layers, chunks), capacity,
+        Pieces.unsplit(offsets, [rig.expert_bytes] * layers, chunks), capacity,
         choose(policy, capacity, experts), lanes=costs.lanes, ahead=ahead,
     )  # fmt: skip
     clock, before = Clock(scheduler, FREE, foresight), (0.0, 0.0, 0)

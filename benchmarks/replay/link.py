@@ -30,7 +30,7 @@ class Traffic:
         self._rig, self._stop = rig, threading.Event()
         self._slots = HostSlots(16, rig.catalog.slot_bytes)
         self.bytes = [0] * READERS
-        rig.ram.line.bandwidth = bandwidth
+        rig.ram.throttle.bandwidth = bandwidth
 
     def __enter__(self) -> Traffic:
         lanes = range(READERS)

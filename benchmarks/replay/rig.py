@@ -27,7 +27,7 @@ import greenroom
 from greenroom.core.cache.cache import compile_for
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Predicted
-from greenroom.core.predictor import PassBegins, Predictor, Seen
+from greenroom.core.predictor import LayerRouting, PassStart, Predictor
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.hf.attach import attach
 from greenroom.policies import choose
@@ -89,7 +89,7 @@ class Rig:
             prefetch="off" if prefetch == "off" else ANY,
         )  # fmt: skip
         store = None if bandwidth is None else self.ram
-        self.ram.line.bandwidth = bandwidth or INFINITE
+        self.ram.throttle.bandwidth = bandwidth or INFINITE
         self.model.greenroom = made = attach.Greenroom(self.model, parts, store)
         if made.driver.predictions.foresight is not None:
             assert session is not None
@@ -107,7 +107,7 @@ class Rig:
                 for at, steps in passes(self.lessons, stream(self.lessons, "runtime")):
                     taught.begin(at)
                     for step in steps:
-                        taught.observe(Seen(step.layer, step.chosen))
+                        taught.observe(LayerRouting(step.layer, step.chosen))
             self._learned[prefetch] = taught.state()
         if self._learned[prefetch]:
             made.restore(self._learned[prefetch])
@@ -124,7 +124,7 @@ class Rig:
                     first = offsets[step.layer]
                     driver.step(
                         step.layer, step.experts - first, _nothing, step.rows, step.weights,
-                        seen=lambda inputs, step=step: Seen(step.layer, step.chosen),
+                        observe_routing=lambda _, step=step: LayerRouting(step.layer, step.chosen),
                     )  # fmt: skip
                 driver.end_pass()
 
@@ -137,11 +137,11 @@ class Rig:
 
     @contextmanager
     def _unpaced(self) -> Iterator[None]:
-        bandwidth, self.ram.line.bandwidth = self.ram.line.bandwidth, INFINITE
+        bandwidth, self.ram.throttle.bandwidth = self.ram.throttle.bandwidth, INFINITE
         try:
             yield
         finally:
-            self.ram.line.bandwidth = bandwidth
+            self.ram.throttle.bandwidth = bandwidth
 
     def resident(self, passes: int = 24, batch: int = 1) -> tuple[float, float, float]:
         """Seconds of a pass without misses, one token of each request of a batch: (all of it, its
@@ -199,7 +199,7 @@ class Placed(Foresight):
 
     place = 0
 
-    def begin(self, at: PassBegins) -> list[Predicted]:
+    def begin(self, at: PassStart) -> list[Predicted]:
         at = at._replace(first=self.place)
         self.place += at.tokens
         return super().begin(at)

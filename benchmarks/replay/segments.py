@@ -171,7 +171,7 @@ class Hall:
         way = self.ways(capacity, min(bandwidth, disk))[cell.way]
         made, store = self.attach(capacity, way, INFINITE, session)
         self.warm(made, session)
-        store.line.bandwidth = bandwidth
+        store.throttle.bandwidth = bandwidth
         with forced(self.model, session.trace) as routing:
             routing.play(session.settling)
             made.reset_stats()

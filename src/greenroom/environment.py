@@ -49,7 +49,7 @@ def late_import_warning() -> str:
 
 def request_large_pages() -> None:
     """Let torch ask for pages of 2 MiB for large tensors, such as weights that transformers
-    converts (those that are read as they are have theirs, runtime/memory/pages.py); the user's own
+    converts (those that are read as they are have theirs, runtime/memory/arena.py); the user's own
     setting stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

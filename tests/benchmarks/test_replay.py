@@ -59,7 +59,7 @@ def test_variants_of_the_ablation(
     early: bool, reorder: bool, groups: list[list[int]], most: int
 ) -> None:
     ablated = replay_module("ablation").Ablated
-    pieces = Pieces.whole([0, 8], [100], [1] * 8)
+    pieces = Pieces.unsplit([0, 8], [100], [1] * 8)
     scheduler = ablated(pieces, 6, policy("lru"), lanes=3, early=early, reorder=reorder)
     play(scheduler, 0, RESIDENT)
     assert play(scheduler, 1, STEP) == (groups, most)

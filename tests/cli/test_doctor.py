@@ -75,7 +75,7 @@ def test_plain_words_about_this_machine(cli: Run, fast: Path):
 
 
 def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "engines", lambda: [Engine()])
+    monkeypatch.setattr(doctor, "gpu_engines", lambda: [Engine()])
     monkeypatch.setattr(dry_run, "DEVICES", {"host": "cpu", "device": "fake"})
     asked, measure = [], dry_run.measure
 
@@ -98,7 +98,7 @@ def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.Mo
 
 def test_without_a_gpu_no_device_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert doctor.engines() == []
+    assert doctor.gpu_engines() == []
 
 
 def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):

@@ -22,7 +22,7 @@ from greenroom.plan.estimate import Estimate
 from greenroom.plan.history import files
 from greenroom.plan.planner import Plan
 from greenroom.plan.settings import DEFAULT, PLAIN, Setting
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.options import needs_option
@@ -36,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(files.SWITCH, "on")
     (tmp_path / "abacus.json").write_text(json.dumps(models.MACHINE.as_json()))
-    mine = Machine(models.MACHINE.routes, models.MACHINE.processors, host(), {})
+    mine = Machine(models.MACHINE.routes, models.MACHINE.processors, host_facts(), {})
     (tmp_path / "cache" / "greenroom").mkdir(parents=True)
     (tmp_path / "cache" / "greenroom" / "machine.json").write_text(json.dumps(mine.as_json()))
     return tmp_path
@@ -83,7 +83,7 @@ def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home
     model = describe(str(folder), LoadConfig())
     run = RunMeasurement(0.5, 0.1, 1.0, 1e9, 1.0)
     files.update_records(
-        model.fingerprint, name_of(host()), lambda records: records.with_runs((run,))
+        model.fingerprint, name_of(host_facts()), lambda records: records.with_runs((run,))
     )
     ran = cli("plan", folder, "--memory", "2GiB", "--json")
     assert "and 1 runs of this model on it" in ran.json["machine"]
@@ -228,7 +228,7 @@ def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, h
     digest = describe(str(folder), LoadConfig()).fingerprint
     dense = describe(str(folder), LoadConfig()).dense_bytes
     files.update_records(
-        digest, name_of(host()), lambda records: records.with_load((400 << 20) - dense)
+        digest, name_of(host_facts()), lambda records: records.with_load((400 << 20) - dense)
     )
     model = describe(str(folder), LoadConfig())
     memory = model.memory(model.experts // 2)

@@ -13,7 +13,7 @@ import torch
 
 from greenroom.cli import main
 from greenroom.core.predictor import Shape
-from greenroom.predictors import Setting, predictor
+from greenroom.predictors import PredictorSetup, predictor
 from greenroom.trace import Trace, load, save
 from tests.cli.conftest import Ran, Run
 from tests.models import cached_tiny
@@ -62,7 +62,7 @@ def refused(ran: Ran) -> str:
 def replayed(trace: Trace, name: str) -> np.ndarray:
     arrays = (trace.pass_starts, trace.pass_prefill, trace.request_starts, trace.token_ids)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
-    made = predictor(name).make(Setting(shape))
+    made = predictor(name).build(PredictorSetup(shape))
     return replay(made, Routing(trace.experts, *arrays), shape).experts
 
 

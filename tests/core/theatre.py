@@ -29,7 +29,7 @@ OFFSETS = [0, 6, 12]
 
 
 def pieces(chunks: int = 1, devices: int = 1) -> Pieces:
-    return Pieces.whole(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
+    return Pieces.unsplit(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
 
 
 def ids(*experts: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class Theatre:
 
     def _computable(self, wave: Compute) -> None:
         experts, slots = wave.experts, wave.slots
-        assert {*self.s.pieces.home[experts].tolist()} == {wave.device}
+        assert {*self.s.pieces.home_device[experts].tolist()} == {wave.device}
         there = [self.memory.get(int(slot)) for slot in slots]
         assert there == (experts + wave.part * self.s.pieces.experts).tolist()
         self._after_its_top(experts, wave.part)
@@ -114,7 +114,7 @@ class Theatre:
 
     def _at_home(self, action: StartChunk) -> None:
         """A piece goes to its own device, on that device's own link."""
-        home = int(self.s.pieces.home[action.piece])
+        home = int(self.s.pieces.home_device[action.piece])
         assert action.link in self.s.transfers.queue.paths[home]
         kinds = kinds_of(self.s.placement.cache)
         if self.s.pieces.split is not None:  # each group's tops have slots of their own, and so on
@@ -139,10 +139,16 @@ class Theatre:
                 assert self.memory.get(int(self.s.placement.place[held.slot])) == piece
 
     def run(
-        self, step: int, layer: int, experts: np.ndarray, cancel=False, prefill=False, tails=None
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+        cancel=False,
+        prefill=False,
+        tail_weights=None,
     ) -> None:
         self.computed, self.finish, self.waves = [], None, {}
-        self.tell(Routed(step, layer, experts, prefill=prefill, tails=tails))
+        self.tell(Routed(step, layer, experts, prefill=prefill, tail_weights=tail_weights))
         while self.finish is None:
             choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
             assert choices, "deadlock"

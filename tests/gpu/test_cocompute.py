@@ -18,12 +18,12 @@ CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoComp
 
 def test_inputs_come_down_and_outputs_go_up():
     engine, there = Cuda(), torch.randn(5, 64, device="cuda").bfloat16()
-    host, mark = engine.down(there)
+    host, mark = engine.copy_to_host(there)
     engine.wait(mark)
     assert host.device.type == "cpu"
     assert host.is_pinned()
     assert torch.equal(host, there.cpu())
-    assert torch.equal(engine.up(host * 2), there * 2)
+    assert torch.equal(engine.copy_to_device(host * 2), there * 2)
 
 
 @pytest.mark.parametrize("kernels", ["triton", "eager"])

@@ -149,7 +149,7 @@ def test_memory_that_cannot_be_registered_is_said_and_changes_no_bit(loaded, mon
     )
     model = loaded("qwen3_moe")
     assert "could not be registered with the GPU (refused)" in caplog.text
-    between = model.greenroom.driver.between
+    between = model.greenroom.driver.host_memory
     assert isinstance(between, HostMemory)
     assert between.refused == "refused"
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)

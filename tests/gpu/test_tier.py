@@ -57,7 +57,7 @@ def test_a_slot_is_overwritten_only_when_its_wave_has_been_computed(engine):
         for _ in range(40):  # tens of milliseconds before the wave reads
             slow = slow @ slow / 4096
         read = slots.bytes(0).clone()
-        slots.computed([0])
+        slots.mark_computed([0])
         slots.write(0, run(size), np.full(size, 2, np.uint8), 0)
         assert int(read.max()) == 1
         slots.write(0, run(size), np.full(size, 1, np.uint8), 0)

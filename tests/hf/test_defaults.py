@@ -22,7 +22,7 @@ from greenroom.plan.history import files
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.quick import QuickPlan
 from greenroom.plan.settings import DEFAULT
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 from tests.hf.memory.test_split import packed
 from tests.models import cached_tiny
 
@@ -43,7 +43,7 @@ def test_a_run_says_that_it_took_lru(
     monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
 ):
     lru = QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
-    monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
+    monkeypatch.setattr("greenroom.plan.defaults.quick_plan", lambda trace, slots: lru)
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
     parts = model.greenroom.setup
@@ -80,7 +80,7 @@ def test_a_plan_foretells_slots_and_settings(
     assert first[0] == min(
         before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
     )
-    known = files.load_records(before.fingerprint, name_of(host()))
+    known = files.load_records(before.fingerprint, name_of(host_facts()))
     assert known.process == whole - before.dense_bytes
     after = describe(folder, config)
     assert (after.slots(memory), after.slots_when_full(memory)) == first == run()
@@ -88,7 +88,7 @@ def test_a_plan_foretells_slots_and_settings(
 
 def keep(fingerprint: str, capacity: int, machine: str | None = None, **options: str) -> None:
     found = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
-    name = machine or name_of(host())
+    name = machine or name_of(host_facts())
     files.update_records(fingerprint, name, lambda records: records.with_setting(found))
 
 
@@ -120,7 +120,7 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.setup
     model.greenroom.detach()
     assert parts.split is not None
-    assert parts.split.tops[0] < parts.split.whole
+    assert parts.split.tops[0] < parts.split.unsplit_bytes
     assert "settings measured by tune" in line
     flag = line.partition("--split ")[2].split()[0]
     assert [float(share) for share in flag.split(",")] == pytest.approx([0.5, 0.5], abs=0.15)

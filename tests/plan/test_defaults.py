@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tokens.append(trace.tokens)
         return QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
 
-    monkeypatch.setattr(defaults, "quick", quick)
+    monkeypatch.setattr(defaults, "quick_plan", quick)
     return tokens
 
 

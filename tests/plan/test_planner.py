@@ -165,8 +165,8 @@ def test_what_has_no_room_for_its_bottoms_is_left_out():
 def test_low_precision_is_among_them_where_it_is_allowed():
     own = with_weights()
     model = replace(MODEL, low=0.25)
-    workload = recorded_workload(own, model, "it")
-    lower = Estimator(model, COSTS, workload, measured=True, precision="int4", low_below=0.6)
+    routing = recorded_workload(own, model, "it")
+    lower = Estimator(model, COSTS, routing, measured=True, precision="int4", low_below=0.6)
     found = [e for e in compare_settings(lower, 24) if e.setting.miss_precision == "int4"]
     assert len(found) == 2
     assert all("--miss-precision int4 --low-below 0.6" in e.setting.flags() for e in found)
@@ -274,7 +274,7 @@ def test_the_page_is_complete_in_itself():
 def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch):
     mine = Estimator(MODEL, COSTS, workload(), measured=True)
     first = mine.of(PLAIN, 24)
-    monkeypatch.setattr(estimate, "times", None)
+    monkeypatch.setattr(estimate, "time_trace", None)
     assert mine.of(PLAIN, 24) is first
 
 

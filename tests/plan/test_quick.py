@@ -39,7 +39,7 @@ def test_counts_are_misses_a_token_of_both():
 
 
 def test_lru_wins_a_tie(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quickly, "step_by_step", lambda *_: (np.ones(7, np.bool_), None))
+    monkeypatch.setattr(quickly, "replay_steps", lambda *_: (np.ones(7, np.bool_), None))
     found = quick_plan(trace(), 24)
     assert (found.setting.policy, found.setting.scope) == ("lru", "shared")
     assert found.misses == found.plain == 7 / trace().tokens
@@ -54,6 +54,6 @@ def test_only_the_latest_requests_are_looked_at(monkeypatch: pytest.MonkeyPatch)
         seen.append(steps.request.max() + 1)
         return np.zeros(1, np.bool_), None
 
-    monkeypatch.setattr(quickly, "step_by_step", looked)
+    monkeypatch.setattr(quickly, "replay_steps", looked)
     quick_plan(own, 8)
     assert seen == [2, 2]  # the last has four passes: that before makes it six

@@ -22,7 +22,7 @@ def evictions(
 ) -> str:
     """Pieces of layer l are numbers from width * l; letters count from "a"."""
     offsets = [width * i for i in range(layers + 1)]
-    pieces = Pieces.whole(offsets, [1] * layers)
+    pieces = Pieces.unsplit(offsets, [1] * layers)
     cache = Cache(pieces, capacity, policy(name), seed=seed, trace=as_stream(steps))
     result = ""
     for step in steps:

@@ -16,7 +16,7 @@ from tests.policies.plain import plain_policies
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, tokens
 
 STEPS = tokens(seed=5, count=40, wide=True, rows=True, weights=True)
-PIECES = Pieces.whole(OFFSETS, [1] * LAYERS)
+PIECES = Pieces.unsplit(OFFSETS, [1] * LAYERS)
 
 
 def decisions(name: str) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 ALL = OFFSETS[-1]
-PIECES = Pieces.whole(OFFSETS, [1] * LAYERS)
+PIECES = Pieces.unsplit(OFFSETS, [1] * LAYERS)
 BRINGS_IN = [name for name, p in POLICIES.items() if p.preload is None]  # demand paging
 STACK = ["lru", "opt"]
 

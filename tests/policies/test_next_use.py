@@ -211,7 +211,7 @@ def stream_of(steps: list[tuple[bool, int, list[int]]], sizes: list[int]) -> Str
 def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, scope, pin):
     capacity = max(len(sizes), int(share * sum(sizes)))
     steps, offsets = random_steps(seed, sizes, 40), np.concatenate([[0], np.cumsum(sizes)])
-    pieces = Pieces.whole(offsets.tolist(), [1] * len(sizes))
+    pieces = Pieces.unsplit(offsets.tolist(), [1] * len(sizes))
     reference = Reference(sizes, capacity, scope, pin)
     cache = Cache(pieces, capacity, next_use, scope)
     request, misses = -1, 0
@@ -246,7 +246,7 @@ def test_by_hand():
 
     Both have the same estimate; 2 needs room, and the tie goes to the lowest id: 0 is evicted.
     """
-    cache = Cache(Pieces.whole([0, 4], [1]), 2, next_use)
+    cache = Cache(Pieces.unsplit([0, 4], [1]), 2, next_use)
     for clock, experts in enumerate(([0, 1], [2])):
         ids = np.array(experts, np.int64)
         served = cache.serve(ids, clock)

@@ -16,7 +16,7 @@ from tests.policies import reference
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
-PIECES = Pieces.whole(OFFSETS, [1] * LAYERS)
+PIECES = Pieces.unsplit(OFFSETS, [1] * LAYERS)
 VARIANTS = [
     *reference.REFERENCES,
     "lcp:omega=2",

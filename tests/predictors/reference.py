@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from greenroom.core.predictor import PassBegins, Shape
+from greenroom.core.predictor import PassStart, Shape
 
 Path = dict[tuple[int, int], list[int]]  # (token, layer) -> experts; tokens counted from the start
 
@@ -21,7 +21,7 @@ class PlainMarkov:
         self.path: Path = {}
         self.request: dict[int, int] = {}
 
-    def observe(self, at: PassBegins, layer: int, experts: list[list[int]]) -> None:
+    def observe(self, at: PassStart, layer: int, experts: list[list[int]]) -> None:
         for i, row in enumerate(experts):
             self.path[at.first + i, layer] = row
             self.request[at.first + i] = at.request
@@ -69,7 +69,7 @@ class PlainEamc:
     def _empty(self) -> np.ndarray:
         return np.zeros((self.shape.layers, max(self.shape.experts_per_layer)))
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         if at.request != self.request:
             for part in (True, False):
                 if self.growing[part].any():
@@ -94,12 +94,12 @@ class PlainEamc:
             for other in self.kept[part]
         ]
 
-    def observe(self, at: PassBegins, layer: int, experts: list[list[int]]) -> None:
+    def observe(self, at: PassStart, layer: int, experts: list[list[int]]) -> None:
         for row in experts:
             for eam in (self.growing[at.prefill], self.matched[at.prefill]):
                 eam[layer, row] += 1
 
-    def scores(self, at: PassBegins, layer: int, target: int) -> np.ndarray:
+    def scores(self, at: PassStart, layer: int, target: int) -> np.ndarray:
         layers, kept = self.shape.layers, self.kept[at.prefill]
         eam = self.matched[at.prefill]
         if kept:
@@ -121,7 +121,7 @@ class PlainPath:
         self.id: dict[int, int] = {}
         self.now = 0  # the request under way, which a token to come belongs to
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self.now = at.request
         for i in range(at.tokens):
             self.request[at.first + i] = at.request
@@ -158,7 +158,7 @@ class PlainPath:
         keys = early + links if corrected else early
         return np.sum([self._get(key, layer) for key in keys], axis=0)
 
-    def observe(self, at: PassBegins, layer: int, experts: list[list[int]]) -> None:
+    def observe(self, at: PassStart, layer: int, experts: list[list[int]]) -> None:
         for i, row in enumerate(experts):
             self.path[at.first + i, layer] = row
         for i, row in enumerate(experts):

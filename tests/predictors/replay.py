@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, PassBegins, Predictor, Seen, Shape
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Predictor, Shape
 
 Ints = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class Predicted(NamedTuple):
     distance: int  # 0: before the pass began
 
 
-def passes(routing: Routing) -> Iterator[PassBegins]:
+def passes(routing: Routing) -> Iterator[PassStart]:
     """What a run is told before each pass of a trace."""
     starts = routing.pass_starts
     request = np.searchsorted(routing.request_starts, starts[:-1], side="right") - 1
@@ -43,7 +43,7 @@ def passes(routing: Routing) -> Iterator[PassBegins]:
         ids = None
         if routing.token_ids is not None:
             ids = routing.token_ids[first : first + tokens].astype(np.int64)
-        yield PassBegins(int(request[i]), first, tokens, bool(routing.pass_prefill[i]), ids)
+        yield PassStart(int(request[i]), first, tokens, bool(routing.pass_prefill[i]), ids)
 
 
 def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
@@ -63,7 +63,7 @@ def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
         for layer in range(-1, layers):
             if layer >= 0:
                 inside = routing.experts[at.first : at.first + at.tokens, layer]
-                predictor.observe(Seen(layer, inside.astype(np.int64)))
+                predictor.observe(LayerRouting(layer, inside.astype(np.int64)))
             for guess in predictor.predict(layer):
                 in_time = announced if layer < 0 else guess.layer - layer >= distance
                 if in_time or not distance:
@@ -71,7 +71,7 @@ def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
     return Predicted(made, distance)
 
 
-def _write(made: NDArray[Any], guess: Guess, at: PassBegins, nothing: int) -> None:
+def _write(made: NDArray[Any], guess: LayerPrediction, at: PassStart, nothing: int) -> None:
     layers, most = made.shape[1:]
     ids = guess.experts[:, :most]
     first = at.first if guess.layer < layers else at.first + at.tokens

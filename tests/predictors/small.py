@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.core.predictor import Guess, Inputs, PassBegins, Predictor, Seen, Shape
+from greenroom.core.predictor import (
+    Inputs,
+    LayerPrediction,
+    LayerRouting,
+    PassStart,
+    Predictor,
+    Shape,
+)
 from tests.predictors.replay import Routing, passes
 
 SHAPE = Shape((6, 4, 7), 2)
@@ -61,7 +68,7 @@ class FakeGates:
 
 def said(
     predictor: Predictor, routing: Routing, since: int = 0, until: int | None = None
-) -> Iterator[tuple[PassBegins, int, list[Guess]]]:
+) -> Iterator[tuple[PassStart, int, list[LayerPrediction]]]:
     """(pass, layer, guesses) of the passes that begin in `since` .. `until` (tokens)."""
     for at in passes(routing):
         if at.first < since or (until is not None and at.first >= until):
@@ -72,11 +79,11 @@ def said(
             experts = routing.experts[at.first : at.first + at.tokens, layer].astype(np.int64)
             random = np.random.default_rng([at.first, layer])
             inputs = random.normal(size=(at.tokens, HIDDEN)).astype(np.float32)
-            predictor.observe(Seen(layer, experts, None, inputs))
+            predictor.observe(LayerRouting(layer, experts, None, inputs))
             yield at, layer, predictor.predict(layer)
 
 
-def flat(told: Iterator[tuple[PassBegins, int, list[Guess]]]) -> list[Any]:
+def flat(told: Iterator[tuple[PassStart, int, list[LayerPrediction]]]) -> list[Any]:
     """What was said, to be compared."""
     return [
         (at.first, layer, guess.layer, guess.experts.tolist())

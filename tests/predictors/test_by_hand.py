@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Shape
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors import Setting, predictor
-from greenroom.predictors.helpers import places
+from greenroom.predictors import PredictorSetup, predictor
+from greenroom.predictors.helpers import token_table
 from greenroom.predictors.noisy_oracle import promoe
 from tests.predictors.replay import Predicted, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, decode, said
@@ -18,7 +18,7 @@ TWO = Shape((4, 4), 1)  # guesses name two experts
 
 def guesses(text: str, experts, ids=None, shape: Shape = TWO, **setting):
     """[(token, after layer, layer, rows)] of all that is said about decode passes."""
-    it = predictor(text).make(Setting(shape, **setting))
+    it = predictor(text).build(PredictorSetup(shape, **setting))
     return [
         (at.first, layer, guess.layer, guess.experts.tolist())
         for at, layer, told in said(it, decode(experts, ids))
@@ -55,15 +55,15 @@ def test_token_without_ids_knows_popularity():
 
 
 def test_tokens_not_met_for_longest_leave(monkeypatch):
-    monkeypatch.setattr(places, "MOST_BYTES", 2 * TWO.layers * 4 * 2)
-    it = predictor("token").make(Setting(TWO))
+    monkeypatch.setattr(token_table, "MOST_BYTES", 2 * TWO.layers * 4 * 2)
+    it = predictor("token").build(PredictorSetup(TWO))
     used = {5: 0, 6: 1, 7: 2}
 
     def meet(id_: int) -> int:
-        it.begin(PassBegins(0, 0, 1, False, np.array([id_])))
+        it.begin(PassStart(0, 0, 1, False, np.array([id_])))
         first = it.predict(-1)[0].experts[0, 0]
         for layer in range(2):
-            it.observe(Seen(layer, np.array([[used[id_]]])))
+            it.observe(LayerRouting(layer, np.array([[used[id_]]])))
         return int(first)
 
     meet(5), meet(6), meet(5), meet(5)
@@ -73,9 +73,9 @@ def test_tokens_not_met_for_longest_leave(monkeypatch):
     assert meet(7) == 2
     assert it.state()["ids"].tolist() == [7, 6]
     # a pass with more ids than there is room for learns of the first
-    it.begin(PassBegins(0, 0, 3, True, np.array([5, 6, 7])))
+    it.begin(PassStart(0, 0, 3, True, np.array([5, 6, 7])))
     it.predict(-1)
-    it.observe(Seen(0, np.array([[3], [1], [2]])))
+    it.observe(LayerRouting(0, np.array([[3], [1], [2]])))
     assert sorted(it.state()["ids"].tolist()) == [5, 6]
 
 
@@ -96,7 +96,7 @@ def test_markov_puts_counts_together_as_if_independent():
     """top-2: 0 was followed by {0, 1} and 1 by {0, 2}; log counts with a prior of 0.1."""
     shape = Shape((4, 4), 2)
     experts = [[[0, 2], [0, 1]], [[1, 3], [0, 2]], [[0, 1], [3, 2]]]
-    it = predictor("markov").make(Setting(shape))
+    it = predictor("markov").build(PredictorSetup(shape))
     told = [g for at, layer, g in said(it, decode(experts)) if (at.first, layer) == (2, 0)]
     pair, once, never = np.log(1.1), np.log(1.1), np.log(0.1)
     total = np.log([4.4, 2.4, 2.4, 0.4])  # each token counts once for both that it used before
@@ -105,19 +105,19 @@ def test_markov_puts_counts_together_as_if_independent():
 
 
 def test_markov_learns_within_a_prompt_but_not_across_requests():
-    it = predictor("markov").make(Setting(TWO))
-    it.begin(PassBegins(0, 0, 3, True))
-    it.observe(Seen(0, np.array([[0], [1], [2]])))
+    it = predictor("markov").build(PredictorSetup(TWO))
+    it.begin(PassStart(0, 0, 3, True))
+    it.observe(LayerRouting(0, np.array([[0], [1], [2]])))
     assert it.predict(0)[0].experts.shape == (3, 2)
-    it.observe(Seen(1, np.array([[3], [3], [0]])))
+    it.observe(LayerRouting(1, np.array([[3], [3], [0]])))
     next_first = it.predict(1)[0]
     assert next_first.layer == 2
     assert next_first.experts.shape == (1, 2)
     pairs = np.exp(it.state()["pairs"]).round(1)
     assert pairs[1, 3] == pytest.approx([0.1, 1.1, 1.1, 0.1])  # token 0 -> 1, token 1 -> 2
     assert pairs[0].sum() == pytest.approx(16 * 0.1 + 3)
-    it.begin(PassBegins(1, 3, 1, False))
-    it.observe(Seen(0, np.array([[3]])))
+    it.begin(PassStart(1, 3, 1, False))
+    it.observe(LayerRouting(0, np.array([[3]])))
     assert (np.exp(it.state()["pairs"])[1, 0].round(1) == 0.1).all()
 
 
@@ -139,9 +139,9 @@ def test_the_oracle_looks_into_the_next_pass():
 
 
 def test_the_oracle_cannot_run_where_the_trace_ends():
-    it = predictor("oracle").make(Setting(TWO, routed=np.zeros((3, 2, 1), np.uint8)))
+    it = predictor("oracle").build(PredictorSetup(TWO, routed=np.zeros((3, 2, 1), np.uint8)))
     with pytest.raises(UsageError, match="oracle has 3 tokens, but token 3 was asked for"):
-        it.begin(PassBegins(0, 2, 2, True))
+        it.begin(PassStart(0, 2, 2, True))
 
 
 def test_the_256th_expert_is_an_expert_to_the_oracle_and_nothing_in_a_recording():
@@ -166,7 +166,7 @@ def test_accuracies_of_promoe():
     assert promoe(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
     assert promoe(20) == 0.54
     routed = np.random.default_rng(0).integers(0, 4, (20_000, 2, 1)).astype(np.uint8)
-    it = predictor("noisy-oracle:2").make(Setting(TWO, routed=routed))
+    it = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed=routed))
     told = replay(it, decode(routed), TWO)
     assert accuracy(told.experts, routed) == pytest.approx(promoe(2), abs=0.015)
 
@@ -183,16 +183,16 @@ def test_recorded_takes_the_predictions_that_are_named():
 
 
 def test_pregated_asks_the_router_of_the_layer_before():
-    it = predictor("pregated").make(Setting(SHAPE, gates=FakeGates()))
+    it = predictor("pregated").build(PredictorSetup(SHAPE, gates=FakeGates()))
     inputs = np.ones((2, 3), np.float32)
-    it.begin(PassBegins(0, 0, 2, True))
+    it.begin(PassStart(0, 0, 2, True))
     assert it.predict(-1) == []
-    it.observe(Seen(0, np.zeros((2, 2), np.int64), None, inputs))
+    it.observe(LayerRouting(0, np.zeros((2, 2), np.int64), None, inputs))
     (told,) = it.predict(0)
-    assert isinstance(told, Guess)
+    assert isinstance(told, LayerPrediction)
     assert told.layer == 1
     assert (told.experts == FakeGates().rank(1, inputs, 2)).all()
-    it.observe(Seen(2, np.zeros((2, 2), np.int64), None, inputs))
+    it.observe(LayerRouting(2, np.zeros((2, 2), np.int64), None, inputs))
     assert it.predict(2) == []
 
 
@@ -214,14 +214,14 @@ def test_accuracy_counts_the_top_k_alone():
 def test_eamc_gives_the_likelihoods_of_the_nearest_past_request():
     """Requests used layers like 0 1 and 3 2 (answers of two tokens); this one begins like the
     second."""
-    it = predictor("eamc:2").make(Setting(Shape((4, 4, 4), 1)))
+    it = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4), 1)))
     told = {}
     for request, path in enumerate([[0, 1, 0], [3, 2, 0], [3, 0, 0]]):
         for token in range(2):
-            it.begin(PassBegins(request, 2 * request + token, 1, False))
+            it.begin(PassStart(request, 2 * request + token, 1, False))
             assert it.predict(-1) == []
             for layer, expert in enumerate(path if token == 0 else [path[0], path[1], 1]):
-                it.observe(Seen(layer, np.array([[expert]])))
+                it.observe(LayerRouting(layer, np.array([[expert]])))
                 told[request, token, layer] = [
                     (g.layer, g.experts.tolist()) for g in it.predict(layer)
                 ]
@@ -236,13 +236,13 @@ def test_eamc_gives_the_likelihoods_of_the_nearest_past_request():
 
 def test_eamc_orders_layers_by_likelihood_and_proximity():
     """Layer 1 is even between four, layer 2 certain: 1/4 * (1 - 1/4) < 1 * (1 - 2/4)."""
-    it = predictor("eamc:2").make(Setting(Shape((4, 4, 4, 4), 1)))
+    it = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))
     for token in range(4):
-        it.begin(PassBegins(0, token, 1, False))
+        it.begin(PassStart(0, token, 1, False))
         for layer, expert in enumerate([0, token, 2, 0]):
-            it.observe(Seen(layer, np.array([[expert]])))
-    it.begin(PassBegins(1, 4, 1, False))
-    it.observe(Seen(0, np.array([[0]])))
+            it.observe(LayerRouting(layer, np.array([[expert]])))
+    it.begin(PassStart(1, 4, 1, False))
+    it.observe(LayerRouting(0, np.array([[0]])))
     assert [(g.layer, g.experts.tolist()) for g in it.predict(0)] == [
         (2, [[2, -1]]),
         (1, [[0, 1]]),
@@ -250,16 +250,16 @@ def test_eamc_orders_layers_by_likelihood_and_proximity():
 
 
 def test_eamc_keeps_prompts_and_answers_apart():
-    it = predictor("eamc:1").make(Setting(TWO))
+    it = predictor("eamc:1").build(PredictorSetup(TWO))
 
     def run(request: int, prefill: bool, experts: list[int]) -> list[int]:
         rows = len(experts)
-        it.begin(PassBegins(request, 0, rows, prefill))
-        it.observe(Seen(0, np.array(experts)[:, None]))
+        it.begin(PassStart(request, 0, rows, prefill))
+        it.observe(LayerRouting(0, np.array(experts)[:, None]))
         told = it.predict(0)[0].experts
         assert (told == told[0]).all()
         assert len(told) == rows
-        it.observe(Seen(1, np.array(experts)[:, None]))
+        it.observe(LayerRouting(1, np.array(experts)[:, None]))
         return told[0].tolist()
 
     run(0, True, [0, 0, 1])
@@ -274,11 +274,11 @@ def test_eamc_keeps_prompts_and_answers_apart():
 
 
 def test_a_full_collection_replaces_the_nearest():
-    it = predictor("eamc:1,capacity=2").make(Setting(TWO))
+    it = predictor("eamc:1,capacity=2").build(PredictorSetup(TWO))
     for request, experts in enumerate([[0, 0], [3, 3], [3, 2], [1, 1]]):
-        it.begin(PassBegins(request, request, 1, False))
+        it.begin(PassStart(request, request, 1, False))
         for layer, expert in enumerate(experts):
-            it.observe(Seen(layer, np.array([[expert]])))
+            it.observe(LayerRouting(layer, np.array([[expert]])))
     assert it.state()["decode.collection"].tolist() == [
         [1, 0, 0, 0, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0, 1, 0],
@@ -289,34 +289,34 @@ def test_matching_by_request_remembers_earlier_passes():
     """The pass alone is equally near to both; the request so far is nearer to the first."""
     told = {}
     for matching in ("iteration", "request"):
-        it = predictor(f"eamc:1,matching={matching}").make(Setting(TWO))
+        it = predictor(f"eamc:1,matching={matching}").build(PredictorSetup(TWO))
         for request, passes in enumerate([[(0, 1), (2, 1)], [(3, 2), (2, 2)], [(0, 0), (2, 0)]]):
             for token, path in enumerate(passes):
-                it.begin(PassBegins(request, token, 1, False))
-                it.observe(Seen(0, np.array([[path[0]]])))
+                it.begin(PassStart(request, token, 1, False))
+                it.observe(LayerRouting(0, np.array([[path[0]]])))
                 told[matching] = it.predict(0)[0].experts.tolist()
-                it.observe(Seen(1, np.array([[path[1]]])))
+                it.observe(LayerRouting(1, np.array([[path[1]]])))
     assert told == {"iteration": [[1, 2]], "request": [[1, -1]]}
 
 
 def test_routing_path_takes_the_steps_of_its_formulas():
     """Two layers of four, top-1: the first layer's logits after one and two tokens, by hand."""
-    it = predictor("routing-path:1").make(Setting(TWO))
+    it = predictor("routing-path:1").build(PredictorSetup(TWO))
     even = -np.log(3.0)  # three in four are not used
     step = np.array([0.0, 1, 0, 0]) - 0.25  # token 0 used 1 in layer 0
-    it.begin(PassBegins(0, 0, 1, False, np.array([7])))
-    it.observe(Seen(0, np.array([[1]])))
+    it.begin(PassStart(0, 0, 1, False, np.array([7])))
+    it.observe(LayerRouting(0, np.array([[1]])))
     bias, known = even + 0.03 * step, 2.0 * step
     assert it.state()["bias"][0] == pytest.approx(bias, abs=1e-6)
     assert it.state()["rows"][0, 0] == pytest.approx(known, abs=1e-6)
     assert not it.state()["last"].any()  # no token came before
     assert not it.state()["link"].any()
-    it.observe(Seen(1, np.array([[3]])))
+    it.observe(LayerRouting(1, np.array([[3]])))
     assert it.state()["link"][0, 1, 1] == pytest.approx(0.1 * ([0, 0, 0, 1] - np.full(4, 0.25)))
     # the next token, of the same id, uses 2: what was expected, and how wrong it was
-    it.begin(PassBegins(0, 1, 1, False, np.array([7])))
+    it.begin(PassStart(0, 1, 1, False, np.array([7])))
     assert it.predict(-1)[0].experts.tolist() == [[1, 0]]
-    it.observe(Seen(0, np.array([[2]])))
+    it.observe(LayerRouting(0, np.array([[2]])))
     error = np.array([0.0, 0, 1, 0]) - 1 / (1 + np.exp(-(bias + known)))
     assert it.state()["last"][0, 1] == pytest.approx(0.1 * error, abs=1e-6)
     assert it.state()["rows"][0, 0] == pytest.approx(known + 2 * error, abs=1e-6)
@@ -330,11 +330,13 @@ def test_routing_path_learns_what_follows_from_what():
     random = np.random.default_rng(0)
     ids = random.integers(0, 4, 300)
     routed = np.stack([ids, ids], axis=1)[..., None].astype(np.uint8)
-    told = replay(predictor("routing-path:1").make(Setting(TWO)), decode(routed, ids.tolist()), TWO)
+    told = replay(
+        predictor("routing-path:1").build(PredictorSetup(TWO)), decode(routed, ids.tolist()), TWO
+    )
     first, second = accuracy(told.experts, routed, 150)
     assert second == 1.0
     assert first < 0.5  # a layer before, the id is not known yet
-    it = predictor("routing-path:1").make(Setting(TWO))
+    it = predictor("routing-path:1").build(PredictorSetup(TWO))
     early = [
         g[0].experts[0, 0] for _, layer, g in said(it, decode(routed, ids.tolist())) if layer < 0
     ]

@@ -9,7 +9,7 @@ import sys
 
 from numba.core.dispatcher import Dispatcher
 
-from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
 from greenroom.predictors.helpers.compiling import LEARNS_FROM_ROUTING, compile_predictor
 from tests.predictors.small import SHAPE, routing, said
 
@@ -31,7 +31,7 @@ def late() -> dict[str, int]:
     for name in OWN:
         compile_predictor(predictor(name))
         before = ready()
-        for _ in said(predictor(name).make(Setting(SHAPE)), routing(tokens=20)):
+        for _ in said(predictor(name).build(PredictorSetup(SHAPE)), routing(tokens=20)):
             pass
         found[name] = ready() - before
     return found

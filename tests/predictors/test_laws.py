@@ -7,7 +7,7 @@ import pytest
 
 from greenroom.core.predictor import Predictor
 from greenroom.errors import UsageError
-from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
 from tests.predictors.replay import Predicted, Routing, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, flat, routing, said
 
@@ -18,13 +18,13 @@ AHEAD = [name for name in NAMES if PREDICTORS[name].distance is not None]
 LEARN = [name for name in NAMES if not PREDICTORS[name].needs & {"trace", "gates"}]
 
 
-def setting(trace: Routing, seed: int = 0) -> Setting:
-    guesses = replay(predictor("markov").make(Setting(SHAPE)), trace, SHAPE)
-    return Setting(SHAPE, seed, FakeGates(), trace.experts, {"markov": guesses})
+def setting(trace: Routing, seed: int = 0) -> PredictorSetup:
+    guesses = replay(predictor("markov").build(PredictorSetup(SHAPE)), trace, SHAPE)
+    return PredictorSetup(SHAPE, seed, FakeGates(), trace.experts, {"markov": guesses})
 
 
 def made(text: str, trace: Routing, seed: int = 0) -> Predictor:
-    return predictor(text).make(setting(trace, seed))
+    return predictor(text).build(setting(trace, seed))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}:2" for name in AHEAD), "markov:3"])
@@ -138,7 +138,7 @@ def test_a_distance_beyond_the_model_is_refused(name):
 def test_recorded_says_again_what_a_trace_holds(name):
     trace = routing(6)
     first = replay(made(name, trace), trace, SHAPE)
-    again = predictor("recorded").make(Setting(SHAPE, recorded={"it": first}))
+    again = predictor("recorded").build(PredictorSetup(SHAPE, recorded={"it": first}))
     assert again.distance == (first.distance or None)
     second = replay(again, trace, SHAPE)
     assert second.distance == first.distance

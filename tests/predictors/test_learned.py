@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.predictor import PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.errors import PredictorError, UsageError
-from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
 from greenroom.predictors.learned import doubled, halves
 
 SHAPE = Shape((6, 4, 7), 2)
@@ -26,22 +26,22 @@ def tensors(seed: int = 0, distance: int = 1, shape: Shape = SHAPE) -> dict[str,
     return made
 
 
-def begins(tokens: int = 1) -> PassBegins:
-    return PassBegins(request=0, first=0, tokens=tokens, prefill=False)
+def begins(tokens: int = 1) -> PassStart:
+    return PassStart(request=0, first=0, tokens=tokens, prefill=False)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> None:
     made = tensors(distance=distance)
-    it = predictor("learned").make(Setting(SHAPE, learned=made))
+    it = predictor("learned").build(PredictorSetup(SHAPE, learned=made))
     assert it.distance == distance
     it.begin(begins(tokens))
     assert it.predict(-1) == []
     random = np.random.default_rng(1)
     for layer in range(3):
         x = random.standard_normal((tokens, WIDTH)).astype(np.float32)
-        it.observe(Seen(layer, IDS, None, x))
+        it.observe(LayerRouting(layer, IDS, None, x))
         (guess,) = it.predict(layer)
         assert guess.layer == layer + distance
         target = guess.layer % 3
@@ -83,13 +83,13 @@ def test_bfloat16_is_the_nearest() -> None:
 )
 def test_what_does_not_fit_is_refused_in_one_line(made: dict, words: str) -> None:
     with pytest.raises(PredictorError, match=words) as error:
-        predictor("learned").make(Setting(SHAPE, learned=made))
+        predictor("learned").build(PredictorSetup(SHAPE, learned=made))
     assert "\n" not in str(error.value)
 
 
 def test_what_it_needs() -> None:
     assert PREDICTORS["learned"].needs == {"inputs", "file"}
     with pytest.raises(UsageError, match="needs the file of `greenroom train-predictor`"):
-        predictor("learned").make(Setting(SHAPE))
+        predictor("learned").build(PredictorSetup(SHAPE))
     with pytest.raises(UsageError, match="has no distance to choose"):
         predictor("learned:2")

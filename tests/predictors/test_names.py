@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.predictor import Shape
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors import AUTO, PREDICTORS, Setting, predictor
+from greenroom.predictors import AUTO, PREDICTORS, PredictorSetup, predictor
 from tests.predictors.small import SHAPE
 
 
@@ -22,7 +22,7 @@ def test_the_table_has_every_predictor_by_its_name():
 def test_auto_is_for_the_driver_to_decide():
     assert predictor("auto").kind is AUTO
     with pytest.raises(UsageError, match="its driver chooses"):
-        predictor("auto").make(Setting(SHAPE))
+        predictor("auto").build(PredictorSetup(SHAPE))
 
 
 def test_distance_and_options_follow_the_name():
@@ -77,5 +77,5 @@ def test_what_cannot_be_right_is_one_clear_line(text, message):
 )
 def test_what_cannot_be_had_is_one_clear_line(text, message):
     with pytest.raises(UsageError, match=message) as caught:
-        predictor(text).make(Setting(Shape((4, 4), 2)))
+        predictor(text).build(PredictorSetup(Shape((4, 4), 2)))
     assert "\n" not in str(caught.value)

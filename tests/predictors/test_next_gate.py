@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.predictor import Ids, Inputs, PassBegins, Seen, Shape
+from greenroom.core.predictor import Ids, Inputs, LayerRouting, PassStart, Shape
 from greenroom.errors import UsageError
 from greenroom.predictors import PREDICTORS, predictor
-from greenroom.predictors.helpers.kind import Setting
+from greenroom.predictors.helpers.kind import PredictorSetup
 
 SHAPE = Shape((8, 8, 8), 2)
 IDS = np.zeros((1, 2), np.int64)
@@ -27,18 +27,18 @@ class Gates:
         return ranked
 
 
-def seen(layer: int, *states: float) -> Seen:
-    return Seen(layer, IDS, None, np.array([[state, 0.0] for state in states], np.float32))
+def seen(layer: int, *states: float) -> LayerRouting:
+    return LayerRouting(layer, IDS, None, np.array([[state, 0.0] for state in states], np.float32))
 
 
-def begins(tokens: int = 1) -> PassBegins:
-    return PassBegins(request=0, first=0, tokens=tokens, prefill=False)
+def begins(tokens: int = 1) -> PassStart:
+    return PassStart(request=0, first=0, tokens=tokens, prefill=False)
 
 
 @pytest.mark.parametrize(("distance", "targets"), [(1, [1, 2, 3]), (2, [2, 3, 4]), (3, [3, 4, 5])])
 def test_asks_the_router_that_lies_ahead(distance: int, targets: list[int]) -> None:
     gates = Gates()
-    asks = predictor(f"next-gate:{distance}").make(Setting(SHAPE, gates=gates))
+    asks = predictor(f"next-gate:{distance}").build(PredictorSetup(SHAPE, gates=gates))
     assert asks.distance == distance
     asks.begin(begins(2))
     assert asks.predict(-1) == []
@@ -53,7 +53,7 @@ def test_asks_the_router_that_lies_ahead(distance: int, targets: list[int]) -> N
 
 
 def test_a_pass_begins_without_the_states_of_the_one_before() -> None:
-    asks = predictor("next-gate").make(Setting(SHAPE, gates=Gates()))
+    asks = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
     asks.begin(begins())
     asks.observe(seen(2, 1))
     assert len(asks.predict(2)) == 1
@@ -64,13 +64,13 @@ def test_a_pass_begins_without_the_states_of_the_one_before() -> None:
 def test_what_it_needs() -> None:
     assert PREDICTORS["next-gate"].needs == {"inputs", "gates"}
     with pytest.raises(UsageError, match="the model's own routers"):
-        predictor("next-gate").make(Setting(SHAPE))
+        predictor("next-gate").build(PredictorSetup(SHAPE))
     with pytest.raises(UsageError, match="has 3 MoE layers: predictors cannot look 4 ahead"):
-        predictor("next-gate:4").make(Setting(SHAPE, gates=Gates()))
+        predictor("next-gate:4").build(PredictorSetup(SHAPE, gates=Gates()))
 
 
 def test_has_nothing_to_keep() -> None:
-    asks = predictor("next-gate").make(Setting(SHAPE, gates=Gates()))
+    asks = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
     assert asks.state() == {}
     with pytest.raises(ValueError, match="keeps nothing"):
         asks.restore({"table": IDS})

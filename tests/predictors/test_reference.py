@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.predictors import Setting, predictor
-from greenroom.predictors.helpers import places
-from greenroom.predictors.helpers.places import Places
+from greenroom.predictors import PredictorSetup, predictor
+from greenroom.predictors.helpers import token_table
+from greenroom.predictors.helpers.token_table import TokenTable
 from tests.predictors.reference import PlainEamc, PlainMarkov, PlainPath
 from tests.predictors.small import SHAPE, routing, said
 
@@ -37,7 +37,9 @@ def ranks(named: list[int], scores: np.ndarray, above: float = -np.inf) -> bool:
 def test_markov(distance, seed):
     trace = routing(seed)
     plain = PlainMarkov(SHAPE, distance)
-    for at, layer, guesses in said(predictor(f"markov:{distance}").make(Setting(SHAPE)), trace):
+    for at, layer, guesses in said(
+        predictor(f"markov:{distance}").build(PredictorSetup(SHAPE)), trace
+    ):
         if layer < 0:
             assert guesses == []
             continue
@@ -57,7 +59,7 @@ def test_eamc(matching, seed, distance, capacity):
     trace = routing(seed, requests=7)
     plain = PlainEamc(SHAPE, capacity, matching == "request")
     text = f"eamc:{distance},matching={matching},capacity={capacity}"
-    for at, layer, guesses in said(predictor(text).make(Setting(SHAPE)), trace):
+    for at, layer, guesses in said(predictor(text).build(PredictorSetup(SHAPE)), trace):
         if layer < 0:
             plain.begin(at)
             continue
@@ -77,7 +79,7 @@ def test_eamc(matching, seed, distance, capacity):
 def test_routing_path(distance, seed):
     trace = routing(seed)
     plain = PlainPath(SHAPE, distance)
-    it = predictor(f"routing-path:{distance}").make(Setting(SHAPE))
+    it = predictor(f"routing-path:{distance}").build(PredictorSetup(SHAPE))
     for at, layer, guesses in said(it, trace):
         if layer < 0:
             plain.begin(at)
@@ -99,8 +101,8 @@ def test_routing_path(distance, seed):
 def test_places_are_those_of_the_ids_met_last(ids):
     """Passes of one token, against a list of three ids in the order of their last meeting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "MOST_IDS", 3)
-        held = Places((1,), np.int64)
+        patch.setattr(token_table, "MOST_IDS", 3)
+        held = TokenTable((1,), np.int64)
     met: list[int] = []
     for id_ in ids:
         (place,) = held.of(np.array([id_]), 1).tolist()

@@ -16,7 +16,7 @@ import pytest
 from greenroom.core.cache.buffer import Use
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
-from greenroom.core.predictor import Guess, PassBegins, Seen
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -84,7 +84,7 @@ class Rig:
         self.catalog = catalog
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=chunk_bytes), **faults)
         chunks = [self.store.chunks(e) for e in range(catalog.experts)]
-        self.pieces = Pieces.whole(
+        self.pieces = Pieces.unsplit(
             catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
         )
         self.tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
@@ -103,7 +103,7 @@ class Rig:
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             guard=Guard() if guard else None,
             links=links,
-            between=memory,
+            host_memory=memory,
         )
         self.layer, self.computed = 0, []
 
@@ -120,14 +120,14 @@ class Rig:
             self.computed.append(int(expert))
 
     def begin(self, prefill: bool = False, tokens: int = 1, request: int = 0) -> None:
-        self.driver.begin_pass(PassBegins(request, 0, tokens, prefill))
+        self.driver.begin_pass(PassStart(request, 0, tokens, prefill))
 
     def step(
         self,
         layer: int,
         *experts: int,
         compute: Callable[[np.ndarray, np.ndarray], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        overlapped_work: Callable[[], None] | None = None,
     ) -> None:
         self.layer, self.computed = layer, []
         chosen = np.array(experts, np.int64)
@@ -135,8 +135,8 @@ class Rig:
             layer,
             chosen,
             compute or self.compute,
-            seen=lambda inputs: Seen(layer, chosen[None]),
-            meanwhile=meanwhile,
+            observe_routing=lambda inputs: LayerRouting(layer, chosen[None]),
+            overlapped_work=overlapped_work,
         )
         assert sorted(self.computed) == list(experts)
 
@@ -180,14 +180,14 @@ class Ahead:
     def __init__(self, say: Callable[[int], Sequence[int]]) -> None:
         self._say = say
 
-    def begin(self, at: PassBegins) -> None: ...
+    def begin(self, at: PassStart) -> None: ...
 
-    def observe(self, seen: Seen) -> None: ...
+    def observe(self, seen: LayerRouting) -> None: ...
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         """`say(layer + 1)` are the experts to expect there, likeliest first; [] for no guess."""
         said = np.array([self._say(layer + 1)], np.int64)
-        return [Guess(layer + 1, said)] if said.size else []
+        return [LayerPrediction(layer + 1, said)] if said.size else []
 
     def state(self) -> dict[str, Any]:
         return {}

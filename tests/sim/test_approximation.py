@@ -1,4 +1,4 @@
-"""Misses that are served with less, over traces."""
+"""Approximated misses, over traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.core.gates import tails
+from greenroom.core.gates import tail_weights
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim.approximation import CopySizes, tail_weights_of
@@ -46,7 +46,7 @@ def test_a_step_s_tails_are_those_of_its_tokens():
     of = weighed()
     found = tail_weights_of(of, 3, 4, 1)
     chosen = of.experts[3, 1]
-    assert found.tolist() == tails(of.weights[3, 1])[np.argsort(chosen)].tolist()
+    assert found.tolist() == tail_weights(of.weights[3, 1])[np.argsort(chosen)].tolist()
     for at, steps in passes(of, stream(of, "runtime"), tail_weights=True):
         for step in steps:
             assert (step.tail_weights is None) == at.prefill
@@ -82,7 +82,7 @@ def test_less_takes_less_time():
 
 def test_more_is_exact_where_experts_follow_their_copies():
     of = weighed()
-    alone, followed = (run(of, Approximation(low=0.5, follow=follow)) for follow in (False, True))
+    alone, followed = (run(of, Approximation(low=0.5, promote=follow)) for follow in (False, True))
     assert "adopted" not in alone.as_json()
     assert followed.as_json()["adopted"] == followed.counts.adopted > 0
     assert followed.counts.low < alone.counts.low
@@ -95,7 +95,7 @@ def test_the_event_machine_alone_counts_the_same():
     steps = [s for _, each in passes(of, stream(of, "runtime"), tail_weights=True) for s in each]
     from greenroom.core.pieces import Pieces
 
-    pieces = Pieces.whole(of.offsets.tolist(), [BYTES] * of.layers)
+    pieces = Pieces.unsplit(of.offsets.tolist(), [BYTES] * of.layers)
     alone = simulate(
         steps, pieces, 16, policy("lru"), costs=COSTS, options=[precision(at, pieces)]
     ).counts

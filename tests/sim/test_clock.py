@@ -20,7 +20,7 @@ def costs_of(*links: Link, expert: float = 0.0, dense: float = 0.0) -> Costs:
     return Costs(links, Work(((1, expert),)), Work.constant(dense))
 
 
-PIECES = Pieces.whole([0, 4], [1000])
+PIECES = Pieces.unsplit([0, 4], [1000])
 
 
 def test_counts_of_a_hand_worked_trace():
@@ -48,7 +48,7 @@ def test_a_hit_hides_a_transfer():
 
 
 def test_chunks_of_a_piece_add_up():
-    pieces = Pieces.whole([0, 4], [1001], [3, 3, 3, 3])
+    pieces = Pieces.unsplit([0, 4], [1001], [3, 3, 3, 3])
     costs = costs_of(Link(bandwidth=1001, lanes=1))
     result = simulate(steps([0]), pieces, 4, policy("lru"), costs=costs)
     assert result.bytes_moved == 1001
@@ -57,7 +57,7 @@ def test_chunks_of_a_piece_add_up():
 
 # ---- several devices: experts 0 and 2 of layer 0 are at home on the first, 1 and 3 on the second
 
-TWO = Pieces.whole([0, 4], [1000], devices=2)
+TWO = Pieces.unsplit([0, 4], [1000], devices=2)
 
 
 def test_two_links_halve_the_transfers_of_an_even_load():

@@ -21,7 +21,7 @@ from tests.sim.small import simulate
 
 CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
 
-PIECES = Pieces.whole([0, 8], [1000])
+PIECES = Pieces.unsplit([0, 8], [1000])
 
 
 def costs(bus: float, host: float, device: float = 0.0, dense: float = 0.0) -> Costs:

@@ -41,7 +41,7 @@ def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
     done = replay(
         requests, trace.offsets, capacity, policy(name), detail=True, pinned=[*changes.items()]
     )
-    cache = Cache(Pieces.whole(trace.offsets.tolist(), [1, 1]), capacity, policy(name))
+    cache = Cache(Pieces.unsplit(trace.offsets.tolist(), [1, 1]), capacity, policy(name))
     for s in range(requests.layer.size):
         if s in changes:
             cache.keep(changes[s])

@@ -107,7 +107,7 @@ def test_times_are_those_of_the_event_machine(name, capacity, how, lanes):
     links = (dataclasses.replace(COSTS.links[0], lanes=lanes), Link(9000.0, 0.01))
     costs = dataclasses.replace(COSTS, links=links)
     found = run(trace, capacity, costs, name, **how)
-    pieces = Pieces.whole(trace.offsets.tolist(), [NBYTES] * 2, [4] * 16)
+    pieces = Pieces.unsplit(trace.offsets.tolist(), [NBYTES] * 2, [4] * 16)
     order = small.steps(trace, stream(trace, "runtime"))
     whole = simulate(order, pieces, capacity, policy(name), costs=costs, **how)
     assert (found.requests, found.misses) == (whole.requests, whole.misses)

@@ -40,8 +40,7 @@ def main(args: argparse.Namespace) -> None:
     if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
             "--batch-invariant promises answers that do not depend on other requests, but"
-            " approximated"
-            " misses depend on what those left in the cache: leave out one of the two"
+            " approximated misses depend on what those left in the cache: leave out one of the two"
         )
     check_name(args.model)
     need_extra("serve")

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
         from greenroom.hf.checkpoint.fingerprint import fingerprint
         from greenroom.hf.checkpoint.resolve import find_checkpoint
         from greenroom.plan.history.files import save_predictor
-        from greenroom.runtime.recording.training import about, train
+        from greenroom.runtime.recording.training import result_metadata, train
         from greenroom.trace import load
 
         trace = load(args.trace)
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         trained = train(
             trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
         )
-        results = about(trace, config, trained)
+        results = result_metadata(trace, config, trained)
         save_predictor(args.out, trained.tensors, digest, results)
     print(json.dumps(results) if args.json else _report(args.out, results))
 

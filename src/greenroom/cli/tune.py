@@ -136,12 +136,12 @@ def store_winner(
     from greenroom.hf.defaults import device_of
     from greenroom.plan.history.files import update_records
     from greenroom.plan.history.records import OPTIONS, Records, StoredSetting
-    from greenroom.runtime.measure.bandwidth import host
+    from greenroom.runtime.measure.bandwidth import host_facts
 
     if load.read_limit is not None or load.host_memory is not None:
         return None
     device = device_of(harness.setup)
-    machine = name_of(host())
+    machine = name_of(host_facts())
     options = {name: getattr(best.config, name) for name in OPTIONS}
     if options["split"] == "off":  # plans store no value for it either
         del options["split"]

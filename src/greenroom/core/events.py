@@ -23,7 +23,7 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    `tails` say how much each matters (see `gates`), where misses may be served with less. A pass
+    `tail_weights` are those of each expert (see `gates`), where misses may be approximated. A pass
     that reads (a block of) a prompt is `prefill`. Where all are to be `moved` the host computes
     none.
     """
@@ -35,7 +35,7 @@ class Routed:
     rows: Rows | None = None
     weights: Weights | None = None
     prefill: bool = False
-    tails: Weights | None = None
+    tail_weights: Weights | None = None
     moved: bool = False
 
 
@@ -130,7 +130,7 @@ class Compute:
 
     They are all on one device; with `HOST` in its place they are computed where they wait, from
     slots of the tier between two links. Of split experts it is one part of each: 0 the top, 1 the
-    bottom, which goes on where the top has ended. Where misses may be served with less it is 0 for
+    bottom, which goes on where the top has ended. Where misses may be approximated it is 0 for
     exact weights, 1 for low-precision copies, 2 for experts that are left out, which have no slots.
     """
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.homes import homes, shares
+from greenroom.core.home_devices import home_devices, slots_per_device
 from greenroom.errors import UsageError
 
 Ints = NDArray[np.int64]
 
 
-SEATS = 2  # times top-k slots for bottoms: those of a step, and those fetched for the next one
+# For bottoms, as a multiple of top-k: slots of one step, and slots of what is fetched for the next.
+SECONDARY_SLOTS_PER_CHOICE = 2
 
 
 @dataclass(frozen=True)
@@ -31,34 +32,36 @@ class Split:
 
     tops: tuple[int, ...]
     bottoms: tuple[int, ...]
-    seats: int
+    secondary_slots: int
 
     def __post_init__(self) -> None:
         if not any(self.bottoms):
             raise UsageError("no layer is split: leave out the split")
         if min(self.tops) < 1 or min(self.bottoms) < 0:
             raise UsageError("a top has at least a byte, a bottom none or more")
-        if self.seats < 1:
-            raise UsageError(f"bottoms need at least one slot, got {self.seats}")
+        if self.secondary_slots < 1:
+            raise UsageError(f"bottoms need at least one slot, got {self.secondary_slots}")
 
     @classmethod
-    def of(cls, nbytes: int, shares: float | Sequence[float], layers: int, seats: int) -> Split:
+    def of(
+        cls, nbytes: int, shares: float | Sequence[float], layers: int, secondary_slots: int
+    ) -> Split:
         """Experts of so many bytes, cut at the eighth that is nearest to each layer's share."""
         each = [shares] * layers if isinstance(shares, float) else list(shares)
         if len(each) != layers:
             raise UsageError(f"the split has {len(each)} numbers, the model has {layers} layers")
         tops = tuple(nbytes * min(8, max(1, round(8 * share))) // 8 for share in each)
-        return cls(tops, tuple(nbytes - top for top in tops), seats)
+        return cls(tops, tuple(nbytes - top for top in tops), secondary_slots)
 
     @property
-    def whole(self) -> int:
+    def unsplit_bytes(self) -> int:
         """Bytes of a slot that any whole expert would fit: what capacities are counted in."""
         return max(a + b for a, b in zip(self.tops, self.bottoms, strict=True))
 
     @property
     def reserved(self) -> int:
         """Bytes of the slots for bottoms."""
-        return self.seats * max(self.bottoms)
+        return self.secondary_slots * max(self.bottoms)
 
 
 @dataclass(frozen=True)
@@ -73,25 +76,29 @@ class Copies:
     exact: tuple[int, ...]
     low: tuple[int, ...]
     rest: tuple[int, ...]
-    seats: int
+    secondary_slots: int
 
     def __post_init__(self) -> None:
         if any(a >= b for a, b in zip(self.low, self.exact, strict=True)):
             raise UsageError("a low-precision copy must be smaller than its expert")
-        if self.seats < 1:
-            raise UsageError(f"low-precision copies need at least one slot, got {self.seats}")
+        if self.secondary_slots < 1:
+            raise UsageError(
+                f"low-precision copies need at least one slot, got {self.secondary_slots}"
+            )
 
     @classmethod
-    def of(cls, nbytes: int, share: float, layers: int, seats: int, *, nested: bool) -> Copies:
+    def of(
+        cls, nbytes: int, share: float, layers: int, secondary_slots: int, *, nested: bool
+    ) -> Copies:
         """Experts of so many bytes, whose copies take this share of them."""
         low = max(1, round(nbytes * share))
         rest = (nbytes - low,) * layers if nested else ()
-        return cls((nbytes,) * layers, (low,) * layers, rest, seats)
+        return cls((nbytes,) * layers, (low,) * layers, rest, secondary_slots)
 
     @property
     def reserved(self) -> int:
         """Slots of whole experts whose memory the copies have."""
-        return -(-self.seats * max(self.low) // max(self.exact))
+        return -(-self.secondary_slots * max(self.low) // max(self.exact))
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,13 @@ class Pieces:
     layer: Ints
     nbytes: Ints
     chunks: Ints
-    home: Ints
+    home_device: Ints
     devices: int = 1
     split: Split | None = None
     copies: Copies | None = None
 
     @classmethod
-    def whole(
+    def unsplit(
         cls,
         offsets: Sequence[int],
         nbytes: Sequence[int],
@@ -128,17 +135,17 @@ class Pieces:
         return cls._of(offsets, (nbytes,), chunks, devices)
 
     @classmethod
-    def parts(
+    def with_split(
         cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """A top and a bottom of each expert, on one device; `chunks` as in `whole`."""
+        """A top and a bottom of each expert, on one device; `chunks` as in `unsplit`."""
         return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
 
     @classmethod
     def with_copies(
         cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """The exact experts and their copies, on one device; `chunks` as in `whole`."""
+        """The exact experts and their copies, on one device; `chunks` as in `unsplit`."""
         kinds = (copies.exact, copies.low, copies.rest)[: 3 if copies.rest else 2]
         return replace(cls._of(offsets, kinds, chunks), copies=copies)
 
@@ -158,7 +165,7 @@ class Pieces:
             layer=np.tile(layer, len(nbytes)),
             nbytes=np.asarray(nbytes, np.int64)[:, layer].ravel(),
             chunks=np.asarray(ones if chunks is None else chunks, np.int64),
-            home=np.tile(homes(offsets, devices), len(nbytes)),
+            home_device=np.tile(home_devices(offsets, devices), len(nbytes)),
             devices=devices,
         )
 
@@ -168,24 +175,26 @@ class Pieces:
         return self.offsets[-1]
 
     @property
-    def first(self) -> Pieces:
+    def primary(self) -> Pieces:
         """The pieces that a policy decides about: whole and exact experts, or their tops."""
         n = self.experts
         return replace(
             self, layer=self.layer[:n], nbytes=self.nbytes[:n], chunks=self.chunks[:n],
-            home=self.home[:n],
+            home_device=self.home_device[:n],
         )  # fmt: skip
 
-    def extra_of(self, expert: int) -> int:
+    def secondary_of(self, expert: int) -> int:
         """The piece that is an expert's bottom segment or its copy; -1 where it has none."""
         extra = self.experts + expert
         return extra if extra < len(self) and self.nbytes[extra] else -1
 
-    def shares(self, capacity: int) -> list[int]:
+    def slots_per_device(self, capacity: int) -> list[int]:
         """Slots of each device, of so many on all of them. BudgetError where one has none."""
         if self.devices == 1:
             return [capacity]
-        return shares(capacity, np.bincount(self.home, minlength=self.devices).tolist())
+        return slots_per_device(
+            capacity, np.bincount(self.home_device, minlength=self.devices).tolist()
+        )
 
     @property
     def layers(self) -> int:

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
             np.arange(n),
             event.experts.copy(),
             np.zeros(n, np.int8),
-            pieces.home[event.experts].astype(np.int8),
+            pieces.home_device[event.experts].astype(np.int8),
         )
 
     def ordered(self, experts: Ints) -> tuple[Plan, int]:

@@ -1,9 +1,9 @@
-"""What an eviction policy is: a few compiled functions over arrays of its own.
+"""The interface of eviction policies: compiled functions over a state of arrays.
 
-A policy is told of prompts, steps, hits, inserts and evictions, and names a victim among the
-residents that are not pinned. It never counts, moves or reads a clock: `Now` says what time it is.
-Its functions are `compiled`, so that the cache and the simulator can bind them into one loop;
-what it remembers is a NamedTuple of arrays, made by its `memory`.
+A policy observes prompts, steps, hits, inserts and evictions, and chooses a victim among the
+residents that are not pinned. It never counts, moves or reads a clock: each call passes a
+`LogicalTime`. Its functions are `compiled`, so that the cache and the simulator can bind them into
+one loop. Its state is a NamedTuple of arrays, which `build_state` makes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NO_ROWS: Rows = np.empty(0, np.int32)
 NO_WEIGHTS: Weights = np.empty(0, np.float32)
 
 
-class State(NamedTuple):
-    """The cache's arrays. P pieces, S slots, G groups (budgets that do not share slots)."""
+class CacheState(NamedTuple):
+    """The arrays of a cache: P pieces, S slots, G groups (budgets that do not share slots)."""
 
     slot_of: Ints  # [P] slot of a resident or arriving piece, else -1
     piece_in: Ints  # [S] piece that has the slot, else -1
@@ -51,8 +51,8 @@ class State(NamedTuple):
     free_count: Ints  # [G] free slots of each group
 
 
-class Now(NamedTuple):
-    """When something happens. All but `index` are the same for the requests of a step."""
+class LogicalTime(NamedTuple):
+    """The logical time of an event; all fields but `index` are equal for a step's requests."""
 
     clock: int  # logical time: pass or token * layers + layer; the request's index in `rounds`
     token: int  # the token, or the pass where a step is a pass at a layer
@@ -63,8 +63,8 @@ class Now(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Option:
-    """A setting of a policy: `name=value` after its name. Its type is that of the default."""
+class PolicyOption:
+    """An option of a policy or a predictor, given as `name=value`; its type is the default's."""
 
     name: str
     default: int | float | str
@@ -74,7 +74,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
     def parse(self, policy: str, text: str) -> int | float | str:
-        """The value that a text stands for. UsageError says what would be right."""
+        """Parse and check a value. UsageError says what would be right."""
         if self.choices and text not in self.choices:
             raise UnknownName(f"{self.name} of {policy}", text, self.choices)
         try:
@@ -91,8 +91,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a policy may know before the first request."""
+class PolicySetup:
+    """Facts that a policy may use before the first request."""
 
     layer: Ints  # [P] the layer of each piece
     group_of: Ints  # [P] the group of each piece
@@ -100,7 +100,7 @@ class Setup:
     layers: int
     seed: int
     options: Mapping[str, Any]
-    trace: Stream | None  # the whole trace, for those that need it
+    trace: Stream | None  # the complete trace, for policies with `needs_trace`
 
     @property
     def pieces(self) -> int:
@@ -111,62 +111,66 @@ class Setup:
         return len(self.sizes)
 
     @property
-    def known(self) -> Stream:
-        """The whole trace, for policies that are marked as needing it."""
+    def required_trace(self) -> Stream:
+        """The complete trace, for policies with `needs_trace`."""
         assert self.trace is not None
         return self.trace
 
 
 @compiled
-def ignore(state: State, own: Any, piece: int, now: Now) -> None:
-    """What a policy does about hits, inserts or evictions that it does not care for."""
+def ignore(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
+    """A handler that ignores hits, inserts or evictions."""
 
 
 @compiled
-def ignore_request(state: State, own: Any, now: Now) -> None:
-    """What a policy does about a new prompt that it does not care for."""
+def ignore_request(cache: CacheState, state: Any, now: LogicalTime) -> None:
+    """A handler that ignores new prompts."""
 
 
 @compiled
 def ignore_step(
-    state: State, own: Any, pieces: Ids, rows: Rows, weights: Weights, now: Now
+    cache: CacheState, state: Any, pieces: Ids, rows: Rows, weights: Weights, now: LogicalTime
 ) -> None:
-    """What a policy does about a step that it does not care for."""
+    """A handler that ignores steps."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy by name, and its functions. `own` is what `memory` made; all are `compiled`.
+    """An eviction policy: its name, its compiled functions and its options.
 
-    `victim(state, own, group, piece, now)` returns a resident piece of the group that is not
-    pinned, or -1; `piece` is the one that needs the room, -1 where the cache shrinks.
-    `on_hit`, `on_insert` and `on_evict(state, own, piece, now)` follow a request that was a hit,
-    one that was a miss and has its slot, and precede the loss of a slot.
-    `on_step(state, own, pieces, rows, weights, now)` precedes the requests of a step: `rows` are
-    the tokens that chose each piece (empty: one each), `weights` the sums of their gate weights
-    (empty: not known). `on_request(state, own, now)` precedes the first step of a prompt.
+    `state` is what `build_state` made, `cache` the `CacheState`, `now` the `LogicalTime`.
 
-    A policy that `weighs` looks at rows and weights; others need not be told of them. One that
-    `needs_trace` cannot run where the future is not known. One with a `preload`
-    starts with those pieces resident and takes in no others: they pass through scratch slots.
+    victim(cache, state, group, piece, now): a resident piece of the group that is not pinned, or
+        -1; `piece` is the one that needs the slot, -1 where the cache shrinks
+    on_hit, on_insert(cache, state, piece, now): a request was a hit; it was a miss, and its piece
+        now has a slot
+    on_evict(cache, state, piece, now): called before a piece loses its slot
+    on_step(cache, state, pieces, rows, weights, now): called before the requests of a step; `rows`
+        are the tokens that chose each piece (empty: one each), `weights` the sums of their gate
+        weights (empty: unknown)
+    on_request(cache, state, now): called before the first step of a prompt
+    weighs: the policy reads rows and weights; others may be called with empty ones
+    needs_trace: the policy needs the future, and cannot run online
+    preload: pieces that are resident from the start; all others are computed from scratch slots
+        and never inserted
     """
 
     name: str
-    memory: Callable[[Setup], Any]
+    build_state: Callable[[PolicySetup], Any]
     victim: Any
     on_hit: Any = ignore
     on_insert: Any = ignore
     on_evict: Any = ignore
     on_step: Any = ignore_step
     on_request: Any = ignore_request
-    options: tuple[Option, ...] = ()
+    options: tuple[PolicyOption, ...] = ()
     values: Mapping[str, int | float | str] = field(default_factory=dict)
     needs_trace: bool = False
     weighs: bool = False
-    preload: Callable[[Setup], Ints] | None = None
+    preload: Callable[[PolicySetup], Ints] | None = None
 
     def check_online(self) -> None:
-        """UsageError where the policy needs to know the future."""
+        """Raise UsageError for a policy that needs the future."""
         if self.needs_trace:
             raise UsageError(
                 f"policy {self.name} must know the whole trace beforehand:"
@@ -175,11 +179,11 @@ class Policy:
 
     @property
     def settings(self) -> dict[str, int | float | str]:
-        """Every option's value, given or default."""
+        """The value of every option, configured or default."""
         return {o.name: self.values.get(o.name, o.default) for o in self.options}
 
-    def configured(self, text: str) -> Policy:
-        """This policy with `name=value[,name=value...]`. UsageError where one cannot be right."""
+    def with_options(self, text: str) -> Policy:
+        """This policy with the options `name=value[,name=value...]`. UsageError for a wrong one."""
         known = {o.name: o for o in self.options}
         values: dict[str, int | float | str] = {}
         for item in text.split(","):
@@ -201,8 +205,8 @@ class Policy:
         layers: int,
         seed: int,
         trace: Stream | None,
-    ) -> Setup:
-        """What its memory is made from. UsageError where it needs a trace and there is none."""
+    ) -> PolicySetup:
+        """Build the argument of `build_state`. UsageError where a required trace is missing."""
         if trace is None:
             self.check_online()
-        return Setup(layer, group_of, sizes, layers, seed, self.settings, trace)
+        return PolicySetup(layer, group_of, sizes, layers, seed, self.settings, trace)

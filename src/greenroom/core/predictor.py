@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 Inputs = NDArray[np.float32]
 
 
-class PassBegins(NamedTuple):
+class PassStart(NamedTuple):
     """What is known before a pass: T tokens of a request go in.
 
     `first` is the position of its first token among all tokens since the start (of the run, or of
@@ -34,7 +34,7 @@ class PassBegins(NamedTuple):
     token_ids: Ids | None = None  # [T]
 
 
-class Seen(NamedTuple):
+class LayerRouting(NamedTuple):
     """What a layer's router chose: T tokens, K experts each, ids within the layer, rank order.
 
     `inputs` are the hidden states that the router was given, where the predictor asks for them.
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     inputs: Inputs | None = None  # [T, H]
 
 
-class Guess(NamedTuple):
+class LayerPrediction(NamedTuple):
     """Experts that a predictor expects in a layer, likeliest first; ids within the layer.
 
     One row a token of this pass; one row, where the layer lies in the next pass (that of the token
@@ -90,15 +90,15 @@ class Predictor(Protocol):
     name: str
     distance: int | None
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         """A pass begins. A prediction may follow before its first layer."""
         ...
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         """A layer's routing is known."""
         ...
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         """What is expected after this layer (-1: before the first one of the pass)."""
         ...
 

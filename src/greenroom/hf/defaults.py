@@ -19,7 +19,7 @@ from greenroom.plan.defaults import default_setting
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.history.routing import RoutingHistory
 from greenroom.plan.settings import PLAIN
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 
 START = 0.5  # share of every expert before anything is known (Algorithm 1, line 4)
 CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
@@ -33,7 +33,7 @@ def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) 
         return setup
     sizes = setup.catalog.experts_per_layer
     found = default_setting(
-        setup.fingerprint, name_of(host()), sizes, top_k, room, device_of(setup)
+        setup.fingerprint, name_of(host_facts()), sizes, top_k, room, device_of(setup)
     )
     if found is None:
         return setup

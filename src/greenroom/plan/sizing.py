@@ -10,7 +10,7 @@ import numpy as np
 
 from greenroom.core.activity import Activity
 from greenroom.core.pieces import Ints
-from greenroom.core.predictor import Seen
+from greenroom.core.predictor import LayerRouting
 from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName
 from greenroom.plan.budgets import miss_tables, optimal_slots
@@ -82,5 +82,5 @@ def predicted_activity(trace: Trace, prefetch: str) -> Activity:
             if whole or not at.prefill:
                 for row in step.chosen:
                     activity.token(step.layer, row, expected.pop(step.layer, None))
-            events = foresight.routed(Seen(step.layer, step.chosen)) if foresight else []
+            events = foresight.routed(LayerRouting(step.layer, step.chosen)) if foresight else []
     return activity

@@ -56,4 +56,4 @@ def policy(name: str) -> Policy:
         found = POLICIES[DEFAULT if base == "auto" else base]
     except KeyError:
         raise UnknownName("policy", base, ["auto", *POLICIES]) from None
-    return found.configured(options) if colon else found
+    return found.with_options(options) if colon else found

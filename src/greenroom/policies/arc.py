@@ -12,37 +12,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from greenroom.core.policy import Floats, Now, Policy, Setup, State, compiled
+from greenroom.core.policy import CacheState, Floats, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Queues
 
 T1, T2, B1, B2 = 0, 1, 2, 3
 
 
-class Own(NamedTuple):
+class ArcState(NamedTuple):
     queues: Queues  # T1, T2, B1 and B2
     target: Floats  # [groups] p
 
 
-def memory(setup: Setup) -> Own:
-    return Own(lists.empty_queues(setup), np.zeros(setup.groups))
+def build_state(setup: PolicySetup) -> ArcState:
+    return ArcState(lists.empty_queues(setup), np.zeros(setup.groups))
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    group = state.group_of[piece]
-    lists.leave(own.queues, group, piece)
-    lists.enter(own.queues, group, piece, T2)
+def on_hit(cache: CacheState, state: ArcState, piece: int, now: LogicalTime) -> None:
+    group = cache.group_of[piece]
+    lists.leave(state.queues, group, piece)
+    lists.enter(state.queues, group, piece, T2)
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    queues, group = own.queues, state.group_of[piece]
+def on_insert(cache: CacheState, state: ArcState, piece: int, now: LogicalTime) -> None:
+    queues, group = state.queues, cache.group_of[piece]
     if queues.inside[piece] >= 0:
-        on_hit(state, own, piece, now)
+        on_hit(cache, state, piece, now)
         return
     lists.enter(queues, group, piece, T1)
-    size, slots = queues.size[group], state.first[group + 1] - state.first[group]
+    size, slots = queues.size[group], cache.first[group + 1] - cache.first[group]
     if size[T1] + size[B1] > slots and size[B1] > 0:
         lists.forget_oldest(queues, group, B1)
     if size.sum() > 2 * slots and size[B2] > 0:
@@ -50,28 +50,28 @@ def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    group, ghost = state.group_of[piece], B1 if own.queues.inside[piece] == T1 else B2
-    lists.leave(own.queues, group, piece)
-    lists.enter(own.queues, group, piece, ghost)
+def on_evict(cache: CacheState, state: ArcState, piece: int, now: LogicalTime) -> None:
+    group, ghost = cache.group_of[piece], B1 if state.queues.inside[piece] == T1 else B2
+    lists.leave(state.queues, group, piece)
+    lists.enter(state.queues, group, piece, ghost)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    queues, size = own.queues, own.queues.size[group]
-    slots = state.first[group + 1] - state.first[group]
+def victim(cache: CacheState, state: ArcState, group: int, piece: int, now: LogicalTime) -> int:
+    queues, size = state.queues, state.queues.size[group]
+    slots = cache.first[group + 1] - cache.first[group]
     ghost = queues.inside[piece] if piece >= 0 else -1
     if ghost == B1:
-        own.target[group] = min(own.target[group] + max(size[B2] / size[B1], 1.0), float(slots))
+        state.target[group] = min(state.target[group] + max(size[B2] / size[B1], 1.0), float(slots))
     elif ghost == B2:
-        own.target[group] = max(own.target[group] - max(size[B1] / size[B2], 1.0), 0.0)
-    target = own.target[group]
+        state.target[group] = max(state.target[group] - max(size[B1] / size[B2], 1.0), 0.0)
+    target = state.target[group]
     full = ghost < 0 and size[T1] >= slots  # case IV A: there is nothing but T1
     once = size[T1] > 0 and (full or size[T1] > target or (ghost == B2 and size[T1] == target))
-    chosen = lists.oldest(queues, group, T1 if once else T2, state)
+    chosen = lists.oldest(queues, group, T1 if once else T2, cache)
     if chosen < 0:
-        chosen = lists.oldest(queues, group, T2 if once else T1, state)
+        chosen = lists.oldest(queues, group, T2 if once else T1, cache)
     return int(chosen)
 
 
-arc = Policy("arc", memory, victim, on_hit, on_insert, on_evict)
+arc = Policy("arc", build_state, victim, on_hit, on_insert, on_evict)

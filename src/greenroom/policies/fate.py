@@ -10,24 +10,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenroom.core.policy import Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import (
+    CacheState,
+    LogicalTime,
+    Policy,
+    PolicyOption,
+    PolicySetup,
+    compiled,
+)
 from greenroom.policies.helpers import lists
-from greenroom.policies.llru import Own, on_evict, on_hit, on_insert
-from greenroom.policies.llru import memory as unweighted
+from greenroom.policies.llru import LayerLruState, on_evict, on_hit, on_insert
+from greenroom.policies.llru import build_state as unweighted
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> LayerLruState:
     weight = 1 + setup.options["bias"] * np.arange(setup.layers) / setup.layers
     return unweighted(setup)._replace(weight=weight)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+def victim(
+    cache: CacheState, state: LayerLruState, group: int, piece: int, now: LogicalTime
+) -> int:
     best, most = -1, -1.0
-    for layer in range(own.begin[group], own.begin[group + 1]):
-        oldest = lists.last(own.lists, own.last.size + layer, state)
+    for layer in range(state.begin[group], state.begin[group + 1]):
+        oldest = lists.last(state.lists, state.last.size + layer, cache)
         if oldest >= 0:
-            age = (now.clock - own.last[oldest]) * own.weight[layer]
+            age = (now.clock - state.last[oldest]) * state.weight[layer]
             if age >= most:
                 best, most = oldest, age
     return int(best)
@@ -35,10 +44,10 @@ def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
 
 fate = Policy(
     "fate",
-    memory,
+    build_state,
     victim,
     on_hit,
     on_insert,
     on_evict,
-    options=(Option("bias", 1.0, "how much more the age of deep layers counts", 0),),
+    options=(PolicyOption("bias", 1.0, "how much more the age of deep layers counts", 0),),
 )

@@ -16,10 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import (
+    CacheState,
+    Floats,
+    LogicalTime,
+    Policy,
+    PolicyOption,
+    PolicySetup,
+    compiled,
+)
 
 
-class Own(NamedTuple):
+class HobbitState(NamedTuple):
     layer: Ints  # [P]
     count: Ints  # type: ignore[assignment]  # [P] requests in this prompt
     last: Ints  # [P] token of the prompt that last requested the piece, from 1; 0: none
@@ -29,10 +37,10 @@ class Own(NamedTuple):
     weight: Floats  # recency, frequency
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> HobbitState:
     none = np.zeros(setup.pieces, np.int64)
     weights, layers = setup.options, setup.layers
-    return Own(
+    return HobbitState(
         setup.layer,
         none,
         none.copy(),
@@ -44,48 +52,48 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def on_request(state: State, own: Own, now: Now) -> None:
-    own.count[:] = 0
-    own.last[:] = 0
-    own.begin[0] = now.token
+def on_request(cache: CacheState, state: HobbitState, now: LogicalTime) -> None:
+    state.count[:] = 0
+    state.last[:] = 0
+    state.begin[0] = now.token
 
 
 @compiled
-def on_use(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] += 1
-    own.last[piece] = now.token - own.begin[0] + 1
-    own.index[piece] = now.index
+def on_use(cache: CacheState, state: HobbitState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] += 1
+    state.last[piece] = now.token - state.begin[0] + 1
+    state.index[piece] = now.index
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    tokens = now.token - own.begin[0] + 1
+def victim(cache: CacheState, state: HobbitState, group: int, piece: int, now: LogicalTime) -> int:
+    tokens = now.token - state.begin[0] + 1
     best, least = -1, np.inf
-    for slot in range(state.first[group], state.first[group + 1]):
-        resident = state.piece_in[slot]
-        if resident < 0 or state.pinned[resident] > 0:
+    for slot in range(cache.first[group], cache.first[group + 1]):
+        resident = cache.piece_in[slot]
+        if resident < 0 or cache.pinned[resident] > 0:
             continue
-        ahead = own.layer[resident] - now.layer
+        ahead = state.layer[resident] - now.layer
         if ahead < 0:
-            ahead += own.near.size
-        score = own.weight[0] * own.last[resident] / tokens
-        score += own.weight[1] * own.count[resident] / tokens
-        score += own.near[ahead]
-        if score < least or (score == least and own.index[resident] < own.index[best]):
+            ahead += state.near.size
+        score = state.weight[0] * state.last[resident] / tokens
+        score += state.weight[1] * state.count[resident] / tokens
+        score += state.near[ahead]
+        if score < least or (score == least and state.index[resident] < state.index[best]):
             best, least = resident, score
     return int(best)
 
 
 hobbit = Policy(
     "hobbit",
-    memory,
+    build_state,
     victim,
     on_use,
     on_use,
     on_request=on_request,
     options=(
-        Option("recency", 1.0, "weight of the last request's time", 0),
-        Option("frequency", 1.0, "weight of the requests in this prompt", 0),
-        Option("distance", 0.1, "weight of how soon the layer comes", 0),
+        PolicyOption("recency", 1.0, "weight of the last request's time", 0),
+        PolicyOption("frequency", 1.0, "weight of the requests in this prompt", 0),
+        PolicyOption("distance", 0.1, "weight of how soon the layer comes", 0),
     ),
 )

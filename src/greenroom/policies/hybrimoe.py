@@ -14,30 +14,30 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import (
+    CacheState,
     Floats,
     Ids,
-    Now,
-    Option,
+    LogicalTime,
     Policy,
+    PolicyOption,
+    PolicySetup,
     Rows,
-    Setup,
-    State,
     Weights,
     compiled,
 )
 from greenroom.policies.helpers import scan
 
 
-class Own(NamedTuple):
+class HybriMoeState(NamedTuple):
     score: Floats  # [P] S
     index: Ints  # type: ignore[assignment]  # [P] index of the last request
     begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
     alpha: Floats  # [1]
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> HybriMoeState:
     alpha = np.array([setup.options["alpha"]], np.float64)
-    return Own(
+    return HybriMoeState(
         np.zeros(setup.pieces), np.zeros(setup.pieces, np.int64), scan.layer_starts(setup), alpha
     )
 
@@ -51,30 +51,39 @@ def part(rows: Rows, weights: Weights, i: int) -> float:
 
 
 @compiled
-def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
-    alpha = own.alpha[0]
-    for piece in range(own.begin[now.layer], own.begin[now.layer + 1]):
-        own.score[piece] *= 1 - alpha
+def on_step(
+    cache: CacheState,
+    state: HybriMoeState,
+    pieces: Ids,
+    rows: Rows,
+    weights: Weights,
+    now: LogicalTime,
+) -> None:
+    alpha = state.alpha[0]
+    for piece in range(state.begin[now.layer], state.begin[now.layer + 1]):
+        state.score[piece] *= 1 - alpha
     total = 0.0
     for i in range(pieces.size):
         total += part(rows, weights, i)
     if total > 0:
         for i in range(pieces.size):
-            own.score[pieces[i]] += alpha * (part(rows, weights, i) / total)
+            state.score[pieces[i]] += alpha * (part(rows, weights, i) / total)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    return int(scan.lowest(state, group, own.score, own.index))
+def victim(
+    cache: CacheState, state: HybriMoeState, group: int, piece: int, now: LogicalTime
+) -> int:
+    return int(scan.lowest(cache, group, state.score, state.index))
 
 
 hybrimoe = Policy(
     "hybrimoe",
-    memory,
+    build_state,
     victim,
     scan.on_use,
     scan.on_use,
     on_step=on_step,
     weighs=True,
-    options=(Option("alpha", 0.05, "weight of the newest score", 1e-6, 1),),
+    options=(PolicyOption("alpha", 0.05, "weight of the newest score", 1e-6, 1),),
 )

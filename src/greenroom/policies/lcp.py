@@ -17,13 +17,21 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import (
+    CacheState,
+    Floats,
+    LogicalTime,
+    Policy,
+    PolicyOption,
+    PolicySetup,
+    compiled,
+)
 
 NEAR = 1e-9
 NONE = np.inf  # the key of what is not resident
 
 
-class Own(NamedTuple):
+class LcpState(NamedTuple):
     """P pieces in B blocks of G groups; pieces of a block have consecutive ids."""
 
     key: Floats  # [P] log2 mu + last * fade
@@ -38,7 +46,7 @@ class Own(NamedTuple):
     numbers: Floats  # rho, omega, fade = log2(1 / rho) / omega
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> LcpState:
     side = max(8, int(np.sqrt(setup.pieces)))
     sizes = np.bincount(setup.group_of, minlength=setup.groups)
     ends = np.cumsum(sizes)
@@ -50,7 +58,7 @@ def memory(setup: Setup) -> Own:
     begin = np.array([*begins, setup.pieces], np.int64)
     rho, omega = setup.options["rho"], setup.options["omega"]
     none = np.zeros(setup.pieces, np.int64)
-    return Own(
+    return LcpState(
         key=np.full(setup.pieces, NONE),
         tie=none,
         block_of=np.repeat(np.arange(len(begins), dtype=np.int64), np.diff(begin)),
@@ -65,86 +73,88 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] += 1
-    own.last[piece], own.tie[piece] = now.token, now.index
-    own.key[piece] = np.log2(own.count[piece]) + now.token * own.numbers[2]
+def on_hit(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] += 1
+    state.last[piece], state.tie[piece] = now.token, now.index
+    state.key[piece] = np.log2(state.count[piece]) + now.token * state.numbers[2]
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    on_hit(state, own, piece, now)
-    block, key, tie = own.block_of[piece], own.key[piece], own.tie[piece]
-    if key < own.bound[block] or (key == own.bound[block] and tie < own.bound_tie[block]):
-        own.bound[block], own.bound_tie[block] = key, tie
+def on_insert(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -> None:
+    on_hit(cache, state, piece, now)
+    block, key, tie = state.block_of[piece], state.key[piece], state.tie[piece]
+    if key < state.bound[block] or (key == state.bound[block] and tie < state.bound_tie[block]):
+        state.bound[block], state.bound_tie[block] = key, tie
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    own.key[piece] = NONE
+def on_evict(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -> None:
+    state.key[piece] = NONE
 
 
 @compiled
-def lowest(own: Own, group: int, state: State) -> int:
+def lowest(state: LcpState, group: int, cache: CacheState) -> int:
     """The resident with the smallest key that is not pinned, or -1."""
-    first, end = own.blocks[group], own.blocks[group + 1]
+    first, end = state.blocks[group], state.blocks[group + 1]
     likely = first
     for block in range(first + 1, end):
-        if own.bound[block] < own.bound[likely]:
+        if state.bound[block] < state.bound[likely]:
             likely = block
     best, best_key, best_tie = -1, NONE, 0
     for i in range(first - 1, end):
         block = likely if i < first else i
-        bound, bound_tie = own.bound[block], own.bound_tie[block]
+        bound, bound_tie = state.bound[block], state.bound_tie[block]
         if bound > best_key or (bound == best_key and bound_tie >= best_tie):
             continue
         if i == likely:
             continue
         bound, bound_tie = NONE, 0
-        for piece in range(own.begin[block], own.begin[block + 1]):
-            key, tie = own.key[piece], own.tie[piece]
+        for piece in range(state.begin[block], state.begin[block + 1]):
+            key, tie = state.key[piece], state.tie[piece]
             if key < bound or (key == bound and tie < bound_tie):
                 bound, bound_tie = key, tie
             better = key < best_key or (key == best_key and tie < best_tie)
-            if better and state.pinned[piece] == 0:
+            if better and cache.pinned[piece] == 0:
                 best, best_key, best_tie = piece, key, tie
-        own.bound[block], own.bound_tie[block] = bound, bound_tie
+        state.bound[block], state.bound_tie[block] = bound, bound_tie
     return best
 
 
 @compiled
-def priority(own: Own, piece: int, now: Now) -> float:
-    rho, omega = own.numbers[0], own.numbers[1]
-    return float(own.count[piece] * rho ** ((now.token - own.last[piece]) / omega))
+def priority(state: LcpState, piece: int, now: LogicalTime) -> float:
+    rho, omega = state.numbers[0], state.numbers[1]
+    return float(state.count[piece] * rho ** ((now.token - state.last[piece]) / omega))
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    chosen = lowest(own, group, state)
+def victim(cache: CacheState, state: LcpState, group: int, piece: int, now: LogicalTime) -> int:
+    chosen = lowest(state, group, cache)
     if chosen < 0:
         return -1
     # Logarithms round, and could part what is equal: near the smallest, P itself decides.
-    near = own.key[chosen] + NEAR
+    near = state.key[chosen] + NEAR
     least = np.inf
-    for block in range(own.blocks[group], own.blocks[group + 1]):
-        if own.bound[block] <= near:
-            for other in range(own.begin[block], own.begin[block + 1]):
-                if own.key[other] <= near and state.pinned[other] == 0:
-                    value = priority(own, other, now)
-                    if value < least or (value == least and own.tie[other] < own.tie[chosen]):
+    for block in range(state.blocks[group], state.blocks[group + 1]):
+        if state.bound[block] <= near:
+            for other in range(state.begin[block], state.begin[block + 1]):
+                if state.key[other] <= near and cache.pinned[other] == 0:
+                    value = priority(state, other, now)
+                    if value < least or (value == least and state.tie[other] < state.tie[chosen]):
                         least, chosen = value, other
     return int(chosen)
 
 
 lcp = Policy(
     "lcp",
-    memory,
+    build_state,
     victim,
     on_hit,
     on_insert,
     on_evict,
     options=(
-        Option("rho", 0.25, "what a piece's priority is multiplied by every omega tokens", 1e-6, 1),
-        Option("omega", 128, "tokens", 1),
+        PolicyOption(
+            "rho", 0.25, "what a piece's priority is multiplied by every omega tokens", 1e-6, 1
+        ),
+        PolicyOption("omega", 128, "tokens", 1),
     ),
 )

@@ -11,49 +11,49 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import buckets
 from greenroom.policies.helpers.buckets import Buckets
 
 
-class Own(NamedTuple):
+class LfuState(NamedTuple):
     buckets: Buckets  # key: requests
     count: Ints  # type: ignore[assignment]  # [P] requests
     age: Ints  # [G] of a group's last victim's key, where keys grow by it (LFUDA)
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> LfuState:
     counts, ages = np.zeros(setup.pieces, np.int64), np.zeros(setup.groups, np.int64)
-    return Own(buckets.empty(setup), counts, ages)
+    return LfuState(buckets.empty(setup), counts, ages)
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] += 1
-    buckets.rise(own.buckets, state.group_of[piece], piece, own.count[piece])
+def on_hit(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] += 1
+    buckets.rise(state.buckets, cache.group_of[piece], piece, state.count[piece])
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] += 1
-    buckets.place(own.buckets, state.group_of[piece], piece, own.count[piece])
+def on_insert(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] += 1
+    buckets.place(state.buckets, cache.group_of[piece], piece, state.count[piece])
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    buckets.drop(own.buckets, piece)
+def on_evict(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    buckets.drop(state.buckets, piece)
 
 
 @compiled
-def forget(state: State, own: Own, piece: int, now: Now) -> None:
-    buckets.drop(own.buckets, piece)
-    own.count[piece] = 0
+def forget(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    buckets.drop(state.buckets, piece)
+    state.count[piece] = 0
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    return int(buckets.lowest(own.buckets, group, state))
+def victim(cache: CacheState, state: LfuState, group: int, piece: int, now: LogicalTime) -> int:
+    return int(buckets.lowest(state.buckets, group, cache))
 
 
-lfu = Policy("lfu", memory, victim, on_hit, on_insert, on_evict)
-lfu_in_cache = Policy("lfu-in-cache", memory, victim, on_hit, on_insert, forget)
+lfu = Policy("lfu", build_state, victim, on_hit, on_insert, on_evict)
+lfu_in_cache = Policy("lfu-in-cache", build_state, victim, on_hit, on_insert, forget)

@@ -8,37 +8,37 @@ requested least recently.
 
 from __future__ import annotations
 
-from greenroom.core.policy import Now, Policy, State, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, compiled
 from greenroom.policies.helpers import buckets
-from greenroom.policies.lfu import Own, memory, on_evict
+from greenroom.policies.lfu import LfuState, build_state, on_evict
 from greenroom.policies.lfu import victim as least_used
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] += 1
-    group = state.group_of[piece]
-    key = own.count[piece] + own.age[group]
-    if key >= own.buckets.key[own.buckets.bucket_of[piece]]:
-        buckets.rise(own.buckets, group, piece, key)
+def on_hit(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] += 1
+    group = cache.group_of[piece]
+    key = state.count[piece] + state.age[group]
+    if key >= state.buckets.key[state.buckets.bucket_of[piece]]:
+        buckets.rise(state.buckets, group, piece, key)
     else:  # the age has fallen: a pinned piece of a smaller key was evicted after a larger one
-        buckets.drop(own.buckets, piece)
-        buckets.place(own.buckets, group, piece, key)
+        buckets.drop(state.buckets, piece)
+        buckets.place(state.buckets, group, piece, key)
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.count[piece] = 1
-    group = state.group_of[piece]
-    buckets.place(own.buckets, group, piece, 1 + own.age[group])
+def on_insert(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+    state.count[piece] = 1
+    group = cache.group_of[piece]
+    buckets.place(state.buckets, group, piece, 1 + state.age[group])
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    chosen = least_used(state, own, group, piece, now)
+def victim(cache: CacheState, state: LfuState, group: int, piece: int, now: LogicalTime) -> int:
+    chosen = least_used(cache, state, group, piece, now)
     if chosen >= 0:
-        own.age[group] = own.buckets.key[own.buckets.bucket_of[chosen]]
+        state.age[group] = state.buckets.key[state.buckets.bucket_of[chosen]]
     return int(chosen)
 
 
-lfuda = Policy("lfuda", memory, victim, on_hit, on_insert, on_evict)
+lfuda = Policy("lfuda", build_state, victim, on_hit, on_insert, on_evict)

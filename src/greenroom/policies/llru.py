@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Now, Policy, Setup, State, compiled
+from greenroom.core.policy import CacheState, Floats, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Lists
 
 
-class Own(NamedTuple):
+class LayerLruState(NamedTuple):
     lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
     layer: Ints  # [P]
     last: Ints  # [P] clock of the last request
@@ -26,9 +26,9 @@ class Own(NamedTuple):
     weight: Floats  # [L] of a layer's ages, where a policy goes by them (Fate)
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> LayerLruState:
     begin = [0, setup.layers] if setup.groups == 1 else range(setup.layers + 1)
-    return Own(
+    return LayerLruState(
         lists.empty(setup.pieces, setup.layers),
         setup.layer,
         np.zeros(setup.pieces, np.int64),
@@ -38,30 +38,32 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.last[piece] = now.clock
-    lists.push(own.lists, own.last.size + own.layer[piece], piece)
+def on_insert(cache: CacheState, state: LayerLruState, piece: int, now: LogicalTime) -> None:
+    state.last[piece] = now.clock
+    lists.push(state.lists, state.last.size + state.layer[piece], piece)
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    lists.unlink(own.lists, piece)
-    on_insert(state, own, piece, now)
+def on_hit(cache: CacheState, state: LayerLruState, piece: int, now: LogicalTime) -> None:
+    lists.unlink(state.lists, piece)
+    on_insert(cache, state, piece, now)
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    lists.unlink(own.lists, piece)
+def on_evict(cache: CacheState, state: LayerLruState, piece: int, now: LogicalTime) -> None:
+    lists.unlink(state.lists, piece)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    layers = own.weight.size
+def victim(
+    cache: CacheState, state: LayerLruState, group: int, piece: int, now: LogicalTime
+) -> int:
+    layers = state.weight.size
     best, most = -1, -1
-    for layer in range(own.begin[group], own.begin[group + 1]):
-        oldest = lists.last(own.lists, own.last.size + layer, state)
+    for layer in range(state.begin[group], state.begin[group + 1]):
+        oldest = lists.last(state.lists, state.last.size + layer, cache)
         if oldest >= 0:
-            rounds, since = divmod(now.clock - own.last[oldest], layers)
+            rounds, since = divmod(now.clock - state.last[oldest], layers)
             # R first, then D = (-since) mod L; different layers differ in D.
             rank = rounds * layers + (layers - since if since > 0 else 0)
             if rank > most:
@@ -69,4 +71,4 @@ def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     return int(best)
 
 
-llru = Policy("llru", memory, victim, on_hit, on_insert, on_evict)
+llru = Policy("llru", build_state, victim, on_hit, on_insert, on_evict)

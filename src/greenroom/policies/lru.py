@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from greenroom.core.policy import Now, Policy, State, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Lists
 
 
 @compiled
-def on_hit(state: State, own: Lists, piece: int, now: Now) -> None:
-    lists.unlink(own, piece)
-    lists.push(own, state.slot_of.size + state.group_of[piece], piece)
+def on_hit(cache: CacheState, state: Lists, piece: int, now: LogicalTime) -> None:
+    lists.unlink(state, piece)
+    lists.push(state, cache.slot_of.size + cache.group_of[piece], piece)
 
 
 @compiled
-def on_insert(state: State, own: Lists, piece: int, now: Now) -> None:
-    lists.push(own, state.slot_of.size + state.group_of[piece], piece)
+def on_insert(cache: CacheState, state: Lists, piece: int, now: LogicalTime) -> None:
+    lists.push(state, cache.slot_of.size + cache.group_of[piece], piece)
 
 
 @compiled
-def on_evict(state: State, own: Lists, piece: int, now: Now) -> None:
-    lists.unlink(own, piece)
+def on_evict(cache: CacheState, state: Lists, piece: int, now: LogicalTime) -> None:
+    lists.unlink(state, piece)
 
 
 @compiled
-def victim(state: State, own: Lists, group: int, piece: int, now: Now) -> int:
-    return int(lists.last(own, state.slot_of.size + group, state))
+def victim(cache: CacheState, state: Lists, group: int, piece: int, now: LogicalTime) -> int:
+    return int(lists.last(state, cache.slot_of.size + group, cache))
 
 
 lru = Policy("lru", lists.one_a_group, victim, on_hit, on_insert, on_evict)

@@ -7,26 +7,26 @@ makes it repeatable.
 
 from __future__ import annotations
 
-from greenroom.core.policy import Now, Policy, State, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, compiled
 from greenroom.policies.helpers import pools
 from greenroom.policies.helpers.pools import Pools
 
 
 @compiled
-def mark(state: State, own: Pools, piece: int, now: Now) -> None:
+def mark(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> None:
     """The pool holds what is resident and has no mark."""
-    pools.take(own, state.group_of[piece], piece)
+    pools.take(state, cache.group_of[piece], piece)
 
 
 @compiled
-def victim(state: State, own: Pools, group: int, piece: int, now: Now) -> int:
-    chosen = pools.draw(own, group, state)
+def victim(cache: CacheState, state: Pools, group: int, piece: int, now: LogicalTime) -> int:
+    chosen = pools.draw(state, group, cache)
     if chosen < 0:
-        for slot in range(state.first[group], state.first[group + 1]):
-            resident = state.piece_in[slot]
-            if resident >= 0 and own.at[resident] < 0:
-                pools.add(own, group, resident)
-        chosen = pools.draw(own, group, state)
+        for slot in range(cache.first[group], cache.first[group + 1]):
+            resident = cache.piece_in[slot]
+            if resident >= 0 and state.at[resident] < 0:
+                pools.add(state, group, resident)
+        chosen = pools.draw(state, group, cache)
     return int(chosen)
 
 

@@ -20,14 +20,14 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import (
+    CacheState,
     Floats,
     Ids,
-    Now,
-    Option,
+    LogicalTime,
     Policy,
+    PolicyOption,
+    PolicySetup,
     Rows,
-    Setup,
-    State,
     Weights,
     compiled,
 )
@@ -37,7 +37,7 @@ EPS = 1e-3
 SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
 
 
-class Own(NamedTuple):
+class MoeInfinityState(NamedTuple):
     """C places in the collection. `row` vectors have one entry a piece."""
 
     prompt: Ints  # [P] EAM of this prompt
@@ -54,9 +54,9 @@ class Own(NamedTuple):
     #              for `mixed`, -2 for not yet; whether matching is BY_REQUEST; FIRST prompt
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> MoeInfinityState:
     pieces, capacity = setup.pieces, setup.options["capacity"]
-    return Own(
+    return MoeInfinityState(
         prompt=np.zeros(pieces, np.int64),
         current=np.zeros(pieces, np.int64),
         counts=np.zeros((pieces, capacity), np.int64),
@@ -94,99 +94,108 @@ def like(dot: int, square: int) -> float:
 
 
 @compiled
-def nearest(own: Own, eam: Ints) -> int:
+def nearest(state: MoeInfinityState, eam: Ints) -> int:
     """The place in the collection that is nearest to an EAM, the first of equals."""
     best, most = -1, -1.0
-    for place in range(own.numbers[SIZE]):
+    for place in range(state.numbers[SIZE]):
         dot = 0
         for piece in range(eam.size):
-            dot += eam[piece] * own.counts[piece, place]
-        closeness = like(dot, own.squares[place])
+            dot += eam[piece] * state.counts[piece, place]
+        closeness = like(dot, state.squares[place])
         if closeness > most:
             best, most = place, closeness
     return best
 
 
 @compiled
-def keep(own: Own, eam: Ints) -> None:
+def keep(state: MoeInfinityState, eam: Ints) -> None:
     """Put an EAM into the collection."""
-    size = own.numbers[SIZE]
-    if size < own.squares.size:
+    size = state.numbers[SIZE]
+    if size < state.squares.size:
         place = size
-        own.numbers[SIZE] += 1
+        state.numbers[SIZE] += 1
     else:
-        place = nearest(own, eam)
+        place = nearest(state, eam)
     square = 0
     for piece in range(eam.size):
         square += eam[piece] * eam[piece]
-        own.counts[piece, place] = eam[piece]
-    own.squares[place] = square
-    score(eam, own.begin, own.scores[place])
+        state.counts[piece, place] = eam[piece]
+    state.squares[place] = square
+    score(eam, state.begin, state.scores[place])
 
 
 @compiled
-def on_request(state: State, own: Own, now: Now) -> None:
-    if own.numbers[FIRST] == 0:
-        keep(own, own.prompt)
-    own.numbers[FIRST] = 0
-    own.numbers[TOKEN] = -1
-    own.prompt[:] = 0
+def on_request(cache: CacheState, state: MoeInfinityState, now: LogicalTime) -> None:
+    if state.numbers[FIRST] == 0:
+        keep(state, state.prompt)
+    state.numbers[FIRST] = 0
+    state.numbers[TOKEN] = -1
+    state.prompt[:] = 0
 
 
 @compiled
-def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
-    numbers = own.numbers
+def on_step(
+    cache: CacheState,
+    state: MoeInfinityState,
+    pieces: Ids,
+    rows: Rows,
+    weights: Weights,
+    now: LogicalTime,
+) -> None:
+    numbers = state.numbers
     if numbers[TOKEN] == -1 or (numbers[TOKEN] != now.token and numbers[BY_REQUEST] == 0):
-        own.current[:] = 0
-        own.dots[:] = 0
+        state.current[:] = 0
+        state.dots[:] = 0
     numbers[TOKEN] = now.token
     for i in range(pieces.size):
         piece, tokens = pieces[i], rows[i] if rows.size else 1
-        own.prompt[piece] += tokens
-        own.current[piece] += tokens
-        counts = own.counts[piece]
+        state.prompt[piece] += tokens
+        state.current[piece] += tokens
+        counts = state.counts[piece]
         for place in range(numbers[SIZE]):
-            own.dots[place] += tokens * counts[place]
+            state.dots[place] += tokens * counts[place]
     numbers[SCORED] = -2
 
 
 @compiled
-def match(own: Own) -> int:
+def match(state: MoeInfinityState) -> int:
     """Score all pieces under the pEAM of now: the place whose scores hold, -1 for `mixed`."""
-    size = own.numbers[SIZE]
+    size = state.numbers[SIZE]
     if size == 0:
-        score(own.current, own.begin, own.mixed)
+        score(state.current, state.begin, state.mixed)
         return -1
     most, best, equals = -1.0, 0, 0
     for place in range(size):
-        cosine = like(own.dots[place], own.squares[place])
+        cosine = like(state.dots[place], state.squares[place])
         if cosine > most:
             most, best, equals = cosine, place, 1
         elif cosine == most:
             equals += 1
     if equals == 1:
         return best
-    own.summed[:] = 0
+    state.summed[:] = 0
     for place in range(best, size):
-        if like(own.dots[place], own.squares[place]) == most:
-            for piece in range(own.summed.size):
-                own.summed[piece] += own.counts[piece, place]
-    score(own.summed, own.begin, own.mixed)
+        if like(state.dots[place], state.squares[place]) == most:
+            for piece in range(state.summed.size):
+                state.summed[piece] += state.counts[piece, place]
+    score(state.summed, state.begin, state.mixed)
     return -1
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    if own.numbers[SCORED] == -2:
-        own.numbers[SCORED] = match(own)
-    place = own.numbers[SCORED]
-    scores = own.scores[place] if place >= 0 else own.mixed
-    return int(scan.lowest(state, group, scores, own.index))
+def victim(
+    cache: CacheState, state: MoeInfinityState, group: int, piece: int, now: LogicalTime
+) -> int:
+    if state.numbers[SCORED] == -2:
+        state.numbers[SCORED] = match(state)
+    place = state.numbers[SCORED]
+    scores = state.scores[place] if place >= 0 else state.mixed
+    return int(scan.lowest(cache, group, scores, state.index))
 
 
 moe_infinity = Policy(
     "moe-infinity",
-    memory,
+    build_state,
     victim,
     scan.on_use,
     scan.on_use,
@@ -194,12 +203,12 @@ moe_infinity = Policy(
     weighs=True,
     on_request=on_request,
     options=(
-        Option(
+        PolicyOption(
             "matching",
             "iteration",
             "which EAM is matched with the collection: this pass's, or this prompt's so far",
             choices=("iteration", "request"),
         ),
-        Option("capacity", 100, "EAMs in the collection", 1, 1_000_000),
+        PolicyOption("capacity", 100, "EAMs in the collection", 1, 1_000_000),
     ),
 )

@@ -35,14 +35,14 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import (
+    CacheState,
     Floats,
     Ids,
-    Now,
-    Option,
+    LogicalTime,
     Policy,
+    PolicyOption,
+    PolicySetup,
     Rows,
-    Setup,
-    State,
     Weights,
     compiled,
 )
@@ -56,7 +56,7 @@ LEAST = 0.02  # of the mean share: no logarithm is taken of less
 GONE = np.inf
 
 
-class Own(NamedTuple):
+class NextUseState(NamedTuple):
     """L layers, P pieces, E experts in the largest layer; [L, E] holds a number for each expert."""
 
     begin: Ints  # [L + 1] the first piece of each layer
@@ -91,12 +91,12 @@ class Own(NamedTuple):
     keep_long: float
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> NextUseState:
     layers = setup.layers
     begin = np.searchsorted(setup.layer, np.arange(layers + 1)).astype(np.int64)
     each = (layers, int(np.diff(begin).max()))
     given = setup.options
-    return Own(
+    return NextUseState(
         begin=begin,
         layer=setup.layer.astype(np.int64),
         one_group=setup.groups == 1,
@@ -131,200 +131,209 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def on_request(state: State, own: Own, now: Now) -> None:
-    own.prompt_steps[:] = 0
+def on_request(cache: CacheState, state: NextUseState, now: LogicalTime) -> None:
+    state.prompt_steps[:] = 0
 
 
 @compiled
-def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
+def on_step(
+    cache: CacheState,
+    state: NextUseState,
+    pieces: Ids,
+    rows: Rows,
+    weights: Weights,
+    now: LogicalTime,
+) -> None:
     if pieces.size == 0:
         return
     layer = now.layer
-    experts = own.begin[layer + 1] - own.begin[layer]
-    own.steps[0] += 1
-    _observe(own, layer, experts, pieces)
-    _estimate(own, layer, experts)
-    _learn(own, layer, experts)
-    _remember(own, layer, experts)
-    own.seen[layer] += 1
-    own.floor[layer] = GONE
+    experts = state.begin[layer + 1] - state.begin[layer]
+    state.steps[0] += 1
+    _observe(state, layer, experts, pieces)
+    _estimate(state, layer, experts)
+    _learn(state, layer, experts)
+    _remember(state, layer, experts)
+    state.seen[layer] += 1
+    state.floor[layer] = GONE
     for i in range(experts):
-        if own.key[layer, i] < GONE:
-            own.key[layer, i] = own.value[layer, i]
-            own.floor[layer] = min(own.floor[layer], own.value[layer, i])
+        if state.key[layer, i] < GONE:
+            state.key[layer, i] = state.value[layer, i]
+            state.floor[layer] = min(state.floor[layer], state.value[layer, i])
 
 
 @compiled
-def _observe(own: Own, layer: int, experts: int, pieces: Ids) -> None:
+def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None:
     """Count the step. Only what is used needs a logarithm: other shares just decay."""
     share = pieces.size / experts
-    if own.seen[layer] == 0:
+    if state.seen[layer] == 0:
         # Nothing is known: every expert is as likely as this step has experts.
-        own.mean[layer] = share = min(share, 0.5)
-        own.weights[layer, CONSTANT] = (2.0 * share - 1.0) / sqrt(share - share * share)
+        state.mean[layer] = share = min(share, 0.5)
+        state.weights[layer, CONSTANT] = (2.0 * share - 1.0) / sqrt(share - share * share)
         for i in range(experts):
-            own.long[layer, i] = share
-    if own.prompt_steps[layer] == 0:
-        _begin_prompt(own, layer, experts)
-    own.prompt_steps[layer] += 1
-    decay, least, gain = log(own.keep_short), log(LEAST), 1.0 - own.keep_long
-    own.mean[layer] += gain * (share - own.mean[layer])
+            state.long[layer, i] = share
+    if state.prompt_steps[layer] == 0:
+        _begin_prompt(state, layer, experts)
+    state.prompt_steps[layer] += 1
+    decay, least, gain = log(state.keep_short), log(LEAST), 1.0 - state.keep_long
+    state.mean[layer] += gain * (share - state.mean[layer])
     for i in range(experts):
-        own.used[i] = 0.0
-        own.long[layer, i] *= own.keep_long
-        own.current[SHORT, layer, i] = max(own.current[SHORT, layer, i] + decay, least)
-    own.set_sizes[NOW, layer] = pieces.size
+        state.used[i] = 0.0
+        state.long[layer, i] *= state.keep_long
+        state.current[SHORT, layer, i] = max(state.current[SHORT, layer, i] + decay, least)
+    state.set_sizes[NOW, layer] = pieces.size
     for j in range(pieces.size):
-        i = pieces[j] - own.begin[layer]
-        own.sets[NOW, layer, j] = i
-        own.used[i] = 1.0
-        own.last_step[layer, i] = own.steps[0]
-        own.uses[layer, i] += 1
-        own.long[layer, i] += gain
-        recent = exp(own.current[SHORT, layer, i]) + (1.0 - own.keep_short) / own.level[layer]
-        own.current[SHORT, layer, i] = log(recent)
-        uses = own.prior[layer, i] + own.uses[layer, i] / own.level[layer]
-        own.current[PROMPT, layer, i] = log(uses)
+        i = pieces[j] - state.begin[layer]
+        state.sets[NOW, layer, j] = i
+        state.used[i] = 1.0
+        state.last_step[layer, i] = state.steps[0]
+        state.uses[layer, i] += 1
+        state.long[layer, i] += gain
+        recent = exp(state.current[SHORT, layer, i]) + (1.0 - state.keep_short) / state.level[layer]
+        state.current[SHORT, layer, i] = log(recent)
+        uses = state.prior[layer, i] + state.uses[layer, i] / state.level[layer]
+        state.current[PROMPT, layer, i] = log(uses)
 
 
 @compiled
-def _begin_prompt(own: Own, layer: int, experts: int) -> None:
+def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
     """The prompt's shares begin as those of the past."""
-    own.level[layer] = own.mean[layer]
+    state.level[layer] = state.mean[layer]
     for i in range(experts):
-        relative = own.long[layer, i] / own.mean[layer] + LEAST
-        own.uses[layer, i] = 0
-        own.prior[layer, i] = own.prior_tokens * relative
-        own.current[LONG, layer, i] = log(relative)
-        own.current[PROMPT, layer, i] = log(own.prior[layer, i])
+        relative = state.long[layer, i] / state.mean[layer] + LEAST
+        state.uses[layer, i] = 0
+        state.prior[layer, i] = state.prior_tokens * relative
+        state.current[LONG, layer, i] = log(relative)
+        state.current[PROMPT, layer, i] = log(state.prior[layer, i])
 
 
 @compiled
-def _estimate(own: Own, layer: int, experts: int) -> None:
+def _estimate(state: NextUseState, layer: int, experts: int) -> None:
     """Put the new values' scores into `error`."""
-    total = log(own.prompt_steps[layer] + own.prior_tokens)
-    constant = own.weights[layer, CONSTANT] - own.weights[layer, PROMPT] * total
+    total = log(state.prompt_steps[layer] + state.prior_tokens)
+    constant = state.weights[layer, CONSTANT] - state.weights[layer, PROMPT] * total
     short, long, prompt = (
-        own.weights[layer, SHORT],
-        own.weights[layer, LONG],
-        own.weights[layer, PROMPT],
+        state.weights[layer, SHORT],
+        state.weights[layer, LONG],
+        state.weights[layer, PROMPT],
     )
     for i in range(experts):
-        own.error[i] = constant + (
-            short * own.current[SHORT, layer, i]
-            + long * own.current[LONG, layer, i]
-            + prompt * own.current[PROMPT, layer, i]
+        state.error[i] = constant + (
+            short * state.current[SHORT, layer, i]
+            + long * state.current[LONG, layer, i]
+            + prompt * state.current[PROMPT, layer, i]
         )
-    lower = layer - 1 if layer > 0 else own.seen.size - 1
-    _add_links(own, SAME, layer, experts, NOW, layer)
-    _add_links(own, BEFORE, layer, experts, SAME, layer)
-    _add_links(own, BELOW, layer, experts, SAME, lower)
+    lower = layer - 1 if layer > 0 else state.seen.size - 1
+    _add_links(state, SAME, layer, experts, NOW, layer)
+    _add_links(state, BEFORE, layer, experts, SAME, layer)
+    _add_links(state, BELOW, layer, experts, SAME, lower)
 
 
 @compiled
-def _add_links(own: Own, kind: int, layer: int, experts: int, whose: int, where: int) -> None:
+def _add_links(
+    state: NextUseState, kind: int, layer: int, experts: int, whose: int, where: int
+) -> None:
     """Add what a set announces to the scores."""
-    size = own.set_sizes[whose, where]
+    size = state.set_sizes[whose, where]
     strength = np.float32(1.0 / sqrt(max(size, 1)))
     for j in range(size):
-        expert = own.sets[whose, where, j]
+        expert = state.sets[whose, where, j]
         for i in range(experts):
-            own.error[i] += strength * own.links[kind, layer, expert, i]
+            state.error[i] += strength * state.links[kind, layer, expert, i]
 
 
 @compiled
-def _learn(own: Own, layer: int, experts: int) -> None:
+def _learn(state: NextUseState, layer: int, experts: int) -> None:
     """Turn scores into values and errors, and move the weights that made the old values."""
     by_short = by_long = by_prompt = by_constant = 0.0
     for i in range(experts):
-        half = 0.5 * own.error[i]
+        half = 0.5 * state.error[i]
         value = 0.5 + 0.5 * np.divide(half, sqrt(1.0 + half * half))
-        wanted = own.used[i] + (1.0 - own.used[i]) * own.discount * value
-        own.error[i] = wanted - own.value[layer, i]
-        own.value[layer, i] = value
+        wanted = state.used[i] + (1.0 - state.used[i]) * state.discount * value
+        state.error[i] = wanted - state.value[layer, i]
+        state.value[layer, i] = value
     for i in range(experts):
-        by_short += own.error[i] * own.features[SHORT, layer, i]
-        by_long += own.error[i] * own.features[LONG, layer, i]
-        by_prompt += own.error[i] * own.features[PROMPT, layer, i]
-        by_constant += own.error[i]
-    if own.seen[layer] == 0:
+        by_short += state.error[i] * state.features[SHORT, layer, i]
+        by_long += state.error[i] * state.features[LONG, layer, i]
+        by_prompt += state.error[i] * state.features[PROMPT, layer, i]
+        by_constant += state.error[i]
+    if state.seen[layer] == 0:
         return  # there were no old values to learn from
-    step = own.rate / experts
-    own.weights[layer, SHORT] += step * by_short
-    own.weights[layer, LONG] += step * by_long
-    own.weights[layer, PROMPT] += step * by_prompt
-    own.weights[layer, CONSTANT] += 4.0 * step * by_constant
+    step = state.rate / experts
+    state.weights[layer, SHORT] += step * by_short
+    state.weights[layer, LONG] += step * by_long
+    state.weights[layer, PROMPT] += step * by_prompt
+    state.weights[layer, CONSTANT] += 4.0 * step * by_constant
     for kind in range(SETS):
-        size = own.set_sizes[kind, layer]
-        strength = np.float32(own.link_rate / sqrt(max(size, 1)))
+        size = state.set_sizes[kind, layer]
+        strength = np.float32(state.link_rate / sqrt(max(size, 1)))
         for j in range(size):
-            expert = own.sets[kind, layer, j]
+            expert = state.sets[kind, layer, j]
             for i in range(experts):
-                own.links[kind, layer, expert, i] += strength * own.error[i]
+                state.links[kind, layer, expert, i] += strength * state.error[i]
 
 
 @compiled
-def _remember(own: Own, layer: int, experts: int) -> None:
+def _remember(state: NextUseState, layer: int, experts: int) -> None:
     """Keep what the new estimates were made from, to learn from it next time."""
-    total = log(own.prompt_steps[layer] + own.prior_tokens)
+    total = log(state.prompt_steps[layer] + state.prior_tokens)
     for i in range(experts):
-        own.features[SHORT, layer, i] = own.current[SHORT, layer, i]
-        own.features[LONG, layer, i] = own.current[LONG, layer, i]
-        own.features[PROMPT, layer, i] = own.current[PROMPT, layer, i] - total
-    lower = layer - 1 if layer > 0 else own.seen.size - 1
-    _copy_set(own, SAME, layer, BEFORE, layer)
-    _copy_set(own, SAME, lower, BELOW, layer)
-    _copy_set(own, NOW, layer, SAME, layer)
+        state.features[SHORT, layer, i] = state.current[SHORT, layer, i]
+        state.features[LONG, layer, i] = state.current[LONG, layer, i]
+        state.features[PROMPT, layer, i] = state.current[PROMPT, layer, i] - total
+    lower = layer - 1 if layer > 0 else state.seen.size - 1
+    _copy_set(state, SAME, layer, BEFORE, layer)
+    _copy_set(state, SAME, lower, BELOW, layer)
+    _copy_set(state, NOW, layer, SAME, layer)
 
 
 @compiled
-def _copy_set(own: Own, whose: int, where: int, kind: int, layer: int) -> None:
-    size = own.set_sizes[whose, where]
-    own.set_sizes[kind, layer] = size
+def _copy_set(state: NextUseState, whose: int, where: int, kind: int, layer: int) -> None:
+    size = state.set_sizes[whose, where]
+    state.set_sizes[kind, layer] = size
     for j in range(size):
-        own.sets[kind, layer, j] = own.sets[whose, where, j]
+        state.sets[kind, layer, j] = state.sets[whose, where, j]
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    layer = own.layer[piece]
-    expert = piece - own.begin[layer]
-    own.key[layer, expert] = own.value[layer, expert]
-    own.floor[layer] = min(own.floor[layer], own.value[layer, expert])
+def on_insert(cache: CacheState, state: NextUseState, piece: int, now: LogicalTime) -> None:
+    layer = state.layer[piece]
+    expert = piece - state.begin[layer]
+    state.key[layer, expert] = state.value[layer, expert]
+    state.floor[layer] = min(state.floor[layer], state.value[layer, expert])
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    layer = own.layer[piece]
-    own.key[layer, piece - own.begin[layer]] = GONE
+def on_evict(cache: CacheState, state: NextUseState, piece: int, now: LogicalTime) -> None:
+    layer = state.layer[piece]
+    state.key[layer, piece - state.begin[layer]] = GONE
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    layers = own.floor.size
+def victim(cache: CacheState, state: NextUseState, group: int, piece: int, now: LogicalTime) -> int:
+    layers = state.floor.size
     first, bound = now.layer, GONE
     for layer in range(layers):
-        lowest = own.floor[layer] * own.nearness[_ahead(layer, now.layer, layers)]
+        lowest = state.floor[layer] * state.nearness[_ahead(layer, now.layer, layers)]
         if lowest < bound:
             first, bound = layer, lowest
     best, least = -1, GONE
     # The likeliest layer first; then most floors show that there is nothing smaller.
     for order in range(-1, layers):
         layer = order if order >= 0 else first
-        nearness = own.nearness[_ahead(layer, now.layer, layers)]
-        if own.floor[layer] * nearness > least or not (own.one_group or layer == group):
+        nearness = state.nearness[_ahead(layer, now.layer, layers)]
+        if state.floor[layer] * nearness > least or not (state.one_group or layer == group):
             continue
-        begin, floor = own.begin[layer], GONE
-        for i in range(own.begin[layer + 1] - begin):
-            key = own.key[layer, i]
+        begin, floor = state.begin[layer], GONE
+        for i in range(state.begin[layer + 1] - begin):
+            key = state.key[layer, i]
             floor = min(floor, key)
             key *= nearness
-            if key <= least and key < GONE and state.pinned[begin + i] == 0:
-                if own.last_step[layer, i] == own.steps[0]:
+            if key <= least and key < GONE and cache.pinned[begin + i] == 0:
+                if state.last_step[layer, i] == state.steps[0]:
                     key += 1.0  # the step that is being served needs it
                 if key < least or (key == least and begin + i < best):
                     best, least = begin + i, key
-        own.floor[layer] = floor
+        state.floor[layer] = floor
     return best
 
 
@@ -336,19 +345,21 @@ def _ahead(layer: int, now: int, layers: int) -> int:
 
 next_use = Policy(
     "next-use",
-    memory,
+    build_state,
     victim,
     on_insert=on_insert,
     on_evict=on_evict,
     on_step=on_step,
     on_request=on_request,
     options=(
-        Option("discount", 0.85, "what a use is worth that is one token farther", 0.0, 0.99),
-        Option("distance", 0.5, "how much a round of layers counts against an expert", 0.0, 9.0),
-        Option("short", 3.0, "half-life in tokens of the share of the last few", 0.1),
-        Option("long", 1000.0, "half-life in tokens of the share of the past", 0.1),
-        Option("prior", 10.0, "tokens of its own that outweigh the past in a prompt", 0.1),
-        Option("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
-        Option("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
+        PolicyOption("discount", 0.85, "what a use is worth that is one token farther", 0.0, 0.99),
+        PolicyOption(
+            "distance", 0.5, "how much a round of layers counts against an expert", 0.0, 9.0
+        ),
+        PolicyOption("short", 3.0, "half-life in tokens of the share of the last few", 0.1),
+        PolicyOption("long", 1000.0, "half-life in tokens of the share of the past", 0.1),
+        PolicyOption("prior", 10.0, "tokens of its own that outweigh the past in a prompt", 0.1),
+        PolicyOption("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
+        PolicyOption("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
     ),
 )

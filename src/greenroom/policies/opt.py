@@ -12,7 +12,7 @@ import numpy as np
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Ids, Now, Policy, Setup, State, compiled
+from greenroom.core.policy import CacheState, Ids, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import bitsets, lists
 from greenroom.policies.helpers.bitsets import Bits
 from greenroom.policies.helpers.lists import Lists
@@ -20,7 +20,7 @@ from greenroom.policies.helpers.lists import Lists
 NEVER = -1
 
 
-class Own(NamedTuple):
+class OptState(NamedTuple):
     """Requests are numbered group by group, in each in the order of the trace.
 
     Of every resident the number of its next request is in a set: the largest below the end of a
@@ -71,8 +71,8 @@ def next_uses(pieces: Ids, count: int) -> Ints:
     return result
 
 
-def memory(setup: Setup) -> Own:
-    pieces = setup.known.pieces
+def build_state(setup: PolicySetup) -> OptState:
+    pieces = setup.required_trace.pieces
     kind: Any = np.int32 if pieces.size < 2**31 else np.int64
     sizes = np.bincount(pieces, minlength=setup.pieces)
     per_group = np.bincount(setup.group_of, weights=sizes, minlength=setup.groups)
@@ -81,7 +81,7 @@ def memory(setup: Setup) -> Own:
     asks = pieces if setup.groups == 1 else np.empty(pieces.size, pieces.dtype)
     after = np.full(setup.pieces, NEVER, kind)
     _look_ahead(pieces, setup.group_of, begin, after, following, asks, setup.groups > 1)
-    return Own(
+    return OptState(
         following,
         asks,
         bitsets.empty(pieces.size + 1),
@@ -92,41 +92,41 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    following = own.following[now.index]
-    own.next_of[piece] = following
+def on_insert(cache: CacheState, state: OptState, piece: int, now: LogicalTime) -> None:
+    following = state.following[now.index]
+    state.next_of[piece] = following
     if following >= 0:
-        bitsets.add(own.awaited, following)
+        bitsets.add(state.awaited, following)
     else:
-        lists.push(own.finished, state.slot_of.size + state.group_of[piece], piece)
+        lists.push(state.finished, cache.slot_of.size + cache.group_of[piece], piece)
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    if own.next_of[piece] >= 0:
-        bitsets.discard(own.awaited, own.next_of[piece])
+def on_evict(cache: CacheState, state: OptState, piece: int, now: LogicalTime) -> None:
+    if state.next_of[piece] >= 0:
+        bitsets.discard(state.awaited, state.next_of[piece])
     else:
-        lists.unlink(own.finished, piece)
+        lists.unlink(state.finished, piece)
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    on_evict(state, own, piece, now)
-    on_insert(state, own, piece, now)
+def on_hit(cache: CacheState, state: OptState, piece: int, now: LogicalTime) -> None:
+    on_evict(cache, state, piece, now)
+    on_insert(cache, state, piece, now)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    chosen = lists.last(own.finished, state.slot_of.size + group, state)
+def victim(cache: CacheState, state: OptState, group: int, piece: int, now: LogicalTime) -> int:
+    chosen = lists.last(state.finished, cache.slot_of.size + group, cache)
     if chosen >= 0:
         return int(chosen)
-    number = bitsets.below(own.awaited, own.begin[group + 1])
-    while number >= own.begin[group]:
-        farthest = own.asks[number]
-        if state.pinned[farthest] == 0:
+    number = bitsets.below(state.awaited, state.begin[group + 1])
+    while number >= state.begin[group]:
+        farthest = state.asks[number]
+        if cache.pinned[farthest] == 0:
             return int(farthest)
-        number = bitsets.below(own.awaited, number)
+        number = bitsets.below(state.awaited, number)
     return -1
 
 
-opt = Policy("opt", memory, victim, on_hit, on_insert, on_evict, needs_trace=True)
+opt = Policy("opt", build_state, victim, on_hit, on_insert, on_evict, needs_trace=True)

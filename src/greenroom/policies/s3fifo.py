@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import (
+    CacheState,
+    Floats,
+    LogicalTime,
+    Policy,
+    PolicyOption,
+    PolicySetup,
+    compiled,
+)
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Queues
 
@@ -23,14 +31,14 @@ S, M, G = 0, 1, 2
 MOST = 3  # frequency: two bits
 
 
-class Own(NamedTuple):
+class S3FifoState(NamedTuple):
     queues: Queues  # S, M and G
     frequency: Ints  # [P]
     share: Floats  # of the slots that are S's
 
 
-def memory(setup: Setup) -> Own:
-    return Own(
+def build_state(setup: PolicySetup) -> S3FifoState:
+    return S3FifoState(
         lists.empty_queues(setup),
         np.zeros(setup.pieces, np.int64),
         np.array([setup.options["small"]]),
@@ -38,21 +46,21 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
-def small(state: State, own: Own, group: int) -> int:
+def small(cache: CacheState, state: S3FifoState, group: int) -> int:
     """Slots that are S's share, at least one."""
-    slots = state.first[group + 1] - state.first[group]
-    return max(1, int(slots * own.share[0]))
+    slots = cache.first[group + 1] - cache.first[group]
+    return max(1, int(slots * state.share[0]))
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    own.frequency[piece] = min(own.frequency[piece] + 1, MOST)
+def on_hit(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) -> None:
+    state.frequency[piece] = min(state.frequency[piece] + 1, MOST)
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.frequency[piece] = 0
-    queues, group, queue = own.queues, state.group_of[piece], S
+def on_insert(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) -> None:
+    state.frequency[piece] = 0
+    queues, group, queue = state.queues, cache.group_of[piece], S
     if queues.inside[piece] == G:
         lists.leave(queues, group, piece)
         queue = M
@@ -60,27 +68,27 @@ def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    queues, group, queue = own.queues, state.group_of[piece], own.queues.inside[piece]
+def on_evict(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) -> None:
+    queues, group, queue = state.queues, cache.group_of[piece], state.queues.inside[piece]
     lists.leave(queues, group, piece)
     if queue == S:
         lists.enter(queues, group, piece, G)
-        room = state.first[group + 1] - state.first[group] - small(state, own, group)
+        room = cache.first[group + 1] - cache.first[group] - small(cache, state, group)
         if queues.size[group, G] > room:
             lists.forget_oldest(queues, group, G)
 
 
 @compiled
-def from_small(state: State, own: Own, group: int) -> int:
+def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
     """S's oldest piece that was not hit twice; those that were move to M. -1: none is left."""
-    queues, head = own.queues, lists.head_of(own.queues, group, S)
+    queues, head = state.queues, lists.head_of(state.queues, group, S)
     piece = queues.lists.before[head]
     while piece != head:
         newer = queues.lists.before[piece]
-        if state.pinned[piece] == 0:
-            if own.frequency[piece] < 2:
+        if cache.pinned[piece] == 0:
+            if state.frequency[piece] < 2:
                 return int(piece)
-            own.frequency[piece] = 0
+            state.frequency[piece] = 0
             lists.leave(queues, group, piece)
             lists.enter(queues, group, piece, M)
         piece = newer
@@ -88,35 +96,35 @@ def from_small(state: State, own: Own, group: int) -> int:
 
 
 @compiled
-def from_main(state: State, own: Own, group: int) -> int:
+def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
     """M's oldest piece that was not hit since it last came by, or -1."""
-    piece = lists.oldest(own.queues, group, M, state)
-    while piece >= 0 and own.frequency[piece] > 0:
-        own.frequency[piece] -= 1
-        lists.leave(own.queues, group, piece)
-        lists.enter(own.queues, group, piece, M)
-        piece = lists.oldest(own.queues, group, M, state)
+    piece = lists.oldest(state.queues, group, M, cache)
+    while piece >= 0 and state.frequency[piece] > 0:
+        state.frequency[piece] -= 1
+        lists.leave(state.queues, group, piece)
+        lists.enter(state.queues, group, piece, M)
+        piece = lists.oldest(state.queues, group, M, cache)
     return int(piece)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+def victim(cache: CacheState, state: S3FifoState, group: int, piece: int, now: LogicalTime) -> int:
     chosen = -1
-    if own.queues.size[group, S] >= small(state, own, group):
-        chosen = from_small(state, own, group)
+    if state.queues.size[group, S] >= small(cache, state, group):
+        chosen = from_small(cache, state, group)
     if chosen < 0:
-        chosen = from_main(state, own, group)
+        chosen = from_main(cache, state, group)
     if chosen < 0:
-        chosen = lists.oldest(own.queues, group, S, state)
+        chosen = lists.oldest(state.queues, group, S, cache)
     return int(chosen)
 
 
 s3fifo = Policy(
     "s3fifo",
-    memory,
+    build_state,
     victim,
     on_hit,
     on_insert,
     on_evict,
-    options=(Option("small", 0.1, "share of the slots that the small queue has", 0, 1),),
+    options=(PolicyOption("small", 0.1, "share of the slots that the small queue has", 0, 1),),
 )

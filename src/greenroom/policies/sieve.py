@@ -13,59 +13,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Lists
 
 
-class Own(NamedTuple):
+class SieveState(NamedTuple):
     queue: Lists  # one a group, the newest in front
     visited: NDArray[np.bool_]  # [P]
     hand: Ints  # [G] the node where the hand is; a head: at the beginning
 
 
-def memory(setup: Setup) -> Own:
+def build_state(setup: PolicySetup) -> SieveState:
     pieces, groups = setup.pieces, setup.groups
     hand = np.arange(pieces, pieces + groups, dtype=np.int64)
-    return Own(lists.empty(pieces, groups), np.zeros(pieces, np.bool_), hand)
+    return SieveState(lists.empty(pieces, groups), np.zeros(pieces, np.bool_), hand)
 
 
 @compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    own.visited[piece] = True
+def on_hit(cache: CacheState, state: SieveState, piece: int, now: LogicalTime) -> None:
+    state.visited[piece] = True
 
 
 @compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.visited[piece] = False
-    lists.push(own.queue, state.slot_of.size + state.group_of[piece], piece)
+def on_insert(cache: CacheState, state: SieveState, piece: int, now: LogicalTime) -> None:
+    state.visited[piece] = False
+    lists.push(state.queue, cache.slot_of.size + cache.group_of[piece], piece)
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    group = state.group_of[piece]
-    if own.hand[group] == piece:
-        own.hand[group] = own.queue.before[piece]
-    lists.unlink(own.queue, piece)
+def on_evict(cache: CacheState, state: SieveState, piece: int, now: LogicalTime) -> None:
+    group = cache.group_of[piece]
+    if state.hand[group] == piece:
+        state.hand[group] = state.queue.before[piece]
+    lists.unlink(state.queue, piece)
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    head = state.slot_of.size + group
-    node, rounds = own.hand[group], 0
+def victim(cache: CacheState, state: SieveState, group: int, piece: int, now: LogicalTime) -> int:
+    head = cache.slot_of.size + group
+    node, rounds = state.hand[group], 0
     while rounds < 3:  # the second time around all bits are clear, but for pinned pieces
         if node == head:
             rounds += 1
-            node = own.queue.before[head]
+            node = state.queue.before[head]
             if node == head:
                 return -1
-        if state.pinned[node] == 0:
-            if not own.visited[node]:
-                own.hand[group] = node
+        if cache.pinned[node] == 0:
+            if not state.visited[node]:
+                state.hand[group] = node
                 return int(node)
-            own.visited[node] = False
-        node = own.queue.before[node]
+            state.visited[node] = False
+        node = state.queue.before[node]
     return -1
 
 
-sieve = Policy("sieve", memory, victim, on_hit, on_insert, on_evict)
+sieve = Policy("sieve", build_state, victim, on_hit, on_insert, on_evict)

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import (
+    CacheState,
+    Floats,
+    LogicalTime,
+    Policy,
+    PolicyOption,
+    PolicySetup,
+    compiled,
+)
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies.helpers import scan
@@ -22,7 +30,7 @@ from greenroom.policies.helpers import scan
 PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, counted from 0)"
 
 
-class Own(NamedTuple):
+class StaticState(NamedTuple):
     rank: Ints  # [P] 0 is the piece that was requested most
     score: Floats  # [P] its negative
 
@@ -48,8 +56,8 @@ def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
     return steps
 
 
-def memory(setup: Setup) -> Own:
-    stream = setup.known
+def build_state(setup: PolicySetup) -> StaticState:
+    stream = setup.required_trace
     steps = part_of(stream, setup.options["part"])
     chosen = np.flatnonzero(np.repeat(steps, np.diff(stream.starts)))
     pieces = stream.pieces[chosen]
@@ -59,12 +67,12 @@ def memory(setup: Setup) -> Own:
     order = np.lexsort((np.arange(setup.pieces), -last, -count))
     rank = np.empty(setup.pieces, np.int64)
     rank[order] = np.arange(setup.pieces)
-    return Own(rank, -rank.astype(np.float64))
+    return StaticState(rank, -rank.astype(np.float64))
 
 
-def residents(setup: Setup) -> Ints:
+def residents(setup: PolicySetup) -> Ints:
     """The pieces that stay: the best of each group."""
-    rank = memory(setup).rank
+    rank = build_state(setup).rank
     chosen = []
     for group, size in enumerate(setup.sizes):
         members = np.flatnonzero(setup.group_of == group)
@@ -73,16 +81,16 @@ def residents(setup: Setup) -> Ints:
 
 
 @compiled
-def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
     """Only a cache that shrinks asks: the piece that was requested least."""
-    return int(scan.lowest(state, group, own.score, own.rank))
+    return int(scan.lowest(cache, group, state.score, state.rank))
 
 
 static = Policy(
     "static",
-    memory,
+    build_state,
     victim,
-    options=(Option("part", "all", f"where requests are counted: {PARTS}"),),
+    options=(PolicyOption("part", "all", f"where requests are counted: {PARTS}"),),
     needs_trace=True,
     preload=residents,
 )

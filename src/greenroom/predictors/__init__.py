@@ -1,7 +1,7 @@
 """Predictors: one a file, and this table.
 
 chosen = predictor("markov:2")
-chosen.make(Setting(shape))
+chosen.build(PredictorSetup(shape))
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from greenroom.core.predictor import Predictor
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors.eamc import eamc
-from greenroom.predictors.helpers.kind import Choice, Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorChoice, PredictorKind, PredictorSetup
 from greenroom.predictors.learned import learned
 from greenroom.predictors.markov import markov
 from greenroom.predictors.next_gate import next_gate
@@ -22,7 +22,7 @@ from greenroom.predictors.recorded import recorded
 from greenroom.predictors.routing_path import routing_path
 from greenroom.predictors.token import token
 
-PREDICTORS: dict[str, Kind] = {
+PREDICTORS: dict[str, PredictorKind] = {
     kind.name: kind
     for kind in (
         none,
@@ -35,14 +35,14 @@ OFF = "off"  # what users call `none`
 AUTOMATIC = ("next-gate", "markov")  # what `auto` is: the first that model, or trace, allows
 
 
-def _undecided(setting: Setting) -> Predictor:
+def _undecided(setting: PredictorSetup) -> Predictor:
     raise UsageError("predictor auto is none by itself: its driver chooses one")
 
 
-AUTO = Kind("auto", _undecided, "what pays on this machine with this model")
+AUTO = PredictorKind("auto", _undecided, "what pays on this machine with this model")
 
 
-def predictor(text: str) -> Choice:
+def predictor(text: str) -> PredictorChoice:
     """The predictor of `NAME[:distance][,option=value...]`, options after a colon or the distance.
 
     `off` is `none`; what `auto` becomes is for its driver to decide, by `kind is AUTO`. UnknownName
@@ -54,7 +54,16 @@ def predictor(text: str) -> Choice:
         raise UnknownName("predictor", name, known)
     if colon and not rest:
         raise UsageError(f"a distance or options must follow the colon: {text!r}")
-    return known[name].chosen(rest)
+    return known[name].choose(rest)
 
 
-__all__ = ["AUTO", "AUTOMATIC", "OFF", "PREDICTORS", "Choice", "Kind", "Setting", "predictor"]
+__all__ = [
+    "AUTO",
+    "AUTOMATIC",
+    "OFF",
+    "PREDICTORS",
+    "PredictorChoice",
+    "PredictorKind",
+    "PredictorSetup",
+    "predictor",
+]

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
+from greenroom.core.policy import PolicyOption
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.helpers.learner import Arrays, Floats, as_ids, for_all
-from greenroom.predictors.helpers.places import filled
-from greenroom.predictors.none import Nothing
+from greenroom.predictors.helpers.token_table import filled
+from greenroom.predictors.none import NullPredictor
 
 
 class Collection(NamedTuple):
@@ -109,10 +109,10 @@ def expect(now: Collection, begin: Ids, layer: int, scores: Floats) -> None:
             scores[ahead] *= np.float32((1 - (ahead + 1) / layers) / total)
 
 
-class Eamc(Nothing):
+class Eamc(NullPredictor):
     name = "eamc"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         self._by_request = setting.options["matching"] == "request"
         self._begin = np.cumsum([0, *self._shape.experts_per_layer])
@@ -123,7 +123,7 @@ class Eamc(Nothing):
         self._now = self._parts["decode"]
         self._request, self._tokens = -1, 1
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self._now = self._parts["prefill" if at.prefill else "decode"]
         if at.request != self._request:
             for part in self._parts.values():
@@ -133,10 +133,10 @@ class Eamc(Nothing):
             self._now.forget()
         self._request, self._tokens = at.request, at.tokens
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         add(self._now, as_ids(seen.experts), int(self._begin[seen.layer]))
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
@@ -144,7 +144,9 @@ class Eamc(Nothing):
         named = top(scores, self._shape.width, 0.0)
         order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
         return [
-            for_all(Guess(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens)
+            for_all(
+                LayerPrediction(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens
+            )
             for i in map(int, order)
         ]
 
@@ -168,18 +170,18 @@ class Eamc(Nothing):
         self._request = -1
 
 
-eamc = Kind(
+eamc = PredictorKind(
     "eamc",
     Eamc,
     "what similar prompts used (MoE-Infinity)",
     distance=2,
     options=(
-        Option(
+        PolicyOption(
             "matching",
             "iteration",
             "which EAM is matched with the collection: this pass's, or this request's so far",
             choices=("iteration", "request"),
         ),
-        Option("capacity", 100, "EAMs in each collection", 1, 10_000),
+        PolicyOption("capacity", 100, "EAMs in each collection", 1, 10_000),
     ),
 )

@@ -24,7 +24,7 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.next_gate import FromInputs
 
 Floats = NDArray[np.float32]
@@ -81,7 +81,7 @@ class Learned(FromInputs):
 
     name = "learned"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         if setting.learned is None:
             raise UsageError(
                 "predictor learned needs the file of `greenroom train-predictor`, and runs beside"
@@ -135,7 +135,7 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
     return found, int(distance[0])
 
 
-learned = Kind(
+learned = PredictorKind(
     "learned",
     Learned,
     "small networks, trained by `greenroom train-predictor`",

@@ -18,9 +18,9 @@ from math import exp, log, log1p
 import numpy as np
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Guess, Ids, Seen
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, as_ids
 
 PRIOR = 0.1  # what a pair that was never seen counts
@@ -57,13 +57,13 @@ def score(pairs: Floats, totals: Floats, seen: Ids, experts: int, scores: Floats
 class Markov(PathLearner):
     name = "markov"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         layers, experts = self._shape.layers, max(self._shape.experts_per_layer)
         self._pairs = np.full((layers, experts, experts), log(PRIOR), np.float32)
         self._totals = np.full((layers, experts), log(PRIOR * experts), np.float32)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         path, layer, layers = self._path, seen.layer, self._shape.layers
         path[1:, layer] = seen.experts
         target, source = layer + self._ahead - layers, layer - self._ahead
@@ -78,7 +78,7 @@ class Markov(PathLearner):
         if len(before):
             learn(self._pairs[source], self._totals[source], as_ids(before), as_ids(after))
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         beyond, target = divmod(layer + self._ahead, self._shape.layers)
@@ -86,10 +86,12 @@ class Markov(PathLearner):
         scores = np.empty((len(seen), self._totals.shape[1]), np.float32)
         experts = self._shape.experts_per_layer[target]
         score(self._pairs[layer], self._totals[layer], seen, experts, scores)
-        return [Guess(layer + self._ahead, top(scores, self._shape.width))]
+        return [LayerPrediction(layer + self._ahead, top(scores, self._shape.width))]
 
     def _arrays(self) -> Arrays:
         return {"pairs": self._pairs, "totals": self._totals}
 
 
-markov = Kind("markov", Markov, "what followed the experts just used, layer to layer", distance=1)
+markov = PredictorKind(
+    "markov", Markov, "what followed the experts just used, layer to layer", distance=1
+)

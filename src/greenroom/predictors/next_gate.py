@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from greenroom.core.predictor import Guess, Ids, Inputs, PassBegins, Seen
+from greenroom.core.predictor import Ids, Inputs, LayerPrediction, LayerRouting, PassStart
 from greenroom.errors import UsageError
-from greenroom.predictors.helpers.kind import Kind, Setting
-from greenroom.predictors.none import Nothing
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
+from greenroom.predictors.none import NullPredictor
 
 
-class FromInputs(Nothing):
+class FromInputs(NullPredictor):
     """Ranks the experts `distance` layers ahead by one layer's inputs, and keeps no others.
 
     For layers of the next pass the inputs are those of this pass's last token.
@@ -24,18 +24,18 @@ class FromInputs(Nothing):
 
     _inputs: Inputs | None = None
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self._inputs = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         self._inputs = seen.inputs
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if self._inputs is None:
             return []
         beyond, target = divmod(layer + self._ahead, self._shape.layers)
         rows = self._inputs[-1:] if beyond else self._inputs
-        return [Guess(layer + self._ahead, self._rank(target, rows))]
+        return [LayerPrediction(layer + self._ahead, self._rank(target, rows))]
 
     @abstractmethod
     def _rank(self, target: int, rows: Inputs) -> Ids:
@@ -47,7 +47,7 @@ class NextGate(FromInputs):
 
     name = "next-gate"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         if setting.gates is None:
             raise UsageError(
                 "predictor next-gate asks the model's own routers: it runs beside a model only"
@@ -60,7 +60,7 @@ class NextGate(FromInputs):
         return self._gates.rank(target, rows, self._shape.width)
 
 
-next_gate = Kind(
+next_gate = PredictorKind(
     "next-gate",
     NextGate,
     "a later layer's router, fed with this layer's input",

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.policy import Option
+from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.oracle import NO_ID, truth
 from greenroom.predictors.recorded import Recorded
 
@@ -62,7 +62,7 @@ def disturb(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: 
                 named[token, layer, rank] = expert
 
 
-def make(setting: Setting) -> Recorded:
+def build(setting: PredictorSetup) -> Recorded:
     routed = truth(setting, "noisy-oracle")
     accuracy = float(setting.options["accuracy"])
     if accuracy == PAPER:
@@ -74,14 +74,14 @@ def make(setting: Setting) -> Recorded:
 
 
 PAPER = -1.0
-noisy_oracle = Kind(
+noisy_oracle = PredictorKind(
     "noisy-oracle",
-    make,
+    build,
     "the experts that will be used, with errors",
     frozenset({"trace"}),
     distance=1,
     options=(
-        Option(
+        PolicyOption(
             "accuracy", PAPER, "share that is right; -1: ProMoE's figure 8 at the distance", -1, 1
         ),
     ),

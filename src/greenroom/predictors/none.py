@@ -7,28 +7,28 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, PassBegins, Seen
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 
 
-class Nothing:
+class NullPredictor:
     """What all predictors have in common; itself it predicts and learns nothing."""
 
     name = "none"
     distance: int | None
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         """UsageError where the model has fewer layers than the distance."""
         self._shape, self._ahead = setting.shape, setting.ahead
         self.distance = setting.distance
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         pass
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         pass
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         return []
 
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -39,4 +39,4 @@ class Nothing:
             raise ValueError(f"{self.name} keeps nothing, but was given {', '.join(state)}")
 
 
-none = Kind("none", Nothing, "nothing is prefetched")
+none = PredictorKind("none", NullPredictor, "nothing is prefetched")

@@ -9,13 +9,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.recorded import Recorded
 
 NO_ID = -1
 
 
-def truth(setting: Setting, name: str) -> NDArray[Any]:
+def truth(setting: PredictorSetup, name: str) -> NDArray[Any]:
     """[tokens, layers, top_k] what will be used. UsageError where there is no trace."""
     if setting.routed is None:
         raise UsageError(
@@ -25,8 +25,10 @@ def truth(setting: Setting, name: str) -> NDArray[Any]:
     return setting.routed
 
 
-def make(setting: Setting) -> Recorded:
+def build(setting: PredictorSetup) -> Recorded:
     return Recorded("oracle", truth(setting, "oracle"), NO_ID, setting)
 
 
-oracle = Kind("oracle", make, "the experts that will be used", frozenset({"trace"}), distance=1)
+oracle = PredictorKind(
+    "oracle", build, "the experts that will be used", frozenset({"trace"}), distance=1
+)

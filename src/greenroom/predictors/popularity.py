@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
+from greenroom.core.policy import PolicyOption
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.helpers.learner import Arrays, Floats, Learner, as_ids, for_all
 
 
@@ -30,34 +30,34 @@ def count(counts: Floats, experts: Ids, decay: float) -> None:
 class Popularity(Learner):
     name = "popularity"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         self._decay = np.float32(0.5 ** (1 / float(setting.options["half-life"])))
         row = self._shape.layers, max(self._shape.experts_per_layer)
         self._counts = np.zeros(row, np.float32)
         self._tokens = 1
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self._tokens = at.tokens
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         count(self._counts[seen.layer], as_ids(seen.experts), self._decay)
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         target, layers = layer + self._ahead, self._shape.layers
         named = top(self._counts[None, target % layers], self._shape.width, 0.0)
-        return [for_all(Guess(target, named), layers, self._tokens)]
+        return [for_all(LayerPrediction(target, named), layers, self._tokens)]
 
     def _arrays(self) -> Arrays:
         return {"counts": self._counts}
 
 
-popularity = Kind(
+popularity = PredictorKind(
     "popularity",
     Popularity,
     "the experts that were used most of late",
     distance=1,
-    options=(Option("half-life", 16.0, "tokens after which a use counts half", 0.1, 1e9),),
+    options=(PolicyOption("half-life", 16.0, "tokens after which a use counts half", 0.1, 1e9),),
 )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from greenroom.core.predictor import Guess, Ids, Inputs, Predictor
+from greenroom.core.predictor import Ids, Inputs, LayerPrediction, Predictor
 from greenroom.errors import UsageError
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.next_gate import NextGate
 from greenroom.predictors.oracle import NO_ID
 from greenroom.predictors.recorded import Recorded
@@ -23,14 +23,14 @@ class Pregated(NextGate):
 
     name = "pregated"
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         return super().predict(layer) if layer + 1 < self._shape.layers else []
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
         return self._gates.rank(target, rows, self._shape.top_k)
 
 
-def make(setting: Setting) -> Predictor:
+def build(setting: PredictorSetup) -> Predictor:
     setting = replace(setting, distance=1)
     if setting.gates is not None:
         return Pregated(setting)
@@ -39,9 +39,9 @@ def make(setting: Setting) -> Predictor:
     return Recorded("pregated", setting.routed, NO_ID, setting)
 
 
-pregated = Kind(
+pregated = PredictorKind(
     "pregated",
-    make,
+    build,
     "the routers of a pre-gated model, which choose a layer ahead",
     frozenset({"inputs", "gates"}),
 )

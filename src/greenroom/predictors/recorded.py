@@ -15,22 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins
+from greenroom.core.policy import PolicyOption
+from greenroom.core.predictor import Ids, LayerPrediction, PassStart
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors.helpers.kind import Kind, Setting
-from greenroom.predictors.none import Nothing
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
+from greenroom.predictors.none import NullPredictor
 
 
-class Recorded(Nothing):
+class Recorded(NullPredictor):
     """`rows` [tokens, layers, width] of experts; `nothing` is the id that stands for none."""
 
-    def __init__(self, name: str, rows: NDArray[Any], nothing: int, setting: Setting) -> None:
+    def __init__(
+        self, name: str, rows: NDArray[Any], nothing: int, setting: PredictorSetup
+    ) -> None:
         super().__init__(setting)
         self.name, self._rows, self._nothing = name, rows, nothing
-        self._at, self._known_late = PassBegins(-1, 0, 0, False), True
+        self._at, self._known_late = PassStart(-1, 0, 0, False), True
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         if at.first + at.tokens > len(self._rows):
             raise UsageError(
                 f"{self.name} has {len(self._rows)} tokens,"
@@ -39,7 +41,7 @@ class Recorded(Nothing):
         self._known_late = at.tokens > 1 or self._at.tokens == 0
         self._at = at
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if self.distance is None:
             return [self._inside(i) for i in range(self._shape.layers)] if layer < 0 else []
         if layer < 0:
@@ -50,10 +52,10 @@ class Recorded(Nothing):
         after = self._at.first + self._at.tokens
         if after >= len(self._rows):
             return []
-        return [Guess(target, self._ids(after, 1, target - self._shape.layers))]
+        return [LayerPrediction(target, self._ids(after, 1, target - self._shape.layers))]
 
-    def _inside(self, layer: int) -> Guess:
-        return Guess(layer, self._ids(self._at.first, self._at.tokens, layer))
+    def _inside(self, layer: int) -> LayerPrediction:
+        return LayerPrediction(layer, self._ids(self._at.first, self._at.tokens, layer))
 
     def _ids(self, first: int, tokens: int, layer: int) -> Ids:
         ids = self._rows[first : first + tokens, layer].astype(np.int64)
@@ -61,7 +63,7 @@ class Recorded(Nothing):
         return ids
 
 
-def make(setting: Setting) -> Recorded:
+def build(setting: PredictorSetup) -> Recorded:
     """The predictions of that name; without one, the only ones that there are."""
     there, name = setting.recorded, str(setting.options["of"])
     if not there:
@@ -78,10 +80,10 @@ def make(setting: Setting) -> Recorded:
     return Recorded("recorded", found, nothing, replace(setting, distance=distance or None))
 
 
-recorded = Kind(
+recorded = PredictorKind(
     "recorded",
-    make,
+    build,
     "what another predictor said when the trace was made",
     frozenset({"trace"}),
-    options=(Option("of", "", "the predictor, where the trace has several"),),
+    options=(PolicyOption("of", "", "the predictor, where the trace has several"),),
 )

@@ -28,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart, Shape
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, guesses_of_pass
-from greenroom.predictors.helpers.places import Places
+from greenroom.predictors.helpers.token_table import TokenTable
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)
@@ -156,13 +156,13 @@ def untaught(shape: Shape) -> Floats:
 
 class RoutingPath(PathLearner):
     name = "routing-path"
-    _known: Places
+    _known: TokenTable
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         bias = untaught(self._shape)
         layers, size = bias.shape
-        self._known = Places((layers, size), np.float32)
+        self._known = TokenTable((layers, size), np.float32)
         self._model = Model(
             bias,
             np.zeros((layers, size, size), np.float32),
@@ -173,16 +173,16 @@ class RoutingPath(PathLearner):
             self._ahead,
         )
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         super().begin(at)
         places = self._known.of(at.token_ids, at.tokens)
         self._model = self._model._replace(path=self._path, places=places)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         self._path[1:, seen.layer] = seen.experts
         learn(self._model, max(1, len(self._path) - LEARNT), seen.layer)
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         tokens, (layers, size), width = (
             len(self._path) - 1,
             self._model.bias.shape,
@@ -196,13 +196,13 @@ class RoutingPath(PathLearner):
         first, rows = (tokens + 1, 1) if beyond else (1, tokens)
         scores = np.empty((rows, size), np.float32)
         expect(self._model, first, target, True, scores)
-        return [Guess(layer + self._ahead, top(scores, width))]
+        return [LayerPrediction(layer + self._ahead, top(scores, width))]
 
     def _arrays(self) -> Arrays:
         return {name: getattr(self._model, name) for name in ("bias", "last", "link")}
 
 
-routing_path = Kind(
+routing_path = PredictorKind(
     "routing-path",
     RoutingPath,
     "the token's whole path, learned online and corrected as layers pass (ExpertFlow)",

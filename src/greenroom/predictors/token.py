@@ -6,7 +6,7 @@ after Xue et al., 2024, and Jiang et al., 2024).
 predicts all layers before a pass begins; nothing is known of a pass to come. The paper counts in a
 recording made beforehand; here the counts are learned as the model runs, and may be kept between
 runs. `share` is how often any token uses the expert: it decides for ids that are not known, and
-between equals. What is known of ids is bounded (predictors/helpers/places.py).
+between equals. What is known of ids is bounded (predictors/helpers/token_table.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
-from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart
+from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.helpers.learner import Arrays, Floats, Learner, as_ids, guesses_of_pass
-from greenroom.predictors.helpers.places import Places
+from greenroom.predictors.helpers.token_table import TokenTable
 
 FULL = 60_000  # counts are halved when one gets there: they are uint16
 Counts = NDArray[np.uint16]
@@ -55,22 +55,22 @@ def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
 
 class Token(Learner):
     name = "token"
-    _known: Places
+    _known: TokenTable
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         row = self._shape.layers, max(self._shape.experts_per_layer)
-        self._known = Places(row, np.uint16)
+        self._known = TokenTable(row, np.uint16)
         self._overall = np.zeros(row, np.float32)
         self._places = np.full(1, -1, np.int64)  # of this pass's tokens
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self._places = self._known.of(at.token_ids, at.tokens)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         count(self._known.rows, self._overall, seen.layer, self._places, as_ids(seen.experts))
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer >= 0:
             return []
         layers, experts = self._overall.shape
@@ -82,6 +82,6 @@ class Token(Learner):
         return {"overall": self._overall}
 
 
-token = Kind(
+token = PredictorKind(
     "token", Token, "the experts that the token's id used most often", frozenset({"token_ids"})
 )

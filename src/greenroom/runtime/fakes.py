@@ -54,7 +54,7 @@ class FakeStore:
         self._store, self._fails = store, fails
         self._latency, self._jitter = latency, jitter
         self._random, self._lock = random.Random(seed), threading.Lock()
-        self.line = Throttle(bandwidth)
+        self.throttle = Throttle(bandwidth)
         self.reads = 0
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
@@ -67,7 +67,7 @@ class FakeStore:
         time.sleep(wait)
         if self._fails(number):
             raise StoreError(f"read {number} failed: Input/output error (fake)")
-        self.line.carry(chunk.length)
+        self.throttle.carry(chunk.length)
         return self._store.read(chunk, staging)
 
     def close(self) -> None:

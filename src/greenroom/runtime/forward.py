@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.gates import of_experts
-from greenroom.core.predictor import Ids, Inputs, Seen
+from greenroom.core.gates import expert_tail_weights
+from greenroom.core.predictor import Ids, Inputs, LayerRouting
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
@@ -22,7 +22,7 @@ from greenroom.runtime.kernels.dense.decoder import Key
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.no_gradient import without_gradient
-from greenroom.runtime.slots.resident_tables import Tables
+from greenroom.runtime.slots.resident_tables import SlotTables
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
@@ -39,16 +39,16 @@ class Binding:
     kernel: Any  # one of runtime.kernels.KERNELS
     layer: int
     experts: Any  # kernels.LayerExperts
-    weighs: bool  # does the policy look at gate weights?
-    lessens: bool  # may misses be served with less, by their gate weights?
-    inputs: Callable[[], Inputs | None] | None  # of the router
-    meanwhile: Callable[[], None]  # what can be computed while experts are awaited
-    computed: Callable[[Sequence[int]], None] | None
-    chosen: Callable[[int, Ids], None] | None  # is told what each step's tokens chose
+    uses_weights: bool  # does the policy look at gate weights?
+    approximates: bool  # may misses be approximated, by their gate weights?
+    router_inputs: Callable[[], Inputs | None] | None  # of the router
+    overlapped_work: Callable[[], None]  # what can be computed while experts are awaited
+    mark_computed: Callable[[Sequence[int]], None] | None
+    on_routing: Callable[[int, Ids], None] | None  # is told what each step's tokens chose
     # By top_k and the weights' type; None where the layer is not of this kind.
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 
-    def of_one_token(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
+    def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
         """What computes the experts of one token, made once."""
         key = top_k, weights
         if key not in self.one_token:
@@ -93,7 +93,7 @@ def _forward(
         return _step(binding, hidden_states, top_k_index, top_k_weights)
 
 
-def experts_onto(
+def experts_with_residual(
     module: nn.Module,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -104,10 +104,10 @@ def experts_onto(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    if binding.driver.resident:
-        one = binding.of_one_token(top_k_index.shape[-1], top_k_weights.dtype)
+    if binding.driver.all_resident:
+        one = binding.one_token_experts(top_k_index.shape[-1], top_k_weights.dtype)
         if one is not None:
-            ask = partial(binding.driver.several, (binding.layer,))
+            ask = partial(binding.driver.resident_steps, (binding.layer,))
             done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
             if done is not None:
                 return done
@@ -123,33 +123,33 @@ class FusedExperts:
         self._layers = [binding.layer for binding in bindings]
 
     @property
-    def ready(self) -> bool:
+    def all_resident(self) -> bool:
         """Has every expert a slot?"""
-        return self._driver.resident
+        return self._driver.all_resident
 
     @cached_property
-    def each(self) -> Sequence[OneTokenExperts] | None:
+    def layer_experts(self) -> Sequence[OneTokenExperts] | None:
         """Those of each layer; None where one of them is not computed in one region."""
         found: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
-            one = binding.of_one_token(top_k, dtype)
+            one = binding.one_token_experts(top_k, dtype)
             if one is None or not one.takes(dtype):
                 return None
             found.append(one)
         return found
 
     @cached_property
-    def firsts(self) -> Sequence[int]:
+    def first_pieces(self) -> Sequence[int]:
         """The layers' first pieces."""
         offsets = self._driver.pieces.offsets
         return [int(offsets[layer]) for layer in self._layers]
 
-    def several(self, first: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
-        """`Driver.several` for the layers from number `first` on."""
-        return self._driver.several(self._layers[first:], find)
+    def resident_steps(self, first: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
+        """`Driver.resident_steps` for the layers from number `first` on."""
+        return self._driver.resident_steps(self._layers[first:], find)
 
 
-def experts_of_layers(keys: Sequence[Key]) -> FusedExperts | None:
+def fuse_experts(keys: Sequence[Key]) -> FusedExperts | None:
     """Those of these modules; None where one of them is not bound, or to another driver."""
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None
@@ -166,25 +166,25 @@ def _step(
     top_k_weights: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    looks = binding.weighs or binding.lessens
+    looks = binding.uses_weights or binding.approximates
     chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
     routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
-    if binding.chosen is not None:
-        binding.chosen(binding.layer, chosen)
+    if binding.on_routing is not None:
+        binding.on_routing(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     step.residual = residual
 
     def wave(experts: Any, slots: Any, *part: int) -> None:
         kernel.compute_group(step, experts.tolist(), slots.tolist(), *part)
-        if binding.computed is not None:
-            binding.computed(slots.tolist())
+        if binding.mark_computed is not None:
+            binding.mark_computed(slots.tolist())
 
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.host_job(step, experts.tolist(), slots.tolist())
 
-    def seen(inputs: bool) -> Seen:
-        given = binding.inputs() if inputs and binding.inputs is not None else None
-        return Seen(binding.layer, chosen, inputs=given)
+    def observe_routing(inputs: bool) -> LayerRouting:
+        given = binding.router_inputs() if inputs and binding.router_inputs is not None else None
+        return LayerRouting(binding.layer, chosen, inputs=given)
 
     both = kernel.host_job is not None
     rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)
@@ -196,9 +196,11 @@ def _step(
         wave,
         rows,
         sums,
-        tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
-        seen=seen,
-        meanwhile=binding.meanwhile,
-        on_host=on_host if both else None,
+        tail_weights=expert_tail_weights(chosen, weights, routing.experts)
+        if binding.approximates
+        else None,
+        observe_routing=observe_routing,
+        overlapped_work=binding.overlapped_work,
+        prepare_host_job=on_host if both else None,
     )
     return kernel.combine(step)

@@ -1,5 +1,4 @@
-"""Misses that are served with less, over a trace: how large copies are, and how much each expert
-matters to the tokens that chose it."""
+"""Approximated misses in a simulation: sizes of low-precision copies, tail weights of a trace."""
 
 from __future__ import annotations
 
@@ -9,20 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.config.base import Approximation
-from greenroom.core.gates import of_experts
+from greenroom.core.gates import expert_tail_weights
 from greenroom.core.pieces import Copies, Pieces
 from greenroom.errors import UsageError
 from greenroom.trace import Trace
 
 BITS = {"int4": 4.5, "int8": 8.25}  # of a weight, its share of scales included: a pack's encodings
-STORED = 16.0  # bits of a weight that nothing is said of
+STORED = 16.0  # bits of a stored weight, unless the size of copies is given
 NESTED = 4.25 / 8.25  # an int4 copy's share of an int8 expert that contains it
 
 
 @dataclass(frozen=True, slots=True)
 class CopySizes:
-    """Sizes of low-precision copies. `low` is a copy's share of an expert's bytes, `share` that of
-    the cache's memory which copies have; `nested` ones are a part of experts."""
+    """Sizes of low-precision copies.
+
+    low:    a copy's share of an expert's bytes
+    share:  the share of the cache's memory that copies have
+    nested: the copies are a part of the experts' bytes
+    """
 
     low: float
     share: float
@@ -30,8 +33,9 @@ class CopySizes:
 
     @classmethod
     def of(cls, at: Approximation, nested: bool = False, low: float | None = None) -> CopySizes:
-        """Those of a precision, none where no miss is served from one. Without `low`, experts are
-        stored in 16 bits, or in int8 where they contain their copies."""
+        """Sizes for a precision; without `low`, experts have 16 bits, or int8 where nested.
+
+        There are no copies where no miss is served from one."""
         if not at.low:
             return cls(0.0, at.share)
         if low is None:
@@ -55,7 +59,7 @@ class CopySizes:
 
 
 def check_weights(trace: Trace) -> None:
-    """UsageError where a trace does not say how much experts matter."""
+    """Raise UsageError where a trace has no gate weights."""
     if trace.weights is None:
         raise UsageError(
             "misses are judged by gate weights, which this trace does not have: record them with"
@@ -67,4 +71,4 @@ def tail_weights_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[n
     """Of each expert of a step, in ascending order, how much it matters; tokens begin .. end."""
     assert trace.weights is not None
     chosen = trace.experts[begin:end, layer].astype(np.int64)
-    return of_experts(chosen, trace.weights[begin:end, layer], np.unique(chosen))
+    return expert_tail_weights(chosen, trace.weights[begin:end, layer], np.unique(chosen))

@@ -19,11 +19,11 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.homes import spread
+from greenroom.core.home_devices import spread
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import LOW, SKIP
 from greenroom.core.policy import Rows, Weights
-from greenroom.core.predictor import Ids, PassBegins, Seen
+from greenroom.core.predictor import Ids, LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.scheduler.scheduler import Scheduler
 
@@ -82,7 +82,7 @@ class Clock:
         """What everything costs from now on; over as many links as before."""
         self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         """A pass begins."""
         if self.foresight is not None:
             for event in self.foresight.begin(at):
@@ -101,7 +101,7 @@ class Clock:
             )
         )  # fmt: skip
         if self.foresight is not None and step.chosen is not None:
-            for predicted in self.foresight.routed(Seen(step.layer, step.chosen)):
+            for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._tell(predicted)
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.waves

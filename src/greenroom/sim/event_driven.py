@@ -20,9 +20,9 @@ from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
 from greenroom.core.events import Keep
-from greenroom.core.pieces import SEATS, Pieces, Split
+from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
 from greenroom.core.policy import Policy
-from greenroom.core.predictor import PassBegins
+from greenroom.core.predictor import PassStart
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.core.transfers.tiers import HostTier
@@ -36,7 +36,7 @@ from greenroom.trace import Trace
 
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 OF_SPLITS = ("bottoms", "bottom_hits")
-OF_LESSER = ("low", "low_hits", "left_out", "substituted", "joined")
+APPROXIMATION_COUNTS = ("low", "low_hits", "left_out", "substituted", "joined")
 OF_BOTH = ("on_host",)
 OF_FOLLOWERS = ("adopted",)
 NEVER = ("failed",)  # and those of what no simulated link does
@@ -94,7 +94,7 @@ class EventRun:
         options = self.options
         lesser, co_compute = options.approximation is not None, options.config.uses_host()
         left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
-        left_out += (() if lesser else OF_LESSER) + (() if co_compute else OF_BOTH)
+        left_out += (() if lesser else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
         left_out += () if co_compute or options.config.proposes() else OF_FOLLOWERS
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
@@ -161,7 +161,7 @@ def simulate_events(
 
 
 def _play(
-    passes: Iterator[tuple[PassBegins, list[TraceStep]]],
+    passes: Iterator[tuple[PassStart, list[TraceStep]]],
     clock: Clock,
     empty: Callable[..., Scheduler] | None,
 ) -> Floats:
@@ -187,7 +187,7 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
-                "misses that are served with less are for one processor's memory: leave out"
+                "approximated misses are for one processor's memory: leave out"
                 " --split, --devices and --host-capacity"
             )
         check_weights(trace)
@@ -201,17 +201,17 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
         return found
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
     nbytes = [expert_bytes] * trace.layers
-    return Pieces.whole(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)
+    return Pieces.unsplit(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)
 
 
 def split_pieces(
     trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
 ) -> Pieces:
     """A trace's experts, cut in two. UsageError where no layer is, or it has other layers."""
-    cut = Split.of(expert_bytes, split, trace.layers, SEATS * trace.top_k)
+    cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
-    return Pieces.parts(trace.offsets.tolist(), cut, chunks)
+    return Pieces.with_split(trace.offsets.tolist(), cut, chunks)
 
 
 def check_policy(policy: Policy) -> None:
@@ -225,7 +225,7 @@ def check_policy(policy: Policy) -> None:
 
 def passes(
     trace: Trace, stream: Stream, tail_weights: bool = False
-) -> Iterator[tuple[PassBegins, list[TraceStep]]]:
+) -> Iterator[tuple[PassStart, list[TraceStep]]]:
     """Yield the passes of a trace and their steps, in runtime order, for the event machine.
 
     `tail_weights`: add to each step how much its experts matter.
@@ -255,4 +255,4 @@ def passes(
                     else None,
                 )
             )
-        yield PassBegins(request, begin, end - begin, prefill, ids), steps
+        yield PassStart(request, begin, end - begin, prefill, ids), steps

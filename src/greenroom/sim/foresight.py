@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from greenroom.core.predictor import Shape
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UsageError
-from greenroom.predictors import AUTO, AUTOMATIC, OFF, Choice, Setting, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, OFF, PredictorChoice, PredictorSetup, predictor
 from greenroom.trace import Trace
 
 
@@ -23,11 +23,11 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
             f"predictor {choice.name} needs token ids, which this trace does not have: record them"
             " with --token-ids"
         )
-    setting = Setting(shape, seed, routed=trace.experts, recorded=trace.predictions)
-    return Foresight(choice.make(setting), trace.offsets.tolist())
+    setting = PredictorSetup(shape, seed, routed=trace.experts, recorded=trace.predictions)
+    return Foresight(choice.build(setting), trace.offsets.tolist())
 
 
-def resolve_predictor(trace: Trace, prefetch: str) -> Choice:
+def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
     """What a name stands for over this trace: itself, or the recording of it."""
     choice = predictor(prefetch)
     if choice.kind is AUTO:
@@ -61,7 +61,7 @@ def automatic_predictor(trace: Trace) -> str:
     return last if _recording(trace, predictor(first)) is None else first
 
 
-def _recording(trace: Trace, choice: Choice) -> str | None:
+def _recording(trace: Trace, choice: PredictorChoice) -> str | None:
     """The trace's predictions that a predictor made: of its kind, distance and options."""
     for name, made in trace.predictions.items():
         try:

@@ -19,7 +19,7 @@ from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.cache.state import empty_state, preload
 from greenroom.core.compiling.compile_cache import jit, with_parts
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Policy, State
+from greenroom.core.policy import CacheState, LogicalTime, Policy
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UsageError
 
@@ -74,7 +74,7 @@ def replay(
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
-        own = policy.memory(setup)
+        own = policy.build_state(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
         for first, last, stay in _pinned_ranges(pinned, begin, end):
@@ -138,7 +138,7 @@ def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
 
 
 def loop(
-    state: State,
+    state: CacheState,
     own: Any,
     stream: Stream,
     begin: int,
@@ -158,7 +158,7 @@ def loop(
     for s in range(begin, end):
         a, b = stream.starts[s], stream.starts[s + 1]
         clock, token, layer = stream.now[s], stream.token[s], stream.layer[s] + 0
-        now = Now(clock, token, stream.request[s] + 0, layer, a)
+        now = LogicalTime(clock, token, stream.request[s] + 0, layer, a)
         if stream.request[s] != request or (anew and s == begin):
             request = stream.request[s] + 0
             on_request(state, own, now)
@@ -166,7 +166,7 @@ def loop(
         pinned = False
         for i in range(a, b):
             piece = stream.pieces[i] + 0
-            at = Now(clock, token, request, layer, i)
+            at = LogicalTime(clock, token, request, layer, i)
             if state.slot_of[piece] >= 0:
                 on_hit(state, own, piece, at)
                 continue

@@ -23,7 +23,7 @@ from greenroom.config import (
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import name_of
 from greenroom.core.cost import Costs
-from greenroom.core.homes import homes
+from greenroom.core.home_devices import home_devices
 from greenroom.core.machine import Machine
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
@@ -189,7 +189,7 @@ def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dic
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
-    homes(trace.offsets.tolist(), config.devices)  # or UsageError
+    home_devices(trace.offsets.tolist(), config.devices)  # or UsageError
     check_host(config, costs)
     return {
         "costs": costs,

@@ -149,7 +149,7 @@ def replay_steps(
     nothing is compiled for it that a run does not need."""
     missed = np.empty(stream.pieces.size, np.bool_)
     slots = np.empty(stream.pieces.size, np.int64)
-    pieces = Pieces.whole(offsets.tolist(), [1] * (len(offsets) - 1))
+    pieces = Pieces.unsplit(offsets.tolist(), [1] * (len(offsets) - 1))
     cache, before = None, -1
     for s, request in enumerate(stream.request.tolist()):
         if cache is None or (reset and request != before):
@@ -182,7 +182,7 @@ class StepTimer:
         layers, experts = len(offsets) - 1, int(offsets[-1])
         self.costs, self.expert_bytes = costs, expert_bytes
         self.chunks = max(1, -(-expert_bytes // chunk_bytes))
-        pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
+        pieces = Pieces.unsplit(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
         scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
         self.capacity = layers
         scheduler.placement.cache = self  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
 
 LAYERS, EXPERTS = 2, 4
-PIECES = Pieces.whole([0, 4, 8], [1, 1])
+PIECES = Pieces.unsplit([0, 4, 8], [1, 1])
 
 
 def filled(name: str = "lru", capacity: int = 8) -> Scheduler:

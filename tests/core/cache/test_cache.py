@@ -15,7 +15,7 @@ from tests.core.reference import ReferenceCache
 
 LAYERS, EXPERTS = 3, 6
 OFFSETS = [EXPERTS * i for i in range(LAYERS + 1)]
-PIECES = Pieces.whole(OFFSETS, [100] * LAYERS)
+PIECES = Pieces.unsplit(OFFSETS, [100] * LAYERS)
 
 
 def ids(*experts: int) -> np.ndarray:

@@ -33,7 +33,7 @@ class Twins:
     """A cache, and one whose policy is told of every step at once; both must do the same."""
 
     def __init__(self, name: str, capacity: int, devices: int, seed: int) -> None:
-        every = Pieces.whole([0, EXPERTS, 2 * EXPERTS], [1, 1], devices=devices)
+        every = Pieces.unsplit([0, EXPERTS, 2 * EXPERTS], [1, 1], devices=devices)
         self.both = [Cache(every, capacity, policy(name), seed=seed) for _ in range(2)]
         self.both[1]._most_hits = 1
         self.asked: tuple[np.ndarray, ...] = ()  # of the step under way, where it is pinned
@@ -124,7 +124,7 @@ def test_later_is_as_good_as_at_once(name, steps, capacity, devices, looks, seed
 
 def test_a_run_of_hits_waits_until_it_is_too_long():
     told = []
-    cache = Cache(Pieces.whole([0, 4], [1]), 3, policy("lru"))
+    cache = Cache(Pieces.unsplit([0, 4], [1]), 3, policy("lru"))
     cache.serve(np.arange(3), 0)
     cache.release(np.arange(3))
     compiled = cache._bound
@@ -137,7 +137,7 @@ def test_a_run_of_hits_waits_until_it_is_too_long():
 
 
 def test_a_step_of_hits_is_pinned_before_a_victim_is_sought():
-    cache = Cache(Pieces.whole([0, 4], [1]), 2, policy("lru"))
+    cache = Cache(Pieces.unsplit([0, 4], [1]), 2, policy("lru"))
     cache.serve(np.arange(2), 0)
     cache.release(np.arange(2))
     asked = np.array([0])

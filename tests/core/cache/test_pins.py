@@ -14,7 +14,7 @@ from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
 from tests.policies.plain import plain_policies
 
-PIECES = Pieces.whole([0, 4, 8], [1, 1])
+PIECES = Pieces.unsplit([0, 4, 8], [1, 1])
 
 
 def ids(*experts: int) -> np.ndarray:

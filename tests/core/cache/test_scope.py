@@ -48,7 +48,7 @@ def test_all_slots_are_given_within_bounds(layers, share):
 
 
 def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
-    pieces = Pieces.whole([0, 6, 12], [1, 1])
+    pieces = Pieces.unsplit([0, 6, 12], [1, 1])
     cache = Cache(pieces, 6, policy("lru"), (4.0, 2.0))
     assert cache.sizes == [4, 2]
     cache.serve(np.arange(4), 0)
@@ -59,7 +59,7 @@ def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
 
 
 def test_several_devices_share_each_layers_slots_out():
-    pieces = Pieces.whole([0, 6, 12], [1, 1], devices=2)
+    pieces = Pieces.unsplit([0, 6, 12], [1, 1], devices=2)
     assert group_sizes(pieces, 8, (3.0, 1.0)) == [3, 1, 3, 1]
 
 

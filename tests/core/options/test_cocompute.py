@@ -116,8 +116,8 @@ def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
         ],
     )  # fmt: skip
     fill(s, 1, 2, 3)
-    tokens, tails = np.array([2, 1, 1]), np.array([1.0, 0.1, 0.5], np.float32)
-    actions = s.on(Routed(3, 0, ids(1, 2, 3), rows=tokens, tails=tails))
+    tokens, tail_weights = np.array([2, 1, 1]), np.array([1.0, 0.1, 0.5], np.float32)
+    actions = s.on(Routed(3, 0, ids(1, 2, 3), rows=tokens, tail_weights=tail_weights))
     assert waves(actions) == [(HOST, [1]), (0, [3])]
     assert s.on(Computed(0)) == []
     assert waves(s.on(Computed(HOST))) == [(0, [2])]

@@ -21,9 +21,9 @@ from greenroom.core.events import (
     Routed,
 )
 from greenroom.core.events import StartChunk as Start
-from greenroom.core.gates import of_experts, tails
-from greenroom.core.options.rules.buddies import Buddies
+from greenroom.core.gates import expert_tail_weights, tail_weights
 from greenroom.core.options.rules.precision import precision
+from greenroom.core.options.rules.substitutes import Substitutes
 from greenroom.core.pieces import Copies, Pieces
 from greenroom.core.plan import EXACT, LOW, SKIP
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -59,22 +59,22 @@ def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[
 
 def test_tails_are_what_is_left_behind_the_more_important_ones():
     """Weights 0.5, 0.25, 0.25: HOBBIT's scores are 0, 0.5 and 0.75."""
-    assert tails(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
-    assert tails(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
+    assert tail_weights(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
+    assert tail_weights(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
     chosen = np.array([[3, 5], [5, 9]])
-    found = of_experts(chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9]))
+    found = expert_tail_weights(chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9]))
     assert found.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
-    masked = of_experts(np.array([[3, 16]]), np.array([[0.5, 0.5]]), np.array([3]))
+    masked = expert_tail_weights(np.array([[3, 16]]), np.array([[0.5, 0.5]]), np.array([3]))
     assert masked.tolist() == [1.0]
 
 
 def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
     s = scheduler(6, Approximation(low=0.4))
-    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.39, 0.4))))
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tail_weights=floats(1.0, 0.39, 0.4))))
     assert moved == [0, 2, N + 1]  # exact ones in their order, then copies
     assert sorted(groups) == [([0], EXACT), ([1], LOW), ([2], EXACT)]
     assert s.residents().tolist() == [0, 2]
-    groups, moved = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(1.0, 0.1))))
+    groups, moved = end(s, s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(1.0, 0.1))))
     assert (groups, moved) == ([([0], EXACT), ([1], LOW)], [])  # the copy is still there
     c = s.counts
     assert (c.requests, c.hits, c.misses, c.low, c.low_hits) == (5, 1, 4, 2, 1)
@@ -82,9 +82,9 @@ def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
 
 def test_hits_and_prompts_are_exact():
     s = scheduler(6, Approximation(low=1.0, skip=0.5))
-    end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.1), prefill=True)))
+    end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.1), prefill=True)))
     assert s.residents().tolist() == [0, 1]
-    groups, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(0.1, 1.0))))
+    groups, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.1, 1.0))))
     assert groups == [([0, 1], EXACT)]
     end(s, s.on(Routed(2, 0, ids(2, 3))))  # nobody says how much they matter
     assert s.counts.low == s.counts.left_out == 0
@@ -92,47 +92,47 @@ def test_hits_and_prompts_are_exact():
 
 def test_what_matters_least_is_left_out():
     s = scheduler(6, Approximation(low=0.4, skip=0.1))
-    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.3, 0.05))))
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tail_weights=floats(1.0, 0.3, 0.05))))
     assert moved == [0, N + 1]
     assert sorted(groups) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
     assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
 
 
 def test_the_buddy_most_often_chosen_together_stands_in():
-    every = Pieces.whole(OFFSETS, [100] * LAYERS)
+    every = Pieces.unsplit(OFFSETS, [100] * LAYERS)
     buddies = precision(Approximation(substitute=0.3), every)
     s = Scheduler(every, 6, policy("lru"), lanes=1, options=[buddies])
     for number, experts in enumerate([(0, 1), (0, 2), (0, 2), (3, 1)]):
-        end(s, s.on(Routed(number, 0, ids(*sorted(experts)), tails=floats(1.0, 1.0))))
+        end(s, s.on(Routed(number, 0, ids(*sorted(experts)), tail_weights=floats(1.0, 1.0))))
     assert s.residents().tolist() == [0, 1, 2, 3]
     s.placement.cache.remove(0, 9)
-    actions = s.on(Routed(9, 0, ids(0, 3), tails=floats(0.2, 1.0)))
+    actions = s.on(Routed(9, 0, ids(0, 3), tail_weights=floats(0.2, 1.0)))
     (wave,) = [a for a in actions if isinstance(a, Compute)]
     two, three = (s.placement.slot(e) for e in (2, 3))
     assert dict(zip(wave.experts.tolist(), wave.slots.tolist(), strict=True)) == {0: two, 3: three}
     assert s.placement.cache.state.pinned[2] == 1
     assert s.on(Computed()) == [Finish()]
     assert not s.placement.cache.state.pinned.any()
-    groups, moved = end(s, s.on(Routed(10, 0, ids(4, 5), tails=floats(0.1, 1.0))))
+    groups, moved = end(s, s.on(Routed(10, 0, ids(4, 5), tail_weights=floats(0.1, 1.0))))
     assert moved == [4, 5]  # 4 was never chosen with any that is there: it is fetched
     assert (s.counts.substituted, len(groups)) == (1, 2)
 
 
 def test_buddies_are_able_and_known():
-    b = Buddies([0, 4, 8])
-    b.note(1, ids(4, 5, 6))
-    b.note(1, ids(4, 6))
+    b = Substitutes([0, 4, 8])
+    b.count(1, ids(4, 5, 6))
+    b.count(1, ids(4, 6))
     able = np.array([False, True, True, True])
-    assert b.of(1, 4, able) == 6
-    assert b.of(1, 4, able & [True, True, False, True]) == 5
-    assert b.of(1, 4, np.array([True, False, False, True])) == -1 or b.counts[1][0, 0]
-    assert b.of(1, 7, able) == -1
+    assert b.find(1, 4, able) == 6
+    assert b.find(1, 4, able & [True, True, False, True]) == 5
+    assert b.find(1, 4, np.array([True, False, False, True])) == -1 or b.counts[1][0, 0]
+    assert b.find(1, 7, able) == -1
 
 
 def test_a_nested_copy_becomes_exact_by_what_it_lacks():
     s = scheduler(6, Approximation(low=0.4), nested=True)
-    end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
-    actions = s.on(Routed(1, 0, ids(0, 1), tails=floats(0.3, 1.0)))
+    end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
+    actions = s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.3, 1.0)))
     (start,) = [a for a in actions if isinstance(a, Start)]
     assert (start.piece, start.joins) == (
         2 * N + 1,
@@ -146,21 +146,21 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
 
 
 def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
-    s = scheduler(10, Approximation(low=0.4, follow=True), ahead=2)
-    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    s = scheduler(10, Approximation(low=0.4, promote=True), ahead=2)
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     assert moved == [0, N + 1, 1]  # behind the demands
     assert sorted(groups) == [([0], EXACT), ([1], LOW)]
     s.on(Landed(0, 1))
     assert s.residents().tolist() == [0, 1]
     assert (s.counts.low, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
-    groups, moved = end(s, s.on(Routed(1, 0, ids(1), tails=floats(0.2))))
+    groups, moved = end(s, s.on(Routed(1, 0, ids(1), tail_weights=floats(0.2))))
     assert (groups, moved) == ([([1], EXACT)], [])
     assert (s.counts.hits, s.counts.low) == (1, 1)
 
 
 def test_nothing_follows_unless_it_was_asked_for():
     s = scheduler(10, Approximation(low=0.4), ahead=2)
-    _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     assert moved == [0, N + 1]
     assert len(s.transfers.entries) == 0
 
@@ -171,11 +171,11 @@ def test_the_memory_of_copies_comes_from_the_experts():
     assert group_sizes(every, 8, "per-layer") == [3, 3]
     assert least_capacity(every, "shared") == 3
     assert every.nbytes.tolist() == [100] * N + [25] * N
-    assert every.extra_of(3) == N + 3
+    assert every.secondary_of(3) == N + 3
     with pytest.raises(BudgetError, match="the memory of 2 experts is too small: 5 low-precision"):
         group_sizes(every, 2, "shared")
     nested = Pieces.with_copies(OFFSETS, copies(nested=True))
-    assert (len(nested), nested.extra_of(3)) == (3 * N, N + 3)
+    assert (len(nested), nested.secondary_of(3)) == (3 * N, N + 3)
     assert nested.nbytes[[0, N, 2 * N]].tolist() == [100, 50, 50]
 
 
@@ -195,7 +195,7 @@ def test_no_tier_in_between():
     every = Pieces.with_copies(OFFSETS, copies())
     with pytest.raises(UsageError, match="low-precision copies have no tier between two links"):
         Scheduler(
-            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.first, 4, policy("lru"))
+            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )
 
 
@@ -266,7 +266,7 @@ def test_any_order_of_events_computes_every_request_once(
     least = least_capacity(every, scope)
     s = Scheduler(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
-        options=[precision(Approximation(*at, follow=follow), every)],
+        options=[precision(Approximation(*at, promote=follow), every)],
     )  # fmt: skip
     stage, rng = Stage(s, random.Random(seed), failing), np.random.default_rng(seed)
     for number, (layer, chosen, chance) in enumerate(steps):
@@ -276,7 +276,7 @@ def test_any_order_of_events_computes_every_request_once(
         if chance > 6:
             stage.tell(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
         before = s.counts.requests
-        stage.run(number, layer, experts, cancel, prefill, tails(weights))
+        stage.run(number, layer, experts, cancel, prefill, tail_weights(weights))
         assert s.counts.requests - before == experts.size
         if cancel or stage.finish.failed >= 0:
             assert len(stage.computed) == len(set(stage.computed))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from greenroom.core.predictor import Guess, PassBegins, Seen
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight, ranked
 from greenroom.errors import PredictorError
 
@@ -18,25 +18,25 @@ class Says:
     name, distance = "says", None
 
     def __init__(self, *guesses: tuple[int, Sequence[Sequence[int]]]) -> None:
-        self.guesses = [Guess(layer, np.array(rows)) for layer, rows in guesses]
+        self.guesses = [LayerPrediction(layer, np.array(rows)) for layer, rows in guesses]
         self.told: list[object] = []
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self.told.append(at)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         self.told.append(seen)
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         self.told.append(layer)
         return self.guesses
 
 
-def at(prefill: bool) -> PassBegins:
-    return PassBegins(0, 0, 2 if prefill else 1, prefill)
+def at(prefill: bool) -> PassStart:
+    return PassStart(0, 0, 2 if prefill else 1, prefill)
 
 
-SEEN = Seen(1, np.array([[2, 0]]))
+SEEN = LayerRouting(1, np.array([[2, 0]]))
 
 
 def said(events) -> list[tuple[int, list[int]]]:

@@ -16,7 +16,7 @@ def ids(*pieces: int) -> np.ndarray:
 
 
 def lookahead(chunks: int = 2) -> Lookahead:
-    return Lookahead(Pieces.whole([0, 4, 8, 12], [100] * 3, [chunks] * 12))
+    return Lookahead(Pieces.unsplit([0, 4, 8, 12], [100] * 3, [chunks] * 12))
 
 
 def paced(chunk: float, gap: float, chunks: int = 2) -> Lookahead:

@@ -40,7 +40,7 @@ class House:
     def __init__(self, capacity: int = 8, ahead: int = 2, *, lanes=1, chunks: int = 1, **kwargs):
         total = LAYERS * EXPERTS
         offsets = list(range(0, total + 1, EXPERTS))
-        pieces = Pieces.whole(offsets, [100] * LAYERS, [chunks] * total)
+        pieces = Pieces.unsplit(offsets, [100] * LAYERS, [chunks] * total)
         self.s = Scheduler(pieces, capacity, policy("lru"), lanes=lanes, ahead=ahead, **kwargs)
         self.moving: list[StartChunk] = []
         self.wave: Compute | None = None

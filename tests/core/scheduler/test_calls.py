@@ -56,7 +56,7 @@ def step(scheduler: Scheduler, number: int, experts: list[int]) -> int:
 def served(name: str, ahead: int) -> list[int]:
     """Calls of steps with 0, 1, 2 ... 5 misses."""
     scheduler = Scheduler(
-        Pieces.whole([0, EXPERTS, 2 * EXPERTS], [1, 1]), CAPACITY, policy(name), lanes=8,
+        Pieces.unsplit([0, EXPERTS, 2 * EXPERTS], [1, 1]), CAPACITY, policy(name), lanes=8,
         ahead=ahead,
     )  # fmt: skip
     random = np.random.default_rng(1)

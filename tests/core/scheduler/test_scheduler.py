@@ -151,7 +151,9 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     places = [
-        n * devices + d for d, share in enumerate(every.shares(s.capacity)) for n in range(share)
+        n * devices + d
+        for d, share in enumerate(every.slots_per_device(s.capacity))
+        for n in range(share)
     ]
     assert sorted(s.placement.place) == sorted(places)
     loans = len(s.placement.buffer.held)

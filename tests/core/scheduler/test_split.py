@@ -28,27 +28,27 @@ def split(tops=(60, 60), bottoms=(40, 40), seats=3) -> Split:
 
 
 def scheduler(capacity: int, lanes: int = 1, of: Split | None = None, **options) -> Scheduler:
-    every = Pieces.parts(OFFSETS, of or split())
+    every = Pieces.with_split(OFFSETS, of or split())
     return Scheduler(every, capacity, policy("lru"), lanes=lanes, **options)
 
 
 def test_pieces_are_tops_then_bottoms():
-    every = Pieces.parts([0, 2, 3], Split((60, 100), (40, 0), 2), [3, 3, 5, 2, 2, 0])
+    every = Pieces.with_split([0, 2, 3], Split((60, 100), (40, 0), 2), [3, 3, 5, 2, 2, 0])
     assert every.nbytes.tolist() == [60, 60, 100, 40, 40, 0]
-    assert [every.extra_of(expert) for expert in range(3)] == [3, 4, -1]
+    assert [every.secondary_of(expert) for expert in range(3)] == [3, 4, -1]
     assert every.layer.tolist() == [0, 0, 1, 0, 0, 1]
-    assert len(every.first) == every.experts == 3
-    assert every.first.chunks.tolist() == [3, 3, 5]
+    assert len(every.primary) == every.experts == 3
+    assert every.primary.chunks.tolist() == [3, 3, 5]
 
 
 def test_slots_of_tops_are_what_bottoms_leave():
     """8 whole experts of 100 bytes, three slots of 40 for bottoms: 680 bytes, 11 tops of 60."""
-    every = Pieces.parts(OFFSETS, split())
+    every = Pieces.with_split(OFFSETS, split())
     assert group_sizes(every, 8, "shared") == [11]
     assert group_sizes(every, 8, "per-layer") == [5, 5]
     assert group_sizes(every, 8, (3.0, 1.0)) == [6, 5]  # no more than there are experts
     assert group_sizes(every, 5, (3.0, 1.0)) == [4, 1]
-    uneven = Pieces.parts(OFFSETS, split((25, 50), (75, 50)))  # 575 bytes
+    uneven = Pieces.with_split(OFFSETS, split((25, 50), (75, 50)))  # 575 bytes
     assert group_sizes(uneven, 8, "per-layer") == [6, 8 - 2]
     with pytest.raises(BudgetError, match="the memory of 1 experts is too small to split them: 3 "):
         group_sizes(every, 1, "shared")
@@ -155,10 +155,10 @@ def test_bad_splits(of, said):
 
 
 def test_no_tier_in_between():
-    every = Pieces.parts(OFFSETS, split())
+    every = Pieces.with_split(OFFSETS, split())
     with pytest.raises(UsageError, match="split experts have no tier between two links"):
         Scheduler(
-            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.first, 4, policy("lru"))
+            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )
 
 
@@ -180,7 +180,7 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
     steps, capacity, lanes, chunks, scope, of, seats, ahead, failing, named, seed
 ):
     cut = Split(*of, seats)
-    every = Pieces.parts(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
+    every = Pieces.with_split(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
     least = next(n for n in range(1, 30) if fits(every, n, scope))
     s = Scheduler(every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
     theatre = Theatre(s, random.Random(seed), failing)
@@ -193,7 +193,7 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
         if cancel or theatre.finish.failed >= 0:
             assert len(theatre.computed) == len(set(theatre.computed))
         else:
-            wanted = {*experts.tolist(), *map(every.extra_of, experts.tolist())} - {-1}
+            wanted = {*experts.tolist(), *map(every.secondary_of, experts.tolist())} - {-1}
             assert sorted(theatre.computed) == sorted(wanted)
         if chance == 9:
             theatre.tell(Resized(least + seed % 12, number % 4))

@@ -37,14 +37,14 @@ def _no_grad() -> Iterator[None]:
 def regions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Of each region: how many layers it was for, and how many it did."""
     found: list[tuple[int, int | None]] = []
-    several = FusedExperts.several
+    several = FusedExperts.resident_steps
 
     def seen(experts: FusedExperts, first: int, find: Any) -> int | None:
         done = several(experts, first, find)
         found.append((len(experts._layers) - first, done))
         return done
 
-    monkeypatch.setattr(FusedExperts, "several", seen)
+    monkeypatch.setattr(FusedExperts, "resident_steps", seen)
     return found
 
 

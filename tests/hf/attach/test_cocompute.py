@@ -25,7 +25,7 @@ from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
-from greenroom.runtime.cuda.both import HostPart
+from greenroom.runtime.cuda.co_compute import HostShare
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
@@ -163,14 +163,14 @@ def test_counts_are_those_of_the_simulator():
 def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
     with both("qwen3_moe", QUICK, kernels="eager") as model:
         wanted = model.generate(ids(1, 4), **OPTIONS)
-        compute, failures = HostPart.compute, [ValueError("no such instruction")]
+        compute, failures = HostShare.compute, [ValueError("no such instruction")]
 
         def failing(*args):
             if failures:
                 raise failures.pop()
             return compute(*args)
 
-        monkeypatch.setattr(HostPart, "compute", failing)
+        monkeypatch.setattr(HostShare, "compute", failing)
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)

@@ -15,7 +15,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.driver.driver import Driver
-from greenroom.runtime.forward import BINDING, experts_forward, experts_onto
+from greenroom.runtime.forward import BINDING, experts_forward, experts_with_residual
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from tests.models import cached_tiny
@@ -88,7 +88,11 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.layers = self.steps = 0
-        layer, chain, several = FusedDecoderLayer.__call__, FusedLayers.__call__, Driver.several
+        layer, chain, several = (
+            FusedDecoderLayer.__call__,
+            FusedLayers.__call__,
+            Driver.resident_steps,
+        )
 
         def counted(*args: Any) -> Any:
             out = layer(*args)
@@ -107,7 +111,7 @@ class Calls:
 
         monkeypatch.setattr(FusedDecoderLayer, "__call__", counted)
         monkeypatch.setattr(FusedLayers, "__call__", chained)
-        monkeypatch.setattr(Driver, "several", asked)
+        monkeypatch.setattr(Driver, "resident_steps", asked)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +139,11 @@ def test_the_cache_s_size_and_what_it_holds_change_no_bit_and_no_count(capacity)
         model.greenroom.reset_stats()
         assert torch.equal(tokens(model), wanted)
         first = model.greenroom.stats()
-        asked = model.greenroom.driver.asked.copy()
+        asked = model.greenroom.driver.request_counts.copy()
         model.greenroom.reset_stats()
         assert torch.equal(one_by_one(model), wanted)
         second = model.greenroom.stats()
-        assert (model.greenroom.driver.asked == 1.5 * asked).all()
+        assert (model.greenroom.driver.request_counts == 1.5 * asked).all()
         assert first.expert_requests == second.expert_requests
         assert first.passes == second.passes == 7
         if capacity == 24:
@@ -232,9 +236,9 @@ def test_other_routing_is_a_step_like_any_other(monkeypatch):
         calls, residual = Calls(monkeypatch), torch.randn(1, 64).bfloat16()
         for chosen, at_once in (([3, 1], 1), ([2, 2], 0), ([8, 4], 0), ([8, 9], 0)):
             index, weights = torch.tensor([chosen]), torch.tensor([[0.75, 0.5]])
-            calls.steps, before = 0, binding.driver.asked.sum()
-            ours = experts_onto(module, x, index, weights, residual)
+            calls.steps, before = 0, binding.driver.request_counts.sum()
+            ours = experts_with_residual(module, x, index, weights, residual)
             assert calls.steps == at_once
-            mine = binding.driver.asked.sum() - before
+            mine = binding.driver.request_counts.sum() - before
             assert torch.equal(ours, residual + experts_forward(module, x, index, weights))
-            assert binding.driver.asked.sum() - before == 2 * mine
+            assert binding.driver.request_counts.sum() - before == 2 * mine

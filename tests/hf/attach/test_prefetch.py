@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import greenroom
-from greenroom.core.predictor import Guess
+from greenroom.core.predictor import LayerPrediction
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import save_predictor
 from greenroom.predictors import PREDICTORS
@@ -208,7 +208,7 @@ def test_a_predictor_that_raises_ends_prefetching_alone(folder, wanted, where, m
     with streamed(folder, capacity=9, **parts) as model:
         assert equal(answers(model), wanted)
 
-        def breaks(*args: Any) -> list[Guess]:
+        def breaks(*args: Any) -> list[LayerPrediction]:
             raise IndexError("out of its depth")
 
         monkeypatch.setattr(model.greenroom.predictor, where, breaks)

@@ -56,7 +56,7 @@ class Standin:
     def _forward(self, layer: int, module: nn.Module) -> Callable[..., Tensor]:
         def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
             with torch.no_grad():
-                self.shared.meanwhile[layer]()
+                self.shared.compute_early[layer]()
             if self.inside is not None:
                 self.inside(layer)
             return type(module).forward(module, *args, **kwargs)
@@ -214,8 +214,8 @@ def test_another_input_is_computed_as_usual():
         holder: list[SharedModules] = []
 
         def ask(layer: int) -> None:
-            if layer in holder[0].found:
-                answers.append(holder[0].found[layer](other))
+            if layer in holder[0].modules:
+                answers.append(holder[0].modules[layer](other))
 
         with standing_in(model, inside=ask) as standin:
             holder.append(standin.shared)
@@ -252,8 +252,8 @@ def test_a_step_without_stalls_costs_nothing_and_keeps_nothing():
         before, kept = used(standin.shared), []
         block = model.model.layers[1].mlp
         hook = block.register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
-        for layer in standin.shared.meanwhile:
-            standin.shared.meanwhile[layer] = lambda: None
+        for layer in standin.shared.compute_early:
+            standin.shared.compute_early[layer] = lambda: None
         assert all(map(torch.equal, logits(model), wanted))
         hook.remove()
         gc.collect()
@@ -269,7 +269,7 @@ def test_meanwhile_may_be_called_at_any_time_and_often():
         with standing_in(model) as standin:
 
             def again(layer: int) -> None:
-                standin.shared.meanwhile[layer]()
+                standin.shared.compute_early[layer]()
 
             standin.inside = again
             again(0)
@@ -309,7 +309,7 @@ def test_passes_of_shapes_only_teach_nothing():
     shared = SharedModules(model, modules[:1])
 
     def forward(x: Tensor, *rest: Tensor) -> Tensor:  # as the streamed experts forward does
-        shared.meanwhile[0]()
+        shared.compute_early[0]()
         return torch.empty_like(x) if x.is_meta else type(modules[0]).forward(modules[0], x, *rest)
 
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(1))
@@ -424,7 +424,7 @@ def test_streamed_from_disk(name, kernels):
         shared = SharedModules(model, modules)
 
         def stalling(layer: int, *args, **kwargs) -> None:
-            shared.meanwhile[layer]()
+            shared.compute_early[layer]()
             step(layer, *args, **kwargs)
 
         model.greenroom.driver.step = stalling

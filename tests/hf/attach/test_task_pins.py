@@ -16,7 +16,7 @@ class Orders:
     def __init__(self) -> None:
         self.given: list[list[int]] = []
 
-    def order(self, keep: Any) -> None:
+    def send(self, keep: Any) -> None:
         self.given.append(keep.pieces.tolist())
 
 

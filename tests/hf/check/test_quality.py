@@ -107,7 +107,7 @@ def test_the_original_is_not_there(tmp_path: Path) -> None:
     origin.rename(tmp_path / "moved")
     with pytest.raises(NotAModel) as error:
         quality(str(tmp_path / "pack"), TEXT)
-    assert "its original is not there (--against FOLDER)" in one_line(error)
+    assert "its original was not found (--against FOLDER" in one_line(error)
     found = quality(str(tmp_path / "pack"), TEXT, str(tmp_path / "moved"), tokens=9)
     assert found.tokens == 8
 

@@ -144,17 +144,19 @@ def test_a_home_that_cannot_be_written_is_a_warning(folder, home, caplog):
     home.write_text("not a folder")
     assert answer(folder)[2].warm_experts == 0
     assert len(warnings(caplog)) == 1
-    assert "is not kept" in warnings(caplog)[0]
+    assert "is not saved" in warnings(caplog)[0]
 
 
 def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
     *_, before, _ = answer(folder)
-    asked = before.driver.asked
+    asked = before.driver.request_counts
     key = kept().stem
     np.testing.assert_array_equal(load_routing(key).popularity, asked)
     monkeypatch.setattr(warm_start, "HALF_LIFE", 24.0)  # passes of a run
     *_, after, _ = answer(folder)
-    np.testing.assert_array_equal(after.driver.asked, asked)  # none for what warming up read
+    np.testing.assert_array_equal(
+        after.driver.request_counts, asked
+    )  # none for what warming up read
     np.testing.assert_allclose(load_routing(key).popularity, 1.5 * asked)
     hot, popularity = load_routing(key).hot, load_routing(key).popularity
     assert (np.diff(popularity[hot]) <= 0).all()
@@ -203,7 +205,8 @@ def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
     assert torch.equal(again, first)
     assert stats.capacity == 6
     assert warnings(caplog) == [
-        "the cache starts colder than it could: cannot read shard: Input/output error"
+        "the warm start ended early, so the first tokens may be slower: cannot read shard:"
+        " Input/output error"
     ]
 
 
@@ -216,7 +219,7 @@ def test_a_run_leaves_its_routing(folder, monkeypatch):
         heard.append((layer, experts.copy()))
         chosen(self, layer, experts)
 
-    monkeypatch.setattr(RecentRouting, "chosen", hear)
+    monkeypatch.setattr(RecentRouting, "on_choice", hear)
     for prompt in ([[5, 6, 7]], [[9, 8]]):
         model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     digest = model.greenroom.setup.fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.core.predictor import PassBegins
+from greenroom.core.predictor import PassStart
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv import batch as together
 from greenroom.hf.kv.batch import Batch, causal
@@ -223,7 +223,7 @@ def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:
 
 def test_what_predictors_and_policies_are_told_of_a_batch(monkeypatch: Any) -> None:
     with served("qwen3_moe") as model:
-        told: list[PassBegins] = []
+        told: list[PassStart] = []
         begin = model.greenroom.driver.begin_pass
         monkeypatch.setattr(
             model.greenroom.driver, "begin_pass", lambda at: (told.append(at), begin(at))

@@ -98,7 +98,7 @@ def test_routing_that_cannot_be_recorded_leaves_out_those_that_want_it(
     def refused(*args: Any) -> None:
         raise TraceError("a pass has layers of different top-k")
 
-    monkeypatch.setattr(calibration, "record", refused)
+    monkeypatch.setattr(calibration, "record_warm_up", refused)
     rows = [entry("scope"), entry()]
     calibrate(harness, rows, PROMPT, 16, True)
     assert [row.skip_reason for row in rows] == ["a pass has layers of different top-k", ""]

@@ -49,7 +49,7 @@ def test_caches_begin_with_what_was_learned(harness: Harness):
     harness.learn()
     again = harness.attach(BASE)
     assert again.driver.scheduler.residents().size > 0
-    assert again.driver.asked.sum() == 0
+    assert again.driver.request_counts.sum() == 0
     whole = harness.attach(BASE, harness.experts)
     harness.fill()
     assert whole.driver.scheduler.residents().size == harness.experts

@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_one_device(kept, monkeypatch):
             model.greenroom.resize(7 * model.greenroom.setup.catalog.slot_bytes)
             assert [s.capacity for s in model.greenroom.driver.slots.pools] == [4, 3]
             assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
-            with pytest.raises(BudgetError, match="2 devices need a slot each, there are 1"):
+            with pytest.raises(BudgetError, match="devices need at least one slot each"):
                 model.greenroom.resize(model.greenroom.setup.catalog.slot_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Misses that are served with less: what a run computes is what its decisions say, and no more."""
+"""Approximated misses: what a run computes is what its decisions say, and no more."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
             asked.append(
                 TraceStep(
                     event.step, event.layer, event.experts.copy(), prefill=event.prefill,
-                    tail_weights=event.tails, weights=event.weights, rows=event.rows,
+                    tail_weights=event.tail_weights, weights=event.weights, rows=event.rows,
                 )
             )  # fmt: skip
         tell(event)
@@ -137,8 +137,8 @@ CASES = [
     (("same", "int4"), Approximation(low=0.9, skip=0.3)),
     (("same", "int8"), Approximation(low=0.5, substitute=0.4)),
     (("fp8", "int4"), Approximation(low=0.9)),
-    (("int8", "int4"), Approximation(low=0.9, follow=True)),
-    (("same", "int4"), Approximation(low=0.9, follow=True)),
+    (("int8", "int4"), Approximation(low=0.9, promote=True)),
+    (("same", "int4"), Approximation(low=0.9, promote=True)),
 ]
 
 
@@ -260,7 +260,7 @@ def test_a_loaded_model_says_what_it_does(of):
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
         lesser = model.greenroom.stats().lesser
         assert lesser["precision"] == "int4"
-        assert lesser["seats"] == model.greenroom.setup.copies.seats
+        assert lesser["seats"] == model.greenroom.setup.copies.secondary_slots
         assert 0 < lesser["inexact_share"] < 1
         model.greenroom.resize("50%")
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
@@ -284,7 +284,7 @@ def test_copies_have_their_share_of_the_memory():
     catalog = ModelSkeleton.of(with_copies("same", "int4")).catalog
     config = LoadConfig(cache="50%", miss_precision="int4", low_share="25%")
     copies = copies_of(catalog, config.approximation(), 16, 2)
-    assert copies.seats == 16 * catalog.slot_bytes // 4 // copies.low[0]
+    assert copies.secondary_slots == 16 * catalog.slot_bytes // 4 // copies.low[0]
     assert copies_of(catalog, config.approximation(), 1, 2).seats == 2
 
 

@@ -45,7 +45,7 @@ def growth_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
     return SlotBudget(
         1 << 40, NOTHING, skeleton.catalog, sizes, Workspace(0, 0, 0, 0),
         context=CONTEXT, min_slots=1, **options,
-    ).leaving(FEWEST)  # fmt: skip
+    ).for_slots(FEWEST)  # fmt: skip
 
 
 class Watched:

@@ -152,12 +152,12 @@ def test_a_run_says_how_it_is_split(tmp_path):
     )
     try:
         split = model.greenroom.setup.split
-        assert [n / split.whole for n in split.tops] == pytest.approx([0.25, 0.75], abs=0.1)
+        assert [n / split.unsplit_bytes for n in split.tops] == pytest.approx([0.25, 0.75], abs=0.1)
         stats = model.greenroom.stats()
         assert stats.split == {
             "tops": model.greenroom.driver.scheduler.view.group_sizes(),
             "shares": pytest.approx([0.25, 0.75], abs=0.1),
-            "seats": split.seats,
+            "seats": split.secondary_slots,
             "bottoms": 0,
             "bottom_hits": 0,
         }
@@ -244,7 +244,7 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     catalog = ModelSkeleton.of(packed()).catalog
     cut, split, scope = defaults.auto_split(catalog, None, 8, 2)
     assert scope == "per-layer"
-    assert [n / split.whole for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
+    assert [n / split.unsplit_bytes for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
 
     skeleton = ModelSkeleton.of(packed())
     model = skeleton.load()
@@ -282,7 +282,9 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
 
     other = RoutingHistory(known.hot, none, {split_counts.NAME: {**state, "uses": np.zeros(3)}})
     split_counts.SplitCounts(catalog.offsets, other)
-    assert "what was recorded for --split auto is not used: uses is of another" in caplog.text
+    assert (
+        "the counts of earlier runs for --split auto are ignored: uses is of another" in caplog.text
+    )
 
 
 def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from greenroom.errors import (
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.memory.pages import Pages
+from greenroom.runtime.memory.arena import TensorArena
 from tests.gguf_models import write
 from tests.hf.conftest import one_line
 from tests.models import ARCHITECTURES, MULTIMODAL, cached_tiny, reference
@@ -258,13 +258,13 @@ def test_the_config_of_a_caller_is_not_shared() -> None:
 def test_dense_parameters_lie_side_by_side_in_large_pages(kind, tmp_path, monkeypatch):
     """Whatever is loaded to memory: as it is, converted or stored; nothing twice."""
     taken: list[torch.Tensor] = []
-    empty = Pages.empty
+    empty = TensorArena.empty
 
-    def seen(self: Pages, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def seen(self: TensorArena, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         taken.append(empty(self, *shape, dtype=dtype))
         return taken[-1]
 
-    monkeypatch.setattr(Pages, "empty", seen)
+    monkeypatch.setattr(TensorArena, "empty", seen)
     if kind == "gguf":
         skeleton = ModelSkeleton.of(str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})))
         skeleton.keep_dense_encoded()

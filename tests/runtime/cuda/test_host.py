@@ -12,7 +12,7 @@ import torch
 from greenroom.core.events import StartChunk
 from greenroom.errors import DeviceError, StoreError
 from greenroom.runtime.cuda.engine import Engine, device_errors, first_line
-from greenroom.runtime.cuda.host import HostMemory, sizes
+from greenroom.runtime.cuda.host import HostMemory, slot_sizes
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.store.disk import BLOCK, DiskStore, Staging, cut
 from tests.runtime.rig import Ahead, Rig, in_time
@@ -46,8 +46,8 @@ def chunks_of(catalog, chunk_bytes: int = 8192):
 def test_seats_and_slots_are_one_reservation_registered_once(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, engine = chunks_of(catalog), Registered()
-    seat, slot = sizes(chunks)
-    memory = HostMemory(engine, chunks, seats=4, capacity=5)
+    seat, slot = slot_sizes(chunks)
+    memory = HostMemory(engine, chunks, staging_slots=4, capacity=5)
     assert [nbytes for _, nbytes in engine.ranges] == [4 * seat + 5 * slot]
     assert engine.ranges[0][0] % BLOCK == 0
     memory.close()
@@ -66,10 +66,10 @@ def test_every_chunk_has_its_own_place(disk):
     ]
     seated = [StartChunk(0, 4, 0, chunk, 0, seat=chunk) for chunk in range(len(chunks[4]))]
     for action in actions + seated:
-        memory.bring(action, chunks[action.piece][action.chunk], store.read, Staging())
+        memory.read_chunk(action, chunks[action.piece][action.chunk], store.read, Staging())
     for piece in (2, 7, 11, 4):
         own = [a for a in actions + seated if a.piece == piece]
-        mine = [memory.source(a, chunks[piece][a.chunk])[1] for a in own]
+        mine = [memory.chunk_source(a, chunks[piece][a.chunk])[1] for a in own]
         floats = np.concatenate(mine).view(np.float32)
         assert np.array_equal(np.unique(floats), [piece, piece + 0.5])
     store.close()
@@ -85,8 +85,8 @@ def test_memory_that_cannot_be_registered_is_said_and_used(disk, caplog):
     store = DiskStore(catalog, chunk_bytes=8192)
     action = StartChunk(0, 3, 0, 0, 0, -1, True, 1)
     chunk = chunks_of(catalog)[3][0]
-    memory.bring(action, chunk, store.read, Staging())
-    assert memory.source(action, chunk)[1].size == chunk.length
+    memory.read_chunk(action, chunk, store.read, Staging())
+    assert memory.chunk_source(action, chunk)[1].size == chunk.length
     store.close()
     memory.close()
     assert memory.engine.undone == []

@@ -89,12 +89,12 @@ def test_a_copy_waits_for_the_last_wave_from_its_slot_alone():
     engine = Noted()
     slots = DeviceSlots(engine, 4, 64, reserve=4)
     fresh = engine.marks  # whatever had the memory before
-    slots.computed([0, 2])
+    slots.mark_computed([0, 2])
     data = np.arange(64, dtype=np.uint8)
     for slot in (0, 1, 2):
         slots.write(slot, run(64), data, 0)
     assert engine.did == [("copy after", m) for m in (fresh + 1, fresh, fresh + 1)]
-    slots.computed([2])
+    slots.mark_computed([2])
     engine.did.clear()
     slots.move(2, 1)
     assert engine.did == [("wait", fresh + 2), ("copy after", fresh)]
@@ -104,7 +104,7 @@ def test_a_copy_waits_for_the_last_wave_from_its_slot_alone():
 def test_a_segment_is_given_up_when_it_has_been_computed_from(small_segments):
     engine = Noted()
     slots = DeviceSlots(engine, 8, 64, reserve=8)
-    slots.computed([6])
+    slots.mark_computed([6])
     engine.did.clear()
     slots.trim(4)
     assert ("wait", engine.marks) in engine.did

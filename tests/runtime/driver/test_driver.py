@@ -264,7 +264,7 @@ def test_what_is_computed_meanwhile_may_fail(rig):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        r.step(0, 0, 1, meanwhile=fails)
+        r.step(0, 0, 1, overlapped_work=fails)
     r.step(0, 0, 1)
     r.settle()
     r.check()
@@ -322,6 +322,6 @@ def test_misses_of_each_layer(rig, capacity):
     for _ in range(20):
         for layer in range(2):
             r.step(layer, *sorted(rng.sample(range(4), rng.randint(1, 4))))
-    assert r.driver.missed.sum() == r.scheduler.counts.misses
-    asked = [int(r.driver.asked[4 * layer : 4 * layer + 4].sum()) for layer in range(2)]
-    assert all(0 < missed <= each for missed, each in zip(r.driver.missed, asked, strict=True))
+    assert r.driver.miss_counts.sum() == r.scheduler.counts.misses
+    asked = [int(r.driver.request_counts[4 * layer : 4 * layer + 4].sum()) for layer in range(2)]
+    assert all(0 < missed <= each for missed, each in zip(r.driver.miss_counts, asked, strict=True))

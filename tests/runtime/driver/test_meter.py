@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from greenroom.core.counts import Counts
-from greenroom.runtime.driver.meter import CAUSES, LinkMeter, Meter, minus
+from greenroom.runtime.driver.meter import CAUSES, LinkMeter, Meter, subtract_counts
 
 
 def test_a_link_is_busy_while_any_lane_is():
@@ -23,7 +23,7 @@ def test_a_link_is_busy_while_any_lane_is():
 
 
 def test_bytes_read_are_those_of_the_first_link_and_stalls_add_up():
-    meter = Meter.of((2, 1))
+    meter = Meter.for_lanes((2, 1))
     meter.links[0].nbytes, meter.links[1].nbytes = 7, 5
     meter.stalls["miss"], meter.stalls["late"] = 1.5, 0.25
     assert len(meter.links) == 2
@@ -33,14 +33,14 @@ def test_bytes_read_are_those_of_the_first_link_and_stalls_add_up():
 
 
 def test_a_copy_does_not_change_with_what_it_was_made_of():
-    meter = Meter.of((1, 1))
+    meter = Meter.for_lanes((1, 1))
     before = meter.copy()
     meter.links[1].starts(1.0)
     meter.links[1].ends(3.0, 9)
     meter.stalls["prefill"] += 2.0
     meter.passes += 1
-    assert before == Meter.of((1, 1))
-    spent = minus(meter, before)
+    assert before == Meter.for_lanes((1, 1))
+    spent = subtract_counts(meter, before)
     assert (spent.links[1].nbytes, spent.links[1].busy_s, spent.passes) == (9, 2.0, 1)
     assert spent.stalls == {"miss": 0.0, "late": 0.0, "prefill": 2.0}
 
@@ -48,8 +48,8 @@ def test_a_copy_does_not_change_with_what_it_was_made_of():
 def test_the_difference_of_counts_is_of_every_count():
     after = Counts(*range(12, 24))
     before = Counts(*range(12))
-    assert minus(after, before) == Counts(*[12] * 12)
-    assert minus(after, replace(after)) == Counts()
+    assert subtract_counts(after, before) == Counts(*[12] * 12)
+    assert subtract_counts(after, replace(after)) == Counts()
 
 
 def test_lists_of_different_lengths_have_no_difference():
@@ -57,6 +57,6 @@ def test_lists_of_different_lengths_have_no_difference():
     class Of:
         numbers: list[int] = field(default_factory=list)
 
-    assert minus(Of([3, 4]), Of([1, 1])) == Of([2, 3])
+    assert subtract_counts(Of([3, 4]), Of([1, 1])) == Of([2, 3])
     with pytest.raises(ValueError, match="shorter"):
-        minus(Of([3, 4]), Of([1]))
+        subtract_counts(Of([3, 4]), Of([1]))

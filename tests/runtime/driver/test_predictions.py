@@ -44,7 +44,7 @@ def test_a_late_prefetch_that_fails_is_tried_again_by_its_demand(rig):
               lanes=1)  # fmt: skip
     r.begin()
     r.step(0, 0)
-    r.step(1, 3, meanwhile=asked.set)
+    r.step(1, 3, overlapped_work=asked.set)
     assert (r.scheduler.counts.late, r.scheduler.counts.failed) == (1, 0)
     assert r.store.reads == 3
     r.check()

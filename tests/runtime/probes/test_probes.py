@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.errors import PredictorError
-from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers
+from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_routers
 from greenroom.runtime.probes.linear import find_linear
 from tests.models import VOCAB, make
 
@@ -49,7 +49,7 @@ class Passed:
         self.model = make(name, dtype).eval()
         self.routers = find_routers(self.model, experts_of(self.model))
         self.gates = RouterGates(self.routers)
-        inputs = GateInputs(self.routers)
+        inputs = GateInputProbe(self.routers)
         answers: dict[int, Any] = {}
         hooks = [
             router.module.register_forward_hook(
@@ -136,7 +136,7 @@ def test_no_router_beside_the_experts() -> None:
 def test_listening_ends() -> None:
     model = make("qwen3_moe").eval()
     routers = find_routers(model, experts_of(model))
-    inputs = GateInputs(routers)
+    inputs = GateInputProbe(routers)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
     assert inputs.take(0).shape == (3, 32)
@@ -152,7 +152,7 @@ def test_listening_ends() -> None:
 def test_asking_passes_hooks_by() -> None:
     model = make("deepseek_v3").eval()
     routers = find_routers(model, experts_of(model))
-    gates, inputs = RouterGates(routers), GateInputs(routers)
+    gates, inputs = RouterGates(routers), GateInputProbe(routers)
     gates.rank(0, np.zeros((1, 32), np.float32), 2)
     with pytest.raises(ValueError, match="nothing has entered"):
         inputs.take(0)

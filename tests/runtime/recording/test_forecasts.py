@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.predictor import Seen
+from greenroom.core.predictor import LayerRouting
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.runtime.recording.forecasts import Forecasts, choices
+from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
+from greenroom.runtime.recording.forecasts import ForecastRecorder, parse_predictors
 from tests.predictors.replay import passes, replay
 from tests.predictors.small import SHAPE, routing
 
@@ -20,18 +20,18 @@ AHEAD = [f"{name}:{d}" for name in ALONE if PREDICTORS[name].distance for d in (
 def test_as_a_replay(seed: int) -> None:
     trace = routing(seed)
     names = [*ALONE, *AHEAD]
-    made = {name: predictor(name).make(Setting(SHAPE)) for name in names}
-    forecasts = Forecasts(made, SHAPE)
+    made = {name: predictor(name).build(PredictorSetup(SHAPE)) for name in names}
+    forecasts = ForecastRecorder(made, SHAPE)
     said: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for at in passes(trace):
         forecasts.begin(at)
         for layer in range(SHAPE.layers):
             inside = trace.experts[at.first : at.first + at.tokens, layer].astype(np.int64)
-            forecasts.layer(Seen(layer, inside))
+            forecasts.layer(LayerRouting(layer, inside))
         for name, rows in forecasts.end().items():
             said[name].append(rows)
     for name in names:
-        wanted = replay(predictor(name).make(Setting(SHAPE)), trace, SHAPE).experts
+        wanted = replay(predictor(name).build(PredictorSetup(SHAPE)), trace, SHAPE).experts
         found = np.concatenate(said[name])
         np.testing.assert_array_equal(np.where(found < 0, 255, found), wanted, name)
         assert name not in ("token", "markov", "markov:3") or (wanted[20:] != 255).any()
@@ -39,7 +39,7 @@ def test_as_a_replay(seed: int) -> None:
 
 def test_a_list_of_names_keeps_the_commas_of_options() -> None:
     text = "markov:2,next-gate,popularity:1,half-life=4,token,popularity:half-life=8"
-    assert [choice.name for choice in choices(text)] == [
+    assert [choice.name for choice in parse_predictors(text)] == [
         *("markov:2", "next-gate", "popularity:1,half-life=4", "token", "popularity:half-life=8")
     ]
 
@@ -56,10 +56,10 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
 )
 def test_names_that_cannot_be_recorded(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        choices(text)
+        parse_predictors(text)
 
 
 @pytest.mark.parametrize("text", ["", "markov,", "next-gates"])
 def test_names_that_there_are_not(text: str) -> None:
     with pytest.raises(UnknownName, match="next-gate"):
-        choices(text)
+        parse_predictors(text)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Shape
 from greenroom.errors import TraceError
-from greenroom.runtime.probes import GateInputs, Router
+from greenroom.runtime.probes import GateInputProbe, Router
 from greenroom.runtime.recording import recorder as recording
-from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.runtime.recording.forecasts import ForecastRecorder
 from greenroom.runtime.recording.recorder import Recorder
 from greenroom.trace import load, stream
 from greenroom.trace.journal import Journal
@@ -215,8 +215,8 @@ class Gated(Model):
         for layer, gate in zip(self.layers, self.gates, strict=True):
             layer.register_forward_pre_hook(lambda _, args, gate=gate: (gate(args[0] * 3), None)[1])
 
-    def probe(self) -> GateInputs:
-        return GateInputs([Router(gate, nn.Module(), 4) for gate in self.gates])
+    def probe(self) -> GateInputProbe:
+        return GateInputProbe([Router(gate, nn.Module(), 4) for gate in self.gates])
 
 
 class Echo:
@@ -224,24 +224,24 @@ class Echo:
 
     name, distance = "echo", 1
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self.at = at
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         self.seen = seen
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
-            return [Guess(0, np.full((self.at.tokens, 2), self.at.first % 4))]
+            return [LayerPrediction(0, np.full((self.at.tokens, 2), self.at.first % 4))]
         rows = len(self.seen.experts) if layer + 1 < len(SIZES) else 1
-        return [Guess(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
+        return [LayerPrediction(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
 
 
 def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
     model = Gated()
     journal = Journal(tmp_path / "j", Header(SIZES, gate_inputs=1.0, predictions={"echo": 1}))
     echo = Echo()
-    forecasts = Forecasts({"echo": echo}, Shape(SIZES, 2))
+    forecasts = ForecastRecorder({"echo": echo}, Shape(SIZES, 2))
     with Recorder(model.layers, model.embedding, journal, 0, model.probe(), forecasts) as recorder:
         for number in range(2):
             with recorder.request(number, "", 3):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from greenroom.config import TrainConfig
-from greenroom.core.predictor import PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.errors import GreenroomError
-from greenroom.predictors import Setting, predictor
+from greenroom.predictors import PredictorSetup, predictor
 from greenroom.runtime.recording.training import accuracy, pairs_of, train
 from greenroom.trace import GateInputs, Prediction, Trace
 
@@ -97,11 +97,11 @@ def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
     """Also: the standardisation of the inputs is in the weights."""
     trace = recording()
     trained = train(trace, CONFIG, CPU)
-    it = predictor("learned").make(Setting(Shape(EXPERTS, TOP_K), learned=trained.tensors))
+    it = predictor("learned").build(PredictorSetup(Shape(EXPERTS, TOP_K), learned=trained.tensors))
     said = np.empty((trace.tokens, TOP_K), np.int64)
     for token, inputs in enumerate(trace.gate_inputs.values):
-        it.begin(PassBegins(0, token, 1, False))
-        it.observe(Seen(0, trace.experts[token, :1].astype(np.int64), None, inputs[:1]))
+        it.begin(PassStart(0, token, 1, False))
+        it.observe(LayerRouting(0, trace.experts[token, :1].astype(np.int64), None, inputs[:1]))
         (guess,) = it.predict(0)
         said[token] = guess.experts[0, :TOP_K]
     right = accuracy(said, trace.experts[:, 1].astype(np.int64))

@@ -7,9 +7,9 @@ import pytest
 from greenroom.core.pieces import Pieces
 from greenroom.errors import DeviceError
 from greenroom.runtime.fakes import FakeSlots
-from greenroom.runtime.slots.tier import Pools
+from greenroom.runtime.slots.tier import MultiPoolTier
 
-SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
+SHARES = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2).slots_per_device
 
 
 class Full(FakeSlots):
@@ -22,7 +22,7 @@ class Full(FakeSlots):
 
 
 def test_where_one_device_has_no_room_all_stay_as_they_were():
-    slots = Pools([FakeSlots(2, 64, 9), Full(2, 64, 9)], 4, SHARES)
+    slots = MultiPoolTier([FakeSlots(2, 64, 9), Full(2, 64, 9)], 4, SHARES)
     slots.trim(10)
     assert [each.capacity for each in slots.pools] == [5, 5]
     with pytest.raises(DeviceError, match="no room"):
@@ -36,13 +36,13 @@ def test_where_one_device_has_no_room_all_stay_as_they_were():
 class Coarse(FakeSlots):
     """Gives memory back four slots at a time."""
 
-    def fitting(self, capacity: int) -> int:
+    def fitting_capacity(self, capacity: int) -> int:
         return max(4, capacity // 4 * 4)
 
 
 def test_what_fits_fits_on_every_device():
-    slots = Pools([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES)
-    fitting = slots.fitting(15)
+    slots = MultiPoolTier([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES)
+    fitting = slots.fitting_capacity(15)
     assert SHARES(15) == [8, 7]
     assert SHARES(fitting)[1] == 4
     assert SHARES(fitting + 1)[1] == 5 or SHARES(fitting + 2)[1] == 5
@@ -54,15 +54,15 @@ def test_marks_are_left_on_the_devices_that_computed():
             super().__init__(4, 64, 9)
             self.marks: list[list[int]] = []
 
-        def computed(self, slots: list[int]) -> None:
+        def mark_computed(self, slots: list[int]) -> None:
             self.marks.append(slots)
 
     each = [Marked(), Marked(), FakeSlots(4, 64, 9)]
-    Pools(each, 12, SHARES).computed([0, 3, 4, 9, 5])
+    MultiPoolTier(each, 12, SHARES).mark_computed([0, 3, 4, 9, 5])
     assert each[0].marks == [[0, 1, 3]]
     assert each[1].marks == [[1]]
 
 
 def test_where_no_pool_computes_later_nobody_is_told():
-    assert Pools([FakeSlots(4, 64), FakeSlots(4, 64)], 8, SHARES).computed is None
-    assert FakeSlots(4, 64).computed is None
+    assert MultiPoolTier([FakeSlots(4, 64), FakeSlots(4, 64)], 8, SHARES).mark_computed is None
+    assert FakeSlots(4, 64).mark_computed is None

@@ -62,7 +62,7 @@ def test_several_caches_one_after_another(disk):
     catalog = disk()
     store = RamStore(catalog, chunk_bytes=BLOCK)
     chunks = [len(store.chunks(expert)) for expert in range(catalog.experts)]
-    pieces = Pieces.whole(catalog.offsets, [x.nbytes for x in catalog.layouts], chunks)
+    pieces = Pieces.unsplit(catalog.offsets, [x.nbytes for x in catalog.layouts], chunks)
     for _ in range(2):
         slots = HostSlots(2, catalog.slot_bytes)
         driver = Driver(Scheduler(pieces, 2, policy("lru"), lanes=2), store, slots)

@@ -134,10 +134,10 @@ def test_memory_for_keys_and_values_that_cannot_be(given: str, most: Any, said: 
 def attached(most: int | None) -> Any:
     """A model's cache of experts whose contexts take 10 KiB, in a budget of 1 MiB if in any."""
     return SimpleNamespace(
-        parts=SimpleNamespace(
+        setup=SimpleNamespace(
             context=100,
             budget_bytes=None if most is None else 1 << 20,
-            keys_values=SimpleNamespace(total=lambda tokens: 10 << 10),
+            keys_values=SimpleNamespace(total_bytes=lambda tokens: 10 << 10),
         ),
         slot_budget=None if most is None else SimpleNamespace(max_kv_bytes=lambda: most),
     )

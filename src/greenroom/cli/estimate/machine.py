@@ -48,7 +48,7 @@ def measure(
     from greenroom.runtime.measure.doctor import (
         QUICK,
         THOROUGH,
-        examine,
+        measure_machine,
         model_files,
         models_folder,
     )
@@ -56,7 +56,7 @@ def measure(
     def say(text: str) -> None:
         progress.say(f"measuring {text}")
 
-    machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
+    machine = measure_machine(path, QUICK if quick else THOROUGH, say, doctor.gpu_engines())
     say("a small model")
     quiet()
     # On the disk that was measured, but never in a model's folder.
@@ -70,14 +70,14 @@ def measure(
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
     """A profile, measured first if there is none, and whether it is this machine's."""
     from greenroom.core.machine import name_of
-    from greenroom.runtime.measure.bandwidth import host
+    from greenroom.runtime.measure.bandwidth import host_facts
 
     if source == "auto" and not default_profile().exists():
         progress.clear()
         print("this machine has no profile yet: measuring it quickly", file=sys.stderr)
         return measure(None, True, progress), True
     machine = profile(source)
-    return machine, name_of(machine.host) == name_of(host())
+    return machine, name_of(machine.host) == name_of(host_facts())
 
 
 def computes(machine: Machine, name: str | None) -> Processor:

@@ -68,11 +68,11 @@ def _recorded(
 ) -> Stats:
     """Load the model, answer the prompts, write the trace."""
     from greenroom.hf.measure.recording import record
-    from greenroom.runtime.recording.forecasts import choices
+    from greenroom.runtime.recording.forecasts import parse_predictors
     from greenroom.trace.journal import journal_path
 
     if recording.predict is not None:
-        choices(recording.predict)  # wrong names are errors before a model is loaded
+        parse_predictors(recording.predict)  # wrong names are errors before a model is loaded
     began = False
 
     def recorded(done: int, tokens: int) -> None:

@@ -17,10 +17,10 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import (
     NO_ROWS,
     NO_WEIGHTS,
-    Now,
+    CacheState,
+    LogicalTime,
     Policy,
     Rows,
-    State,
     Weights,
 )
 from greenroom.core.stream import Stream
@@ -88,7 +88,7 @@ class Cache:
         for device, part in enumerate(self._parts):
             own = tuple(sizes[device * each : (device + 1) * each])
             setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
-            self._own.append(policy.memory(setup))
+            self._own.append(policy.build_state(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
         self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
@@ -101,16 +101,16 @@ class Cache:
         self._open = NO_PIECES  # of a step of hits: pinned before a policy is asked for a victim
         self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)
 
-    def _empty(self, sizes: list[int]) -> State:
+    def _empty(self, sizes: list[int]) -> CacheState:
         pieces, each = self.pieces, len(sizes) // self.pieces.devices
         self.sizes = sizes
         if pieces.devices == 1:
             return empty_state(pieces.layer, sizes)
         return empty_state(
-            pieces.layer, sizes, pieces.home * each + (pieces.layer if each > 1 else 0)
+            pieces.layer, sizes, pieces.home_device * each + (pieces.layer if each > 1 else 0)
         )
 
-    def _divided(self) -> list[State]:
+    def _divided(self) -> list[CacheState]:
         """The state as each device's policy sees it: its own groups, in the same arrays."""
         devices, state, layer = self.pieces.devices, self.state, self.pieces.layer
         if devices == 1:
@@ -160,7 +160,7 @@ class Cache:
         if self.pieces.devices == 1:
             return self._serve(0, pieces, rows, weights, at, pinned, fill, aside)
         out, misses = np.empty((3, pieces.size), np.int64), 0
-        home, devices = self.pieces.home[pieces], self.pieces.devices
+        home, devices = self.pieces.home_device[pieces], self.pieces.devices
         for device in {*home.tolist()}:
             mine = np.flatnonzero(home == device)
             part = self._serve(
@@ -251,11 +251,11 @@ class Cache:
         self._tell_hits()
         return self._own
 
-    def _at(self, piece: int) -> tuple[State, Any, Now]:
+    def _at(self, piece: int) -> tuple[CacheState, Any, LogicalTime]:
         """What a policy is asked with about a piece, between steps."""
-        device = int(self.pieces.home[piece])
+        device = int(self.pieces.home_device[piece])
         self._tell_hits()
-        return self._parts[device], self._own[device], Now(*self.now, self._told[device][1])
+        return self._parts[device], self._own[device], LogicalTime(*self.now, self._told[device][1])
 
     def keep(self, pieces: Ints) -> None:
         """Let these pieces, and no longer those of before, stay once they are there.
@@ -376,7 +376,7 @@ class Cache:
 
 def compile_for(policy: Policy) -> None:
     """Compile a policy's step now, and a loan; the first request would otherwise wait for it."""
-    cache, piece = Cache(Pieces.whole([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
+    cache, piece = Cache(Pieces.unsplit([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
     cache.serve(piece, 0)
     cache.release(piece)
     cache.borrow(0)

@@ -1,6 +1,6 @@
 """Slots of extras: what computes an expert beside what the policy keeps, while a step needs it.
 
-Of a split expert that is its bottom (MoEpic, section 2.3), of one that may be served with less its
+Of a split expert that is its bottom (MoEpic, section 2.3), of one that may be approximated its
 low-precision copy (`precision`).
 
 An extra is fetched when its expert is asked for, or ahead of that, and has a slot until it is

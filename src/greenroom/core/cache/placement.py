@@ -27,12 +27,12 @@ class Placement:
         self, pieces: Pieces, capacity: int, policy: Policy, scope: Scope, ahead: int, seed: int
     ) -> None:
         self.pieces = pieces
-        self.cache = Cache(pieces.first, capacity, policy, scope, seed)
+        self.cache = Cache(pieces.primary, capacity, policy, scope, seed)
         self.place = first_places(self.cache)
         beside = pieces.split or pieces.copies
-        self.extras = Extras(beside.seats if beside is not None else 0)
-        self._experts, self.extra_of = pieces.experts, pieces.extra_of
-        self.home: list[int] = pieces.home.tolist()  # the device of each piece
+        self.extras = Extras(beside.secondary_slots if beside is not None else 0)
+        self._experts, self.secondary_of = pieces.experts, pieces.secondary_of
+        self.home_device: list[int] = pieces.home_device.tolist()  # the device of each piece
         self._kinds = kinds_of(self.cache)
         self.wanted, self._ahead = capacity, ahead
         self._set_capacity(capacity)
@@ -52,13 +52,13 @@ class Placement:
         """Whether a split expert's bottom segment has its slot, or there is none."""
         if self.pieces.split is None:
             return True
-        return expert in self.extras.slot_of or self.extra_of(expert) < 0
+        return expert in self.extras.slot_of or self.secondary_of(expert) < 0
 
     def missing_chunks(self, expert: int) -> int:
         """Chunks of an expert that have no slot yet."""
         chunks = 0 if self.resident(expert) else int(self.pieces.chunks[expert])
         if not self.extra_there(expert):
-            chunks += int(self.pieces.chunks[self.extra_of(expert)])
+            chunks += int(self.pieces.chunks[self.secondary_of(expert)])
         return chunks
 
     def is_extra(self, piece: int) -> bool:

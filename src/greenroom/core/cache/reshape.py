@@ -61,7 +61,7 @@ def first_places(cache: Cache) -> Ints:
     """The tier's slot for each of the cache's, [slots], before anything has moved."""
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:
-        counts = pieces.shares(cache.capacity)
+        counts = pieces.slots_per_device(cache.capacity)
     else:
         counts = [b - a for a, b in pairwise(cache.state.first.tolist())]
     each = [np.arange(n) * kinds + kind for kind, n in enumerate(counts)]

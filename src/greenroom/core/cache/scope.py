@@ -68,7 +68,7 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
         return pieces.devices * (1 if scope == "shared" else pieces.layers) + beside
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)
-    return -(-(least + pieces.split.reserved) // pieces.split.whole)
+    return -(-(least + pieces.split.reserved) // pieces.split.unsplit_bytes)
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
@@ -76,11 +76,11 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
     there are experts. BudgetError says how much would do."""
     if capacity < (enough := least_capacity(pieces, scope)):
         raise BudgetError(
-            f"the memory of {capacity} experts is too small to split them: {split.seats} slots for"
-            f" bottoms, and tops, need that of {enough}"
+            f"the memory of {capacity} experts is too small to split them:"
+            f" {split.secondary_slots} slots for bottoms, and tops, need that of {enough}"
         )
     counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
-    budget = float(capacity * split.whole - split.reserved)
+    budget = float(capacity * split.unsplit_bytes - split.reserved)
     if scope == "shared":
         return [min(int(budget // tops.max()), int(counts.sum()))]
     shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
@@ -92,8 +92,9 @@ def exact_slots(copies: Copies, capacity: int) -> int:
     BudgetError says how much would do."""
     if capacity <= copies.reserved:
         raise BudgetError(
-            f"the memory of {capacity} experts is too small: {copies.seats} low-precision copies"
-            f" take that of {copies.reserved}, and one must be left"
+            f"the memory of {capacity} experts is too small:"
+            f" {copies.secondary_slots} low-precision copies take that of {copies.reserved},"
+            " and one must be left"
         )
     return capacity - copies.reserved
 

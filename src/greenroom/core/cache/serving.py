@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Ids, Now, Rows, State, Weights
+from greenroom.core.policy import CacheState, Ids, LogicalTime, Rows, Weights
 
 Flags = NDArray[np.bool_]
 BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
@@ -27,7 +27,7 @@ on_request: Any = None
 bypass = False
 
 
-def evict(state: State, own: Any, piece: int, now: Now) -> None:
+def evict(state: CacheState, own: Any, piece: int, now: LogicalTime) -> None:
     slot, group = state.slot_of[piece], state.group_of[piece]
     on_evict(state, own, piece, now)
     state.slot_of[piece] = -1
@@ -36,7 +36,7 @@ def evict(state: State, own: Any, piece: int, now: Now) -> None:
     state.free_count[group] += 1
 
 
-def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+def miss(state: CacheState, own: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
     """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
     if bypass:
         return BYPASS, -1
@@ -57,13 +57,13 @@ def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
     return slot, evicted
 
 
-def admit(state: State, own: Any, piece: int, now: Now) -> int:
+def admit(state: CacheState, own: Any, piece: int, now: LogicalTime) -> int:
     """Take a piece in that is there already. Its slot, or BYPASS."""
     slot: int = miss(state, own, piece, now)[0]
     return slot
 
 
-def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+def borrow(state: CacheState, own: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
     """Take a slot out of the cache for a piece that the policy is not told of.
 
     (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
@@ -79,7 +79,7 @@ def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
 
 
 def serve(
-    state: State,
+    state: CacheState,
     own: Any,
     pieces: Ids,
     rows: Rows,
@@ -102,7 +102,7 @@ def serve(
     begin, missed, last = 0, 0, steps.shape[0] - 1
     for s in range(last + 1):
         end = begin + steps[s, 6]
-        now = Now(steps[s, 0], steps[s, 1], steps[s, 2], steps[s, 3], steps[s, 4])
+        now = LogicalTime(steps[s, 0], steps[s, 1], steps[s, 2], steps[s, 3], steps[s, 4])
         if steps[s, 5]:
             on_request(state, own, now)
         on_step(state, own, pieces[begin:end], rows, weights, now)
@@ -111,7 +111,7 @@ def serve(
                 state.pinned[piece] += 1
         for i in range(end - begin):
             piece = pieces[begin + i]
-            at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
+            at = LogicalTime(now.clock, now.token, now.request, now.layer, now.index + i)
             slot = state.slot_of[piece]
             if slot >= 0:
                 on_hit(state, own, piece, at)
@@ -136,7 +136,7 @@ def serve(
     return missed
 
 
-def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
+def evict_victim(state: CacheState, own: Any, group: int, now: LogicalTime) -> int:
     """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
     piece = int(victim(state, own, group, -1, now))
     if piece >= 0:

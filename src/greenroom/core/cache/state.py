@@ -9,7 +9,7 @@ import numpy as np
 
 from greenroom.core.cache.scope import Scope, exact_slots, split_capacity, top_slots
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import State
+from greenroom.core.policy import CacheState
 
 
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
@@ -23,13 +23,15 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     if pieces.copies is not None:
         capacity = exact_slots(pieces.copies, capacity)
     sizes: list[int] = []
-    for device, share in enumerate(pieces.shares(capacity)):
-        at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)
-        sizes += split_capacity(share, pieces.layers, scope, at_home.tolist())
+    for device, share in enumerate(pieces.slots_per_device(capacity)):
+        experts_per_device = np.bincount(
+            pieces.layer[pieces.home_device == device], minlength=pieces.layers
+        )
+        sizes += split_capacity(share, pieces.layers, scope, experts_per_device.tolist())
     return sizes
 
 
-def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> State:
+def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:
     """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's.
 
     Without `group_of` [P] there is one group for all layers, or one a layer.
@@ -40,7 +42,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
     total = int(first[-1])
     # Stacks: the lowest slot of a group is on top.
     free = [slot for a, b in pairwise(first.tolist()) for slot in range(b - 1, a - 1, -1)]
-    return State(
+    return CacheState(
         slot_of=np.full(layer.size, -1, np.int64),
         piece_in=np.full(total, -1, np.int64),
         pinned=np.zeros(layer.size, np.int64),
@@ -51,7 +53,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
     )
 
 
-def preload(state: State, pieces: Ints) -> None:
+def preload(state: CacheState, pieces: Ints) -> None:
     """Give slots to pieces that are there from the start."""
     for piece in pieces.tolist():
         group = state.group_of[piece]

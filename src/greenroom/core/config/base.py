@@ -1,5 +1,6 @@
-"""What users choose of an option, and what misses may be served with. Imports nothing heavy: the
-command line makes its options from here."""
+"""The base class of options' settings, and the thresholds of approximation.
+
+Nothing heavy is imported here: the command line builds its options from these classes."""
 
 from __future__ import annotations
 
@@ -14,53 +15,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """Tail weights (see `gates`) below which a miss gets less than its exact expert; 0: never.
+    """Thresholds of the tail weight (see `gates`) below which a miss is approximated; 0: never.
 
-    low:        it is computed from its copy in `precision`; copies have `share` of the cache's
-                memory
-    skip:       it is not computed
-    substitute: it is computed with another expert's weights
-    follow:     the exact expert is loaded after its copy was computed, while the link is idle
+    low:        the expert is computed from its copy in `precision`
+    skip:       the expert is not computed
+    substitute: the expert is computed with another expert's weights
+    promote:    the exact expert is fetched after its copy was computed, while the link is idle
+    share:      share of the cache's memory that copies have
     """
 
     low: float = 0.0
     skip: float = 0.0
     substitute: float = 0.0
-    follow: bool = False
+    promote: bool = False
     precision: str = "off"
     share: float = 0.125
 
     @property
-    def most(self) -> float:
-        """The largest threshold: no weight from here on is judged."""
+    def highest(self) -> float:
+        """The highest threshold: misses with a tail weight from here on are exact."""
         return max(self.low, self.skip, self.substitute)
 
 
 @dataclass(frozen=True)
 class OptionConfig:
-    """What users choose of one option of the scheduler: the fields of a subclass.
+    """Settings of one option of the scheduler; a subclass has the fields.
 
-    `SchedulerConfig` has the fields of all options, and asks each of them in turn. Every default
-    asks for nothing.
+    `SchedulerConfig` inherits from all subclasses and calls each of them in turn. The defaults of
+    the fields leave the option off.
     """
 
     def check(self) -> None:
-        """UsageError for fields that exclude each other."""
+        """Raise UsageError for fields that exclude each other."""
 
     def approximation(self) -> Approximation | None:
-        """What misses may be served with instead of their exact experts; None: nothing."""
+        """Thresholds below which misses are approximated; None where all misses are exact."""
         return None
 
     def uses_host(self) -> bool:
-        """Whether the host's processor may compute misses."""
+        """True where the host's processor may compute misses."""
         return False
 
     def proposes(self) -> bool:
-        """Whether it has experts fetched while a link is idle: slots are lent for these, whether
-        anything is prefetched or not."""
+        """True where the option proposes experts to fetch while a link is idle.
+
+        Slots may then be borrowed for them, with or without prefetching."""
         return False
 
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
-        """The option, None where it is off. `costs` are those of the links and processors, None
-        where the host's processor computes nothing."""
+        """Build the option; None where it is off.
+
+        `costs` are those of links and processors, None where the host computes nothing."""
         return None

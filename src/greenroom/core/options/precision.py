@@ -1,4 +1,4 @@
-"""Precision: which misses are served with less than the exact expert (see `rules.precision`)."""
+"""Precision: settings of which misses are approximated, and how (see `rules.precision`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gate_share(value: float, name: str) -> None:
 
 @dataclass(frozen=True)
 class PrecisionConfig(OptionConfig):
-    """Which misses are served with less than the exact expert."""
+    """Settings of approximated misses."""
 
     miss_precision: str = option(
         "off", "serve misses of small gate weight from the low-precision copies of a pack that has"
@@ -71,14 +71,14 @@ class PrecisionConfig(OptionConfig):
 
     def approximation(self) -> Approximation | None:
         at = self._thresholds()
-        return at if at.most else None
+        return at if at.highest else None
 
     def proposes(self) -> bool:
         return self.low_follow
 
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         at = self._thresholds()
-        if not at.most:
+        if not at.highest:
             return None
         from greenroom.core.options.rules.precision import precision
 

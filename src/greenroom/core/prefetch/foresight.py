@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from greenroom.core.events import Predicted
-from greenroom.core.predictor import Guess, Ids, PassBegins, Predictor, Seen
+from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart, Predictor
 from greenroom.errors import PredictorError
 
 
@@ -23,13 +23,13 @@ class Foresight:
         self._offsets, self._layers = tuple(offsets), len(offsets) - 1
         self._prefill = False
 
-    def begin(self, at: PassBegins) -> list[Predicted]:
+    def begin(self, at: PassStart) -> list[Predicted]:
         """A pass begins."""
         self._prefill = at.prefill
         self.predictor.begin(at)
         return self._predict(-1)
 
-    def routed(self, seen: Seen) -> list[Predicted]:
+    def routed(self, seen: LayerRouting) -> list[Predicted]:
         """A layer's router has chosen."""
         self.predictor.observe(seen)
         return self._predict(seen.layer)
@@ -40,7 +40,7 @@ class Foresight:
         guesses = self.predictor.predict(layer)
         return [self._event(g) for g in guesses if not self._prefill or g.layer >= self._layers]
 
-    def _event(self, guess: Guess) -> Predicted:
+    def _event(self, guess: LayerPrediction) -> Predicted:
         layer = guess.layer % self._layers
         experts, first, end = ranked(guess.experts), self._offsets[layer], self._offsets[layer + 1]
         if len(experts) and experts.max() >= end - first:  # else it would name another layer's

@@ -58,7 +58,7 @@ class Prefetcher:
             if complete:
                 self._counts.wasted += 1
             else:
-                self._transfers.drop_prefetch(placement.extra_of(expert))
+                self._transfers.drop_prefetch(placement.secondary_of(expert))
         return expected
 
     def landed(self, piece: int) -> None:
@@ -90,7 +90,7 @@ class Prefetcher:
             return False
         may: Callable[[int], bool] | None = None
         if but or not all(ways):
-            may = lambda piece: ways[placement.home[piece]] and piece not in but  # noqa: E731
+            may = lambda piece: ways[placement.home_device[piece]] and piece not in but  # noqa: E731
         if self._split:
             wish = self.lookahead.nearest(None, _Resident(placement), may, placement.missing_chunks)
         else:
@@ -116,7 +116,7 @@ class Prefetcher:
             slot = placement.extras.bring(expert, wish.layer)
             if slot >= 0:
                 place = placement.extra_slot(slot)
-                self._transfers.prefetch(placement.extra_of(expert), place)
+                self._transfers.prefetch(placement.secondary_of(expert), place)
         return True
 
     def _borrow(self, wish: Wish) -> int:
@@ -140,7 +140,7 @@ class Prefetcher:
         placement, queue = self._placement, self._transfers.queue
         for option in options:
             for expert, layer in option.candidates(view):
-                open_for = queue.open_for(Urgency.PREFETCH, placement.home[expert])
+                open_for = queue.open_for(Urgency.PREFETCH, placement.home_device[expert])
                 if placement.buffer.full or not open_for:
                     return False
                 option.dismiss(expert)
@@ -191,7 +191,7 @@ class Prefetcher:
             if complete:
                 self._counts.displaced += 1
             else:
-                self._transfers.drop_prefetch(placement.extra_of(expert))
+                self._transfers.drop_prefetch(placement.secondary_of(expert))
 
     def retire(self, now: float) -> None:
         """The cache is emptied: count the loans that end with it, and expect nothing."""

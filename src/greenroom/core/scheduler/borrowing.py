@@ -82,7 +82,7 @@ class Borrowing:
         """Give borrowed slots to requests that wait for one, in their order on each device."""
         behind: set[int] = set()  # devices that have none now
         for request in step.waiting[::-1]:
-            device = self._placement.home[step.experts[request]]
+            device = self._placement.home_device[step.experts[request]]
             if device in behind:
                 continue
             slot = self._passage(step, step.experts[request])

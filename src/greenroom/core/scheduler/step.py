@@ -88,14 +88,14 @@ class Step:
 
     def split(self) -> None:
         """Every request has a top segment, and mostly a bottom one that needs a slot too."""
-        extras, extra_of = self._placement.extras, self._placement.extra_of
+        extras, secondary_of = self._placement.extras, self._placement.secondary_of
         self.stage = [EXACT] * len(self.experts)
-        self.lacking = [r for r, expert in enumerate(self.experts) if extra_of(expert) >= 0]
+        self.lacking = [r for r, expert in enumerate(self.experts) if secondary_of(expert) >= 0]
         self._counts.bottoms += len(self.lacking)
         self._counts.bottom_hits += sum(map(extras.whole, self.experts))
 
     def approximate(self, event: Routed, plan: Plan) -> None:
-        """Add the requests that are served with less than the exact expert."""
+        """Add the requests whose misses are approximated."""
         placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
         self.array = np.concatenate([self.array, event.experts[plan.request]])
         self.experts = self.array.tolist()
@@ -164,7 +164,7 @@ class Step:
                 counts.useful += ahead
                 self.secondary_landed(request)
                 continue
-            piece = self._placement.extra_of(expert)
+            piece = self._placement.secondary_of(expert)
             if moving:  # a prefetch that is under way; one that was dropped is begun again
                 counts.late += not self._transfers.entries[piece].dropped
                 self.late.add(piece)
@@ -214,7 +214,7 @@ class Step:
         """Requests that are ready, by device; those that must wait for a group go back."""
         if self.stage and not self.waves:
             self.part = min(self.stage[request] for request in ready)
-        home, waves = self._placement.home, dict[int, list[int]]()
+        home, waves = self._placement.home_device, dict[int, list[int]]()
         for request in ready:
             device = HOST if request in self.on_host else home[self.experts[request]]
             later = device in self.waves or (self.stage and self.stage[request] != self.part)
@@ -246,7 +246,7 @@ class Step:
         extras, expert = self._placement.extras, self.experts[request]
         if self._split:
             self.stage[request] += 1
-            if self.stage[request] == 1 and self._placement.extra_of(expert) >= 0:
+            if self.stage[request] == 1 and self._placement.secondary_of(expert) >= 0:
                 if request in self.seats and extras.whole(expert):
                     self.ready.append(request)
                 return True

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from greenroom.core.events import StartChunk
-from greenroom.core.homes import spread
+from greenroom.core.home_devices import spread
 from greenroom.core.transfers.tiers import HostTier
 
 

@@ -39,7 +39,7 @@ class Transfers:
         self.busy = False  # something is on its way, or the pace of links is to be told
         self._placement, self._counts, self._on_link = placement, counts, on_link
         self._chunks: list[int] = pieces.chunks.tolist()
-        self._home = placement.home
+        self._home = placement.home_device
         self._nbytes: list[int] = pieces.nbytes.tolist()
         self._nested = pieces.copies is not None and bool(pieces.copies.rest)
         self.joins: dict[int, int] = {}  # piece -> the tier's slot of the copy that it joins

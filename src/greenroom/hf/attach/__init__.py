@@ -1,1 +1,1 @@
-"""A cache of experts in a transformers model: put in, listened to, taken out again."""
+"""The expert cache of a transformers model: attach it, observe passes, detach it."""

@@ -1,4 +1,4 @@
-"""Attach a cache of experts to a transformers model, and take it out again."""
+"""The expert cache of a loaded model: attach it to the modules, and detach it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from greenroom.plan.history.recent import RecentRouting
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.predictors.helpers.compiling import compile_predictor
-from greenroom.runtime.cuda.calibrate import nominal
+from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.driver.driver import Driver
-from greenroom.runtime.driver.meter import Meter, minus
+from greenroom.runtime.driver.meter import Meter, subtract_counts
 from greenroom.runtime.driver.stats import (
     Stats,
+    approximation_stats,
     host_stats,
-    lesser_stats,
     link_stats,
     prefetch_stats,
     split_stats,
@@ -64,48 +64,46 @@ from greenroom.runtime.memory.system import peak_rss_bytes
 
 
 class Greenroom:
-    """A model's cache of experts: `model.greenroom`."""
+    """The expert cache of a model, as `model.greenroom`."""
 
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
-        """`store` stands in for the checkpoint's own files, such as one in memory."""
-        module_guard.remove(model)  # of an earlier cache: modules are copied to other devices
+        """Experts are read from `store`, such as one in memory, or else from the checkpoint."""
+        module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self.setup, self._model = setup, weakref.ref(model)
-        self.original_generation_config: Any = (
-            None  # the model's config, as it was before `load` set its own
-        )
+        self.original_generation_config: Any = None  # before `load` changed it
         self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
-        running = None
+        predictors = None
         if setup.capacity < setup.catalog.experts:
-            running = prefetch_predictors(
+            predictors = prefetch_predictors(
                 model, setup.catalog, setup.prefetch, setup.predictor, setup.fingerprint
             )
         name, self.predictor = "", None
-        if running:
-            name, self.predictor = next(iter(running.predictors.items()))
-        self._inputs = running.capture_inputs() if running else None
+        if predictors:
+            name, self.predictor = next(iter(predictors.predictors.items()))
+        self._inputs = predictors.capture_inputs() if predictors else None
         key = setup.fingerprint if setup.remember else ""
-        known = files.load_routing(key) if key else None
-        self._watch = SplitCounts(setup.catalog.offsets, known) if setup.watch else None
-        noted = key and files.enabled() and not model.config.is_encoder_decoder
-        self._recent = RecentRouting(setup.catalog.offsets, known) if noted else None
-        both = host_computes(setup)
-        self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both or setup.config.proposes():
+        history = files.load_routing(key) if key else None
+        self._watch = SplitCounts(setup.catalog.offsets, history) if setup.watch else None
+        records_routing = key and files.enabled() and not model.config.is_encoder_decoder
+        self._recent = RecentRouting(setup.catalog.offsets, history) if records_routing else None
+        co_compute = host_computes(setup)
+        self._ahead = slots_ahead(predictors.shape.top_k) if predictors else 0
+        if co_compute or setup.config.proposes():
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
-        self.driver = self._driver(store, both)
+        self.driver = self._make_driver(store, co_compute)
         if self._watch is not None:
             self.driver.predictions.observers.append(self._watch.predicted)
-        self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
+        self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
         self.warm_experts = 0  # experts that were read because of earlier runs
-        self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
+        self.process_bytes: int | None = None  # without dense parts and slots; None: not measured
         self._close = weakref.finalize(model, self.driver.close)
         self._head: HeadTimer | None = None
-        self._base = self._so_far()
+        self._base = self._totals()
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
             each for each in (self._watch, self._recent) if each is not None
@@ -118,25 +116,25 @@ class Greenroom:
             self._head = HeadTimer(model) if setup.watch else None
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
-            self.hooks.check_weights = module_guard.addresses(model, modules, compiled)
+            self.hooks.check_weights = module_guard.make_address_check(model, modules, compiled)
             module_guard.install(model, compiled)
         except BaseException:
             self.detach()
             raise
 
-    def _driver(self, given: Store | None, both: bool) -> Driver:
-        """What carries experts into slots; `both`: the host's processor computes too."""
+    def _make_driver(self, store: Store | None, co_compute: bool) -> Driver:
+        """The driver that loads experts into slots; `co_compute`: the host's CPU computes too."""
         setup = self.setup
-        store, self.direct = open_store(setup, given)
+        store, self.direct = open_store(setup, store)
         chunks = chunks_in(store, setup)
         pieces = pieces_of(setup, [len(each) for each in chunks])
         slots = make_slots(setup, pieces, self.engines)
         self._tier = host_tier(setup, pieces)
-        scheduler = self._scheduler(pieces, both)
+        scheduler = self._make_scheduler(pieces, co_compute)
         between = None
         if len(lanes_of(setup)) > 1:
-            seats = scheduler.view.seats
-            between = memory_between(setup, pieces, chunks, seats, self.engines, both)
+            slots_between = scheduler.view.seats
+            between = memory_between(setup, pieces, chunks, slots_between, self.engines, co_compute)
         return Driver(
             scheduler,
             store,
@@ -144,17 +142,17 @@ class Greenroom:
             foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
             guard=Guard() if setup.guard and self.predictor else None,
             links=links_of(setup),
-            between=between,
+            host_memory=between,
         )
 
-    def _scheduler(self, pieces: Pieces, both: bool) -> Scheduler:
+    def _make_scheduler(self, pieces: Pieces, co_compute: bool) -> Scheduler:
         setup, slot_bytes = self.setup, self.setup.catalog.slot_bytes
         return build_scheduler(
             pieces,
             setup.capacity,
             named_policy(setup.policy),
             setup.config,
-            costs=nominal(slot_bytes) if both else None,
+            costs=nominal_costs(slot_bytes) if co_compute else None,
             expert_bytes=slot_bytes,
             scope=setup.scope,
             lanes=lanes_of(setup),
@@ -165,14 +163,15 @@ class Greenroom:
 
     @property
     def slot_budget(self) -> SlotBudget | None:
-        """Of keys and values, where they share the slots' budget."""
+        """Budget that slots share with the KV cache; None where the cache size is fixed."""
         return self.hooks.slot_budget
 
     @property
     def memory_bytes(self) -> int | None:
-        """What the process takes once every slot is filled, with a short context.
+        """Resident bytes of the process once every slot is filled, with a short context.
 
-        Counted as `stats().peak_rss_bytes` is. None on a GPU, and where it was not measured.
+        The figure compares with `stats().peak_rss_bytes`. None on a GPU, and where the process was
+        not measured.
         """
         if self.process_bytes is None or (model := self._model()) is None:
             return None
@@ -181,7 +180,7 @@ class Greenroom:
 
     @property
     def capacity(self) -> int:
-        """Slots that the cache has."""
+        """The number of expert slots."""
         return self.driver.scheduler.capacity
 
     def compile(self) -> None:
@@ -191,8 +190,10 @@ class Greenroom:
             compile_predictor(predictor(self.predictor.name))
 
     def pin(self) -> None:
-        """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
-        for the fewest slots that keys and values will leave."""
+        """Pin the experts of tasks from now on.
+
+        BudgetError where they leave no slot for a step, also with a full KV cache.
+        """
         setup = self.setup
         if setup.pins is not None:
             fewest = (
@@ -205,27 +206,29 @@ class Greenroom:
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def warm_up(self) -> None:
-        """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
+        """Load the experts that earlier runs used most, before the first prompt; counts stay 0."""
         scheduler = self.driver.scheduler
-        scheduler.on(Resized(self.capacity, ahead=0))  # nothing is to be learned about its pace
+        scheduler.on(
+            Resized(self.capacity, ahead=0)
+        )  # these reads say nothing about the pace of steps
         self.warm_experts = self._warm_start.warm_up()
-        if self.setup.pins is not None and (wanted := self.setup.pins.first).size:
-            self.warm_experts += warm_up(self.driver, wanted, LIMIT_S)
+        if self.setup.pins is not None and (pinned := self.setup.pins.first).size:
+            self.warm_experts += warm_up(self.driver, pinned, LIMIT_S)
         scheduler.on(Resized(self.capacity, ahead=self._ahead))
         self.reset_stats()
 
     def stats(self) -> Stats:
-        """What happened since the model was loaded, or since `reset_stats`."""
+        """Statistics since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
         counts_before, meter_before, requests, hits = self._base
-        counts = minus(driver.scheduler.view.counted(), counts_before)
-        meter = minus(driver.meter.copy(), meter_before)
+        counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
+        meter = subtract_counts(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
             kernels=self.bindings.described,
             capacity=self.capacity,
-            capacity_least=driver.sizes[0],
-            capacity_most=driver.sizes[1],
+            capacity_least=driver.capacity_range[0],
+            capacity_most=driver.capacity_range[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -241,7 +244,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
-            lesser=lesser_stats(driver, counts, self.setup.approximation),
+            lesser=approximation_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
@@ -251,27 +254,27 @@ class Greenroom:
         )  # fmt: skip
 
     def reset_stats(self) -> None:
-        """Count from here on; what is resident stays."""
-        self._base = self._so_far()
-        self.driver.sizes = self.capacity, self.capacity
+        """Restart the statistics; resident experts stay."""
+        self._base = self._totals()
+        self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
-    def _so_far(self) -> tuple[Counts, Meter, int, int]:
-        """All that is counted: of the scheduler, of links and processors, and of host memory."""
+    def _totals(self) -> tuple[Counts, Meter, int, int]:
+        """Counters since loading: the scheduler's, the meter's, requests and hits of the tier."""
         driver, tier = self.driver, self._tier
-        held = (0, 0) if tier is None else (tier.requests, tier.hits)
-        return driver.scheduler.view.counted(), driver.meter.copy(), *held
+        host_counts = (0, 0) if tier is None else (tier.requests, tier.hits)
+        return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
     def timeline(self, on: bool = True) -> Timeline | None:
-        """Record what runs when from here on; the timeline so far is returned as recording ends."""
-        so_far, self.driver.timeline = self.driver.timeline, Timeline() if on else None
-        return self.driver.timeline if on else so_far
+        """Start to record which work runs when; with `on=False` stop, and return the recording."""
+        recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
+        return self.driver.timeline if on else recorded
 
     def resize(self, cache: str | int) -> int:
-        """Give the cache another size (`25%`, `2GiB`, bytes), also while it is in use.
+        """Change the size of the cache (`25%`, `2GiB`, bytes), also while it is in use.
 
-        Experts that no longer fit go by the policy, and their memory back to the system. From here
-        on it has this size, whatever keys and values take. Returns the slots that there are now.
+        The policy evicts experts that no longer fit, and their memory returns to the system. The
+        size is fixed from then on, whatever the KV cache takes. Returns the number of slots.
         """
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
@@ -282,25 +285,25 @@ class Greenroom:
         return self.capacity
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
-        """Have as many slots as keys and values leave, from here on."""
+        """Have as many slots as the KV cache leaves of this budget, from now on."""
         slot_budget.bind(self.driver)
-        self.driver.sizes = self.capacity, self.capacity
+        self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 
     def detach(self) -> None:
-        """End the threads, free the slots, and take hooks and compiled layers out of the model.
+        """End the threads, free the slots, and remove hooks and compiled layers.
 
-        What is left has its dense parts as ordinary parameters, those that were kept as stored
-        expanded, and no experts: a forward raises ClosedError, saving UnsupportedCall, and
-        `materialize` reads the experts. `stats` stay as they were. A second call does nothing.
+        The model then has its dense parts as ordinary parameters (quantised ones expanded) and no
+        experts: a forward raises ClosedError, saving UnsupportedCall, and `materialize` reads the
+        experts. `stats` stay as they were. A second call does nothing.
         """
         if self._close.alive:
             self._close()
             counted = None
             if self._watch is not None and self._head is not None:
                 counted = self._watch.state(self.driver, self._head.seconds)
-            noted = self._recent.state() if self._recent is not None else None
-            states = {split_counts.NAME: counted, recent.NAME: noted}
+            routing = self._recent.state() if self._recent is not None else None
+            states = {split_counts.NAME: counted, recent.NAME: routing}
             self._warm_start.save(states)
         if self._head is not None:
             self._head.close()
@@ -310,18 +313,20 @@ class Greenroom:
             self._inputs.detach()
 
     def materialize(self) -> PreTrainedModel:
-        """Make the model transformers' own: detach, and read all experts into its parameters.
+        """Detach, and read all experts into ordinary parameters of the model.
 
-        It is then what `from_pretrained` loads, with quantised weights expanded to its type: it
-        generates without Greenroom, and can be trained, saved, moved and copied. Takes the memory
-        of the whole model. Returns the model, which has no `greenroom` any more.
+        The model is then what `from_pretrained` loads, with quantised weights expanded to its type:
+        it generates without Greenroom, and can be trained, saved, moved and copied. All experts
+        must fit into memory. Returns the model, which has no `greenroom` any more.
 
-        UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged where that cannot be;
+        UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged where this is refused;
         nothing has changed then. CheckpointError where reading fails; the model is then detached.
         """
         model: Any = self._model()
         if model is None or getattr(model, "greenroom", None) is not self:
-            raise UnsupportedCall("the model is not this cache's any more")
+            raise UnsupportedCall(
+                "this cache no longer belongs to the model (it was materialised, or loaded again)"
+            )
         freed = self.capacity * self.setup.catalog.slot_bytes if self._close.alive else 0
         source = check_materialize(model, self.setup.source, 0 if self.engine else freed)
         self.detach()

@@ -1,4 +1,4 @@
-"""What a model's experts modules are bound to: the kernel, the layers' places, what runs beside."""
+"""Bindings of a model's experts modules to kernel, driver and slots."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.kv.cache import append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.calibrate import calibrate, trial_step
+from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import (
     BINDING,
     Binding,
-    experts_of_layers,
-    experts_onto,
+    experts_with_residual,
+    fuse_experts,
 )
 from greenroom.runtime.kernels.approximate import ApproximateKernel
 from greenroom.runtime.kernels.base import Kernel
@@ -38,15 +38,15 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
-from greenroom.runtime.probes.inputs import GateInputs
+from greenroom.runtime.probes.inputs import GateInputProbe
 
-COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
+COMPILED_TOKENS = 64  # enough for kernels to take their code path for prompts
 
 log = logging.getLogger(__name__)
 
 
 class Bindings:
-    """The experts modules of one model, from `bind` to `detach`."""
+    """Bind the experts modules of one model to kernel and driver, until `detach`."""
 
     def __init__(
         self,
@@ -63,51 +63,55 @@ class Bindings:
         self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Slots of host memory that the host's processor computes from.
-        self._slab = None if driver.between is None else driver.between.slots
-        self.described = kernel.name  # what computes the experts, or did so before `detach`
+        self._slab = None if driver.host_memory is None else driver.host_memory.slots
+        self.described = kernel.name  # the kernels in words, also after `detach`
 
     def bind(
         self,
         model: PreTrainedModel,
-        inputs: GateInputs | None,
+        inputs: GateInputProbe | None,
         chosen: Callable[[int, Ids], None] | None,
     ) -> None:
-        """Give every module what it needs to be served. `inputs` are those of the routers, `chosen`
-        is told what each step's tokens chose."""
+        """Give every experts module its binding.
+
+        `inputs` capture what enters the routers; `chosen` is called with each step's choice.
+        """
         if isinstance(self.kernel, CpuKernel):
-            self.accelerated = accelerate(model, append_token, experts_onto, self.kernel.rounded)
+            self.accelerated = accelerate(
+                model, append_token, experts_with_residual, self.kernel.rounded
+            )
         else:
             restore_weights(model)
         self.shared = SharedModules(model, self.modules)
-        driver, computing = self._driver, self._computing(model)
+        driver, kernel = self._driver, self._wrapped_kernel(model)
         for layer, module in enumerate(self.modules):
             experts = self._experts(layer, module)
-            computing.prepare(experts)
+            kernel.prepare(experts)
             if layer == 0:
-                self._begin(computing, experts)
+                self._calibrate(kernel, experts)
             binding = Binding(
                 driver,
-                computing,
+                kernel,
                 layer,
                 experts,
                 driver.scheduler.policy.weighs,
                 self._setup.approximation is not None,
-                inputs=partial(inputs.latest, layer) if inputs else None,
-                meanwhile=self.shared.meanwhile[layer],
-                computed=self._slots.computed,
-                chosen=chosen,
+                router_inputs=partial(inputs.latest, layer) if inputs else None,
+                overlapped_work=self.shared.compute_early[layer],
+                mark_computed=self._slots.mark_computed,
+                on_routing=chosen,
             )
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
-            fuse_layers(model, self.accelerated.layers, experts_of_layers, remove_token)
+            fuse_layers(model, self.accelerated.layers, fuse_experts, remove_token)
         self.described = describe_kernel(self.kernel, self.experts)
 
-    def _computing(self, model: PreTrainedModel) -> Kernel:
-        """The kernel, or what has it compute on several devices, on the host too, or in parts."""
+    def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
+        """The kernel, wrapped for several devices, co-computing, segments or approximate misses."""
         setup, slots, kernel = self._setup, self._slots, self.kernel
         if (devices := len(setup.devices)) > 1:
-            there = [engine.device for engine in self._engines] or [model.device] * devices
-            kernel = SpreadKernel(kernel, slots, there)
+            targets = [engine.device for engine in self._engines] or [model.device] * devices
+            kernel = MultiDeviceKernel(kernel, slots, targets)
         if self._slab is not None:
             return CoComputeKernel(kernel, self._engine, self._slab)
         if setup.catalog.layouts[0].segments:
@@ -119,7 +123,7 @@ class Bindings:
         )
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
-        """A layer's experts as they lie in the slots."""
+        """A layer's experts, with the layout they have in slots."""
         setup, slots = self._setup, self._slots
         if setup.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
@@ -128,7 +132,7 @@ class Bindings:
         return LayerExperts(module, setup.catalog.layouts[layer], slots.pools[0])
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
-        """A layer whose experts lie in segments, all in one slot or in those of two parts."""
+        """A layer whose experts are stored in segments: in one slot each, or split over two."""
         catalog, pools = self._setup.catalog, self._slots.pools
         layout = catalog.layouts[layer]
         if self._setup.split is None:
@@ -139,53 +143,57 @@ class Bindings:
         of = [tops, pools[-1]] if cut < len(layout.segments) else [tops]
         return SegmentedExperts(module, layout, of, cut)
 
-    def _begin(self, computing: Any, experts: LayerExperts) -> None:
-        """Measure on the first layer what the scheduler shares misses out by (from there on it sees
-        for itself), and say what a GPU's kernel leaves to the slower, eager one."""
+    def _calibrate(self, kernel: Any, experts: LayerExperts) -> None:
+        """Measure the first layer's costs for co-computing, and warn where kernels are eager.
+
+        The scheduler divides misses between the processors by these costs until it has measured
+        steps of its own.
+        """
         if self._slab is not None:
-            costs = calibrate(computing, experts, self._engine, self._slots, self._slab)
+            costs = calibrate(kernel, experts, self._engine, self._slots, self._slab)
             for option in self._driver.scheduler.options:
                 option.calibrated(costs)
         if self.kernel.name == GPU_KERNEL:
             from greenroom.runtime.kernels.triton import fallback_reason
 
             if (reason := fallback_reason(experts)) is not None:
-                log.warning("%s: the kernels eager compute them, on the GPU too", reason)
+                log.warning(
+                    "%s: the slower eager kernels compute these experts, also on the GPU", reason
+                )
 
     @property
     def experts(self) -> list[LayerExperts]:
-        """Every layer's."""
+        """The experts of every layer."""
         return [getattr(module, BINDING).experts for module in self.modules]
 
     def batch_invariant(self) -> AbstractContextManager[None]:
-        """For the while a token's experts give the bits that they give it alone, whoever is beside
-        it in a pass."""
+        """Context in which a token's result does not depend on other tokens of its pass."""
         return self.kernel.sequential() if isinstance(self.kernel, CpuKernel) else nullcontext()
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
-        """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
+        """Check that every layer is compiled to compute each token of a pass by itself."""
         layers = model.config.get_text_config().num_hidden_layers
-        known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
-        return bool(known == layers) and not any(
+        compiled = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
+        return bool(compiled == layers) and not any(
             experts.fallback_reason for experts in self.experts
         )
 
     def compile(self) -> None:
-        """Have the kernels compiled now, for one token and for many."""
+        """Compile the kernels now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
         several = len(self._setup.devices) > 1
         kernel = self.kernel if self._engines or several else binding.kernel
-        ways: list[tuple[Any, ...]] = [([0], [0])]
+        calls: list[tuple[Any, ...]] = [([0], [0])]
         if self._setup.copies is not None:
-            ways.append(([0], [1], LOW))
+            calls.append(([0], [1], LOW))
         for tokens in (1, COMPILED_TOKENS):
-            for way in ways:
+            for arguments in calls:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)
-                kernel.compute_group(step, *way)
+                kernel.compute_group(step, *arguments)
                 kernel.combine(step)
 
     def detach(self) -> None:
-        """Take out what was put in; a second call does nothing."""
+        """Remove all bindings and compiled layers; a second call does nothing."""
         for module in self.modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

@@ -1,4 +1,4 @@
-"""Make a streamed model transformers' own: read all experts into ordinary parameters.
+"""Materialise a streamed model: read all experts into ordinary parameters.
 
 The experts are loaded as the reference loads them (model/reference.py): by transformers' own code,
 quantised ones expanded to the model's type, one layer after another.
@@ -22,24 +22,27 @@ from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_experts, quantiser
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import stored_matrix
-from greenroom.runtime.memory.system import available_bytes, give_back
+from greenroom.runtime.memory.system import available_bytes, release_memory
 
 SINCE = "since the model was loaded"
 
 
 def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> ModelSource:
-    """Raise where a model cannot be made whole; `freed` bytes are given back before it is.
+    """Check that all experts of a model can be read; returns its checkpoint's source.
 
-    UnsupportedCall or UnsupportedModel where it cannot be at all, BudgetError where memory does not
-    suffice, CheckpointChanged where the files are no longer those of the dense parts.
+    `freed` bytes return to the system before they are read. UnsupportedCall or UnsupportedModel
+    where the model cannot have them at all, BudgetError where memory does not suffice,
+    CheckpointChanged where files are no longer those that the dense parts were read from.
     """
     if source is None:
-        raise UnsupportedCall("this model was not made by greenroom.load: there is no checkpoint")
+        raise UnsupportedCall(
+            "this model was not loaded by greenroom.load, so its checkpoint is not known"
+        )
     adapter = adapter_of(model)
     if adapter is not None and adapter.block:
         raise UnsupportedModel(
-            f"{type(model).__name__}: its experts were given another form than transformers', which"
-            " only greenroom computes and saves: load it with transformers"
+            f"{type(model).__name__}: greenroom replaced its experts modules by a form that"
+            " transformers cannot compute or save: load the model with transformers instead"
         )
     source.stamps.check(SINCE)
     quantiser(source.checkpoint)  # or UnsupportedModel, naming the package that is missing
@@ -52,8 +55,11 @@ def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> Mod
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """The most that memory grows by: all experts, stored dense weights expanded, and once more a
-    layer's experts while they are converted."""
+    """Bytes by which memory grows at most when a model is materialised.
+
+    They are all experts, the dense weights that expand, and one layer's experts a second time while
+    they are converted.
+    """
     layers = [
         sum(prod(each.shape) * each.dtype.itemsize for each in detached_parameters(module))
         for module in model.modules()
@@ -64,7 +70,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 
 def materialize(model: Any, source: ModelSource) -> None:
-    """Give a detached model all that it lacks; after an error it is detached still.
+    """Read all experts into a detached model; after an error it has none again.
 
     The model then computes experts as transformers does by default, may be trained, saved, copied
     and moved, and `num_parameters` and `state_dict` are transformers'.
@@ -80,12 +86,12 @@ def materialize(model: Any, source: ModelSource) -> None:
         for layer, module in zip(skeleton.layers, modules, strict=True):
             for streamed in layer:
                 module.register_parameter(streamed.name, None)
-        give_back()
+        release_memory()
         raise
     for module in modules:
         del module.__dict__[STREAMED]
-    for parameter in model.parameters():  # expanded ones were made without
+    for parameter in model.parameters():  # expanded parameters have requires_grad off
         parameter.requires_grad_(parameter.is_floating_point())
     remove(model)
-    model.__dict__.pop("_weight_conversions", None)  # those of a model without experts
+    model.__dict__.pop("_weight_conversions", None)  # they are for a model without experts
     set_experts_implementation(model.get_correct_experts_implementation(None), model, *modules)

@@ -1,4 +1,4 @@
-"""Hooks on a model's passes: where they begin and end, and what its routers choose."""
+"""Hooks on a model's forward passes: their start and end, and the routers' choices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from greenroom.core.predictor import Ids, PassBegins
+from greenroom.core.predictor import Ids, PassStart
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.kv.batch import BatchedCache
 from greenroom.hf.kv.cache import ROOM, make_growing
@@ -23,17 +23,17 @@ from greenroom.runtime.graphs import outside_graphs
 
 
 class Observer(Protocol):
-    """Is told of passes, and of what routers choose in them."""
+    """An object that is notified of passes and of the experts that routers choose."""
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins."""
 
     def on_choice(self, layer: int, experts: Ids) -> None:
-        """A layer's router has chosen these experts, [T, K]."""
+        """A layer's router chose these experts, [T, K]."""
 
 
 class PassHooks:
-    """Tells the driver, and those beside it, of the passes of one model, until `detach`."""
+    """Notify the driver and observers of one model's passes, until `detach`."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class PassHooks:
         observers: list[Observer],
     ) -> None:
         self.slot_budget: SlotBudget | None = (
-            None  # of keys and values, where they share the slots' budget
+            None  # budget of slots and KV cache, where they share one
         )
         self._setup, self._driver, self._bindings = setup, driver, bindings
-        self.observers = observers  # of what routers choose
+        self.observers = observers
         self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self._request, self._tokens = 0, 0
-        self._begin: int | None = None  # prompts that begin with the next pass, where it was said
-        self._unnoted = False  # are passes those of a trial?
+        self._new_prompts: int | None = None  # as announced for the next pass
+        self._trial = False  # passes of a trial are not reported
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
-        self._preempting = False  # are routers listened to, after which something else runs?
+        self._preempting = False  # whether early routers have hooks
         self._hooks: list[Any] = []
 
     def install(self, model: PreTrainedModel) -> None:
-        """Begin."""
+        """Register the hooks of passes."""
         passes: list[nn.Module] = [model]
         if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
             self._decoder = model.get_decoder()
@@ -68,48 +68,52 @@ class PassHooks:
             ]
 
     def detach(self) -> None:
-        """Take the hooks out again."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def announce_prompts(self, prompts: int) -> None:
-        """So many prompts begin with the next pass; else that is told by keys and values, which a
-        prompt may have of an earlier one."""
-        self._begin = prompts
+        """Announce how many prompts begin with the next pass.
+
+        Without this call a pass begins a prompt where its KV cache is empty, and that is wrong for
+        a prompt which reuses the cache of an earlier one.
+        """
+        self._new_prompts = prompts
 
     def on_choice(self, layer: int, experts: Ids) -> None:
-        """A layer's router has chosen these experts, [T, K]."""
+        """Notify the observers of the experts [T, K] that a layer's router chose."""
         for each in self.observers:
             each.on_choice(layer, experts)
 
     @contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Experts give nothing for the while, nothing is read, and no pass is noted."""
-        self._unnoted = True
+        """Context in which experts return zeros, nothing is read and no pass is reported."""
+        self._trial = True
         try:
             for module in self._bindings.modules:
                 module.forward = lambda x, *args, **kwargs: torch.zeros_like(x)
             yield
         finally:
-            self._unnoted = False
+            self._trial = False
             for module in self._bindings.modules:
                 del module.forward
 
     @outside_graphs
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pass begins; one without keys and values before it is the first of a prompt. Of an
-        encoder-decoder model that is the encoder's, and the answer's first one goes on with it.
+        """Report the start of a pass, and prepare its KV cache.
 
-        Keys and values are of the kind that was asked for, where none are given; those of the usual
-        kind grow in place, and slots make room for them."""
+        A pass with an empty cache is the first of a prompt. In an encoder-decoder model the
+        encoder's pass is the first, and the decoder continues that request. A pass without a cache
+        gets one of the configured kind; plain caches grow in place, and slots make room for them.
+        """
         ids = kwargs.get("input_ids", args[0] if args else None)
-        given = ids if ids is not None else kwargs.get("inputs_embeds")
-        if given is None or given.is_meta or self._unnoted:
+        inputs = ids if ids is not None else kwargs.get("inputs_embeds")
+        if inputs is None or inputs.is_meta or self._trial:
             return None
         cache, kind = kwargs.get("past_key_values"), self._setup.keys_values.kind
         if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
             cache = kwargs["past_key_values"] = kind.cache(model.config)
-        batch, length = given.shape[:2]
+        batch, length = inputs.shape[:2]
         caches, lengths = [cache], [length]
         if isinstance(cache, BatchedCache):
             caches, lengths = cache.caches, cache.lengths
@@ -118,8 +122,8 @@ class PassHooks:
         if (slot_budget := self.slot_budget) is not None:  # a resize may take it away meanwhile
             slot_budget.make_room(caches, lengths, batch)
         before = self._request
-        if self._begin is not None:
-            self._request, self._begin = self._request + self._begin, None
+        if self._new_prompts is not None:
+            self._request, self._new_prompts = self._request + self._new_prompts, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
         if self._request != before:
@@ -128,7 +132,7 @@ class PassHooks:
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(
-            PassBegins(
+            PassStart(
                 self._request,
                 self._tokens,
                 batch * length,
@@ -141,24 +145,32 @@ class PassHooks:
 
     @outside_graphs
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if self._unnoted:
+        if self._trial:
             return
         self._driver.end_pass()
         if (slot_budget := self.slot_budget) is not None:
             slot_budget.track(getattr(out, "past_key_values", None))
-        if self._setup.cuda:  # a router's choice is known here when its experts run
+        if self._setup.cuda:  # the host knows a router's choice only when its experts run
             return
         shared = self._bindings.shared
         if not self._preempting and shared is not None and shared.early_routers:
             self._preempting = True
             for layer, router in shared.early_routers.items():
-                self._hooks.append(router.register_forward_hook(partial(self._decided, layer)))
+                self._hooks.append(
+                    router.register_forward_hook(partial(self._request_early, layer))
+                )
 
     @outside_graphs
-    def _decided(self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """A router has chosen, and something else runs before its experts: they come meanwhile
-        (early preemption; ProMoE, 5.2)."""
+    def _request_early(
+        self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any
+    ) -> None:
+        """Request a layer's experts while another module still runs before them.
+
+        This is early preemption (ProMoE, 5.2).
+        """
         chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
         if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
             ids = chosen.unique().cpu().numpy()
-            self._driver.decided(layer, ids[ids < self._bindings.modules[layer].num_experts])
+            self._driver.announce_routing(
+                layer, ids[ids < self._bindings.modules[layer].num_experts]
+            )

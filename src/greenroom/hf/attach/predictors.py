@@ -1,4 +1,4 @@
-"""Predictors for a model: what they need of it, found and given to them."""
+"""Predictors for a loaded model, with the routers and gates that they need."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.plan.history.files import load_predictor
-from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
-from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
+from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
+from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_routers, top_k_of
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPredictors:
-    """Predictors that run beside a model; no `routers` where nobody looks at their inputs."""
+    """The predictors that run with a model; `routers` is empty where no inputs are captured."""
 
     shape: Shape
     routers: list[Router]
     predictors: dict[str, Predictor]
 
-    def capture_inputs(self) -> GateInputs | None:
-        """Begin to keep what enters the routers, where somebody looks at it."""
-        return GateInputs(self.routers) if self.routers else None
+    def capture_inputs(self) -> GateInputProbe | None:
+        """Begin to capture the routers' inputs; None where no predictor needs them."""
+        return GateInputProbe(self.routers) if self.routers else None
 
 
 def build_predictors(
     model: PreTrainedModel,
     catalog: Catalog,
-    chosen: Sequence[Choice],
+    chosen: Sequence[PredictorChoice],
     *,
     file: str | os.PathLike[str] | None = None,
     fingerprint: str = "",
     inputs: bool = False,
 ) -> ModelPredictors:
-    """Make predictors for a model; `file` is that of `learned`, `inputs` asks for routers anyhow.
+    """Make predictors for a model; `file` is that of `learned`.
 
-    UsageError or PredictorError, in one line, where one cannot run beside this model.
+    `inputs` captures the routers' inputs though no predictor needs them. UsageError or
+    PredictorError, in one line, where a predictor cannot run with this model.
     """
     if chosen or inputs:
         _check_passes(model)
     needs = _needs(chosen, file)
-    looks = "inputs" in needs or inputs
+    captures = "inputs" in needs or inputs
     routers: list[Router] = []
-    if looks or chosen:
+    if captures or chosen:
         with nullcontext() if "inputs" in needs else suppress(PredictorError):
             routers = find_routers(model, catalog.layers)
-    top_k = experts_per_token(model)  # as the config says, where the router cannot be asked
+    top_k = experts_per_token(model)  # the config's, where the router does not show it
     with suppress(PredictorError):
         top_k = top_k_of(routers[0]) if routers else top_k
     learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
     shape = Shape(catalog.experts_per_layer, top_k)
-    setting = Setting(shape, gates=gates, learned=learned)
-    made = {choice.name: choice.make(setting) for choice in chosen}
-    return ModelPredictors(shape, routers if looks else [], made)
+    setting = PredictorSetup(shape, gates=gates, learned=learned)
+    predictors = {choice.name: choice.build(setting) for choice in chosen}
+    return ModelPredictors(shape, routers if captures else [], predictors)
 
 
 def check_prefetch(
@@ -70,16 +71,18 @@ def check_prefetch(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> None:
-    """Whatever can be wrong with `--prefetch` and `--predictor`, as far as it can be told before
-    the weights are there: UsageError or PredictorError, in one line."""
+    """Check `--prefetch` and `--predictor` before the weights are loaded.
+
+    UsageError or PredictorError, in one line.
+    """
     choice = _choice(prefetch, file)
-    if choice.kind is AUTO or choice.kind.name == "none":  # a file may be for a recording
+    if choice.kind is AUTO or choice.kind.name == "none":  # --predictor may be for trace record
         return
     _check_passes(model)
     needs = _needs([choice], file)
     shape = Shape(catalog.experts_per_layer, 0)
     if choice.distance is not None:
-        _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
+        _ = PredictorSetup(shape, distance=choice.distance).ahead  # or UsageError
     if "file" in needs:
         if file is None:
             raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
@@ -91,22 +94,25 @@ def check_prefetch(
 
 
 def _check_passes(model: PreTrainedModel) -> None:
-    """UsageError where a pass does not go through every layer, which predictors count on."""
+    """UsageError where a pass skips layers: predictors expect a pass through all of them."""
     if model.config.is_encoder_decoder:
         raise UsageError(
-            f"{type(model).__name__} is an encoder-decoder: its passes go through a part of the"
-            " layers, and predictors know whole ones only; --prefetch off is for it"
+            f"{type(model).__name__} is an encoder-decoder: each pass goes through a part of the"
+            " layers, and predictors need passes through all: use --prefetch off"
         )
 
 
-def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:
-    """What predictors need of their driver. UsageError where a run cannot have it."""
+def _needs(chosen: Sequence[PredictorChoice], file: object) -> frozenset[str]:
+    """The inputs that predictors need; UsageError where a run cannot have them."""
     needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
     if file is not None and "file" not in needs:
-        raise UsageError("--predictor is the file of the predictor learned: name that one too")
+        raise UsageError("--predictor FILE is for the predictor learned: add --prefetch learned")
     for choice in chosen:
         if "trace" in choice.kind.needs:
-            raise UsageError(f"predictor {choice.name} runs where a trace is replayed only")
+            raise UsageError(
+                f"predictor {choice.name} needs a recorded trace: it runs in `greenroom simulate`"
+                " only"
+            )
     return needs
 
 
@@ -117,8 +123,7 @@ def prefetch_predictors(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> ModelPredictors | None:
-    """The one predictor of `--prefetch`, if any. `auto` is the first of AUTOMATIC that the model
-    allows."""
+    """The predictor of `--prefetch`, if any; `auto`: the first of AUTOMATIC that works."""
     choice = _choice(prefetch, file)
     if choice.kind.name == "none":
         return None
@@ -132,7 +137,7 @@ def prefetch_predictors(
     raise AssertionError("one of them needs nothing of the model")
 
 
-def _choice(prefetch: str, file: object) -> Choice:
-    """What `--prefetch` names; with a file `auto` is the predictor whose file it is."""
+def _choice(prefetch: str, file: object) -> PredictorChoice:
+    """The predictor that `--prefetch` names; with a file, `auto` is `learned`."""
     choice = predictor(prefetch)
     return predictor("learned") if choice.kind is AUTO and file is not None else choice

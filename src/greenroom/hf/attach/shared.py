@@ -1,11 +1,11 @@
-"""What a block computes beside its experts: done while their transfers run, where that is possible.
+"""Shared experts, computed while transfers of the routed experts run.
 
-Many blocks call their experts and then a shared expert with an input that they had all along. Which
-module that is, how it is called and with what is learned by watching the first pass; nothing is
-known of any architecture. From then on `meanwhile[layer]()`, called from within the experts
-forward, computes the shared module, and the block's own call finds the output there. It is the same
-function of the same input in the same thread, so bits are the same. Where the input is not the one
-that the output was made of, the module computes as if nothing had been.
+Many blocks call their experts and then a shared expert, whose input exists before the experts run.
+Hooks on the first pass show which module that is and where its arguments come from, for any
+architecture. From then on `compute_early[layer]()`, called from within the experts forward,
+computes the shared module, and the block's own call returns that output. It is the same function of
+the same input in the same thread, so bits are the same. Where the block calls the module with
+another input, the module computes as usual.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 
-WORTH = 16  # vectors of the input's width: a module with fewer weights is not worth the trouble
+WORTHWHILE = 16  # times the input's width: modules with fewer weights are not computed early
 
 _Values = dict[int | str, Any]  # arguments or outputs, by their position or name
 
 
 class SharedModules:
-    """The shared modules of a model; `modules` are its experts modules, in the model's order.
+    """The shared modules of a model, found by hooks on its first pass.
 
-    Modules have hooks until the first pass is over: give a model its accelerated forwards before.
+    Accelerated forwards must be installed before: modules have hooks until the first pass is over.
 
-    meanwhile: a layer's callable, which does nothing where there is nothing to do
-    modules:   after the first pass, the shared modules by layer
-    early:     after the first pass, the routers after which something else runs before the experts
+    compute_early: by layer, computes its shared module now, or does nothing where it has none
+    modules:       after the first pass, the shared modules by layer
+    early_routers: after the first pass, routers after which another module runs before the experts
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """`modules` are the model's experts modules, in its order."""
         paths = {id(module): name for name, module in model.named_modules()}
-        taken: set[int] = set()
+        claimed: set[int] = set()
         self._layers = [
-            _Layer([model.get_submodule(name) for name in _above(paths[id(module)])], module, taken)
+            _Layer(
+                [model.get_submodule(name) for name in _above(paths[id(module)])], module, claimed
+            )
             for module in modules
         ]
-        self.meanwhile = {n: layer.meanwhile for n, layer in enumerate(self._layers)}
+        self.compute_early = {n: layer.compute_early for n, layer in enumerate(self._layers)}
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -53,26 +56,26 @@ class SharedModules:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
 
     def detach(self) -> None:
-        """Take out of the model what was put in; a second call does nothing."""
+        """Remove hooks and replaced forwards from the model; a second call does nothing."""
         for layer in self._layers:
             layer.detach()
 
 
 def _above(path: str) -> list[str]:
-    """The modules around one, innermost first, up to the one that is a layer of the model."""
+    """Names of the modules around one, innermost first, up to the decoder layer."""
     names = path.split(".")[:-1]
-    found = []
+    modules = []
     while names:
-        found.append(".".join(names))
+        modules.append(".".join(names))
         if names[-1].isdigit():
             break
         names.pop()
-    return found or [""]
+    return modules or [""]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """Where a tensor can be had before the experts run: an argument of a module, or its output."""
+    """Source of a tensor before the experts run: an argument of a module, or its output."""
 
     module: nn.Module
     output: bool
@@ -80,8 +83,8 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A module was entered with some values, or left with them as its output."""
+class _CallEvent:
+    """A module's call with its arguments, or its return with its output."""
 
     module: nn.Module
     output: bool
@@ -105,42 +108,43 @@ def _outputs(output: Any) -> tuple[Any, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-class _Pass(threading.local):
-    """What one thread's pass has seen of a layer; passes of other threads see their own."""
+class _PassState(threading.local):
+    """The state of one thread's pass through a layer."""
 
     def __init__(self) -> None:
-        self.seen: list[_Seen] = []
+        self.events: list[_CallEvent] = []
         self.tensors: dict[_Source, Tensor] = {}
         self.grad = False
-        self.stash: _Stash | None = None
+        self.result: _Result | None = None
 
 
-class _Stash:
-    """An output, and the tensors that it was made of: the same memory, not written since."""
+class _Result:
+    """The shared module's output, with the arguments that it was computed from."""
 
-    def __init__(self, output: Tensor, given: dict[int | str, Tensor]) -> None:
+    def __init__(self, output: Tensor, arguments: dict[int | str, Tensor]) -> None:
         self.output = output
-        self._given = {place: (value, _mark(value)) for place, value in given.items()}
+        self._arguments = {place: (value, _version(value)) for place, value in arguments.items()}
 
-    def is_of(self, given: _Values) -> bool:
-        return given.keys() == self._given.keys() and all(
-            _unchanged(given[place], *before) for place, before in self._given.items()
+    def is_for(self, arguments: _Values) -> bool:
+        """Whether these are the same tensors in the same memory, and not written since."""
+        return arguments.keys() == self._arguments.keys() and all(
+            _unchanged(arguments[place], *before) for place, before in self._arguments.items()
         )
 
 
-def _mark(value: Tensor) -> int | Tensor:
-    """By which later writes are noticed: torch's count of them, or a copy where it keeps none."""
+def _version(value: Tensor) -> int | Tensor:
+    """Torch's count of writes to a tensor, or a copy where torch does not count them."""
     return value.clone() if value.is_inference() else value._version
 
 
-def _unchanged(value: Any, before: Tensor, mark: int | Tensor) -> bool:
+def _unchanged(value: Any, before: Tensor, version: int | Tensor) -> bool:
     if not isinstance(value, Tensor) or not _same_memory(value, before):
         return False
     if value.is_inference() != before.is_inference():
         return False
-    if isinstance(mark, Tensor):
-        return torch.equal(*(each.contiguous().view(torch.uint8) for each in (value, mark)))
-    return value._version == mark
+    if isinstance(version, Tensor):
+        return torch.equal(*(each.contiguous().view(torch.uint8) for each in (value, version)))
+    return value._version == version
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
@@ -154,141 +158,150 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class _Layer:
-    """One experts module, the modules around it (innermost first), and those beside them."""
+    """One experts module, the modules around it (innermost first), and the children of these."""
 
-    def __init__(self, around: list[nn.Module], experts: nn.Module, taken: set[int]) -> None:
-        self._around, self._experts, self._taken = around, experts, taken
-        self._pass, self._lock = _Pass(), threading.Lock()
+    def __init__(self, around: list[nn.Module], experts: nn.Module, claimed: set[int]) -> None:
+        self._around, self._experts, self._claimed = around, experts, claimed
+        self._state, self._lock = _PassState(), threading.Lock()
         self.shared: nn.Module | None = None
-        self._call: dict[int | str, _Source] = {}  # the arguments of the shared module
+        self._arguments_from: dict[int | str, _Source] = {}  # the arguments of the shared module
         self.early: nn.Module | None = None
         self.used = self.wasted = 0
-        self._forward: Callable[..., Any] | None = None  # what the shared module's was
-        self._own: Callable[..., Any] | None = None  # what it is now
-        self._shadowed: Callable[..., Any] | None = None  # what its instance had, if anything
+        self._original: Callable[..., Any] | None = None  # the shared module's forward before
+        self._replacement: Callable[..., Any] | None = None  # its forward now
+        self._instance_forward: Callable[..., Any] | None = None  # the instance's own, if any
         self._hooks: list[Any] = []
-        self._watch()
+        self._record_events()
 
-    def _watch(self) -> None:
-        """Listen to everything that runs in the layer, for one pass."""
+    def _record_events(self) -> None:
+        """Record the calls of all modules in the layer, for one pass."""
         first, last = self._around[-1], self._around[0]
-        beside = [child for module in self._around for child in module.children()]
+        children = [child for module in self._around for child in module.children()]
         add = self._hooks.append
-        add(first.register_forward_pre_hook(lambda *_: self._pass.seen.clear()))
-        for module in dict.fromkeys((last, *beside)):
-            add(module.register_forward_pre_hook(self._entered, with_kwargs=True))
-            add(module.register_forward_hook(self._left))
-        add(first.register_forward_hook(lambda *_: self._learn()))
+        add(first.register_forward_pre_hook(lambda *_: self._state.events.clear()))
+        for module in dict.fromkeys((last, *children)):
+            add(module.register_forward_pre_hook(self._on_enter, with_kwargs=True))
+            add(module.register_forward_hook(self._on_exit))
+        add(first.register_forward_hook(lambda *_: self._analyse()))
 
     @outside_graphs
-    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pass.seen.append(_Seen(module, False, _arguments(args, kwargs)))
+    def _on_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._state.events.append(_CallEvent(module, False, _arguments(args, kwargs)))
 
     @outside_graphs
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._pass.seen.append(_Seen(module, True, dict(enumerate(_outputs(output)))))
+    def _on_exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._state.events.append(_CallEvent(module, True, dict(enumerate(_outputs(output)))))
 
     @outside_graphs
-    def _learn(self) -> None:
-        """The pass through the layer is over: find what can be done earlier, and stop watching."""
-        seen, self._pass.seen = self._pass.seen, []
-        if any(x.is_meta for event in seen for _, x in event.tensors()):
-            return  # shapes only: watch the next one
-        at = [n for n, event in enumerate(seen) if event.module is self._experts]
+    def _analyse(self) -> None:
+        """Find the shared module and the early router after the first pass, and stop recording."""
+        events, self._state.events = self._state.events, []
+        if any(x.is_meta for event in events for _, x in event.tensors()):
+            return  # shapes only: record the next pass
+        at = [n for n, event in enumerate(events) if event.module is self._experts]
         with self._lock:
-            if self._own is not None or not self._hooks:
+            if self._replacement is not None or not self._hooks:
                 return  # another thread's pass was quicker
             self._unhook()
             if len(at) != 2:
-                return  # called twice, or not at all: not of this kind
-            before, after = seen[: at[0]], seen[at[1] + 1 :]
-            self.early = _early_router(before, seen[at[0]], self._around)
-            if self._find_call(before, seen[at[0]], after):
+                return  # the experts are called twice, or not at all
+            before, after = events[: at[0]], events[at[1] + 1 :]
+            self.early = _early_router(before, events[at[0]], self._around)
+            if self._find_shared_module(before, events[at[0]], after):
                 self._install()
 
-    def _find_call(self, before: list[_Seen], entry: _Seen, after: list[_Seen]) -> bool:
-        """Find the first worthwhile call after the experts whose arguments were all there before.
-        False where there is none."""
+    def _find_shared_module(
+        self, before: list[_CallEvent], entry: _CallEvent, after: list[_CallEvent]
+    ) -> bool:
+        """Find the first worthwhile module called after the experts with arguments known before.
+
+        False where there is none.
+        """
         block = [e for e in before if not e.output and e.module is self._around[0]]
-        there = [pair for e in (*block, entry, *before) for pair in e.tensors()]
+        sources = [pair for e in (*block, entry, *before) for pair in e.tensors()]
         results = {id(e.module): [*e.values.values()] for e in after if e.output}
         for event in after:
             module = event.module
-            if event.output or module in self._around or id(module) in self._taken:
+            if event.output or module in self._around or id(module) in self._claimed:
                 continue
             result = results.get(id(module), [])
             if len(result) == 1 and isinstance(result[0], Tensor) and _worthwhile(event):
                 try:
-                    call = {place: _found(value, there) for place, value in event.values.items()}
+                    arguments = {
+                        place: _source_of(value, sources) for place, value in event.values.items()
+                    }
                 except LookupError:
                     continue
-                if call:
-                    self.shared, self._call = module, call
-                    self._taken.add(id(module))
+                if arguments:
+                    self.shared, self._arguments_from = module, arguments
+                    self._claimed.add(id(module))
                     return True
         return False
 
     def _install(self) -> None:
-        """Keep the sources of each pass, and give the shared module a forward that looks first."""
+        """Capture the arguments in each pass, and replace the shared module's forward."""
         module: Any = self.shared
-        for source in dict.fromkeys(self._call.values()):
-            self._hooks.append(self._keep(source))
-        here, original = self._pass, module.forward
+        for source in dict.fromkeys(self._arguments_from.values()):
+            self._hooks.append(self._capture(source))
+        state, original = self._state, module.forward
 
         @outside_graphs
         def forward(*args: Any, **kwargs: Any) -> Any:
-            stash, here.stash = here.stash, None
-            if here.tensors:
-                here.tensors = {}
-            if stash is not None:
-                if not torch.is_grad_enabled() and stash.is_of(_arguments(args, kwargs)):
+            result, state.result = state.result, None
+            if state.tensors:
+                state.tensors = {}
+            if result is not None:
+                if not torch.is_grad_enabled() and result.is_for(_arguments(args, kwargs)):
                     self.used += 1
-                    return stash.output
+                    return result.output
                 self.wasted += 1
             return original(*args, **kwargs)
 
-        self._shadowed = module.__dict__.get("forward")
-        self._forward, self._own = original, forward
+        self._instance_forward = module.__dict__.get("forward")
+        self._original, self._replacement = original, forward
         module.forward = forward
 
-    def _keep(self, source: _Source) -> Any:
-        """Have a source's tensor noted in every pass. One that is called otherwise than it was has
-        none, and then nothing is done ahead."""
-        here, place, grad = self._pass, source.place, torch.is_grad_enabled
+    def _capture(self, source: _Source) -> Any:
+        """Capture a source's tensor in every pass.
+
+        A module that is called in another way than in the first pass leaves none; the shared module
+        is then not computed early.
+        """
+        state, place, grad = self._state, source.place, torch.is_grad_enabled
 
         @outside_graphs
-        def keep(module: nn.Module, args: Any, given: Any) -> None:
-            here.grad = grad()
-            values = given if isinstance(place, str) else args
+        def capture(module: nn.Module, args: Any, kwargs_or_output: Any) -> None:
+            state.grad = grad()
+            values = kwargs_or_output if isinstance(place, str) else args
             if source.output:
-                values = _outputs(given)
+                values = _outputs(kwargs_or_output)
             try:
-                here.tensors[source] = values[place]
+                state.tensors[source] = values[place]
             except LookupError:
-                here.tensors.pop(source, None)
+                state.tensors.pop(source, None)
 
         if source.output:
-            return source.module.register_forward_hook(keep)
-        return source.module.register_forward_pre_hook(keep, with_kwargs=True)
+            return source.module.register_forward_hook(capture)
+        return source.module.register_forward_pre_hook(capture, with_kwargs=True)
 
-    def meanwhile(self) -> None:
-        """Compute the shared module now, with this pass's input; at most once a pass."""
-        shared, here = self.shared, self._pass
-        if shared is None or here.grad or shared.training or not here.tensors:
+    def compute_early(self) -> None:
+        """Compute the shared module now, with this pass's arguments; at most once a pass."""
+        shared, state = self.shared, self._state
+        if shared is None or state.grad or shared.training or not state.tensors:
             return
-        tensors, here.tensors = here.tensors, {}
+        tensors, state.tensors = state.tensors, {}
         try:
-            given = {place: tensors[source] for place, source in self._call.items()}
+            values = {place: tensors[source] for place, source in self._arguments_from.items()}
         except LookupError:
             return
-        if not all(isinstance(x, Tensor) and not x.is_meta for x in given.values()):
+        if not all(isinstance(x, Tensor) and not x.is_meta for x in values.values()):
             return
-        assert self._forward is not None
-        self.wasted += here.stash is not None
-        here.stash = None
-        args = [value for place, value in given.items() if isinstance(place, int)]
-        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-        here.stash = _Stash(self._forward(*args, **kwargs), given)
+        assert self._original is not None
+        self.wasted += state.result is not None
+        state.result = None
+        args = [value for place, value in values.items() if isinstance(place, int)]
+        kwargs = {place: value for place, value in values.items() if isinstance(place, str)}
+        state.result = _Result(self._original(*args, **kwargs), values)
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -299,16 +312,18 @@ class _Layer:
         with self._lock:
             self._unhook()
             module = self.shared
-            if module is not None and module.__dict__.get("forward") is self._own:
+            if module is not None and module.__dict__.get("forward") is self._replacement:
                 del module.forward
-                if self._shadowed is not None:
-                    module.forward = self._shadowed
-            self.shared, self._own, self.early = None, None, None
-            self._pass = _Pass()
+                if self._instance_forward is not None:
+                    module.forward = self._instance_forward
+            self.shared, self._replacement, self.early = None, None, None
+            self._state = _PassState()
 
 
-def _early_router(before: list[_Seen], entry: _Seen, around: list[nn.Module]) -> nn.Module | None:
-    """The module that chose the experts, if something worthwhile runs between it and them."""
+def _early_router(
+    before: list[_CallEvent], entry: _CallEvent, around: list[nn.Module]
+) -> nn.Module | None:
+    """The router, if a worthwhile module runs between it and the experts."""
     index = entry.values.get(1, entry.values.get("top_k_index"))
     if not isinstance(index, Tensor):
         return None
@@ -320,14 +335,14 @@ def _early_router(before: list[_Seen], entry: _Seen, around: list[nn.Module]) ->
     return None
 
 
-def _worthwhile(event: _Seen) -> bool:
+def _worthwhile(event: _CallEvent) -> bool:
     width = max((x.shape[-1] for _, x in event.tensors() if x.ndim), default=0)
-    return sum(p.numel() for p in event.module.parameters()) > WORTH * width > 0
+    return sum(p.numel() for p in event.module.parameters()) > WORTHWHILE * width > 0
 
 
-def _found(value: Any, there: list[tuple[_Source, Tensor]]) -> _Source:
+def _source_of(value: Any, sources: list[tuple[_Source, Tensor]]) -> _Source:
     """The source of an argument; LookupError where it has none."""
-    for source, tensor in there:
+    for source, tensor in sources:
         if isinstance(value, Tensor) and _same_memory(tensor, value):
             return source
     raise LookupError

@@ -1,4 +1,4 @@
-"""Experts of tasks that stay: a prompt says which task's, by what it uses."""
+"""Pinned experts by task: the experts that a prompt uses show which task it is."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from greenroom.runtime.driver.driver import Driver
 
 
 class TaskPins:
-    """Counts what each prompt uses; when its answer begins, the nearest task's experts are kept.
+    """Pins the experts of the task that is nearest to what the last prompt used.
 
-    With one task alone its experts are kept from the start.
+    The pins change when the answer to a prompt begins. A single task is pinned from the start.
     """
 
     def __init__(self, pins: Pins, driver: Driver) -> None:
         self._pins, self._driver = pins, driver
         self._counts = np.zeros(pins.offsets[-1], np.int64)
-        self._reading = False  # is the pass a prompt's?
+        self._in_prompt = False
         self._request = 0
-        driver.order(Keep(pins.first))
+        driver.send(Keep(pins.first))
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """A pass begins."""
+        """Note the start of a pass."""
         if len(self._pins.tasks) == 1:
             return
         if request != self._request:
             self._request = request
             self._counts[:] = 0
-        if self._reading and not prompt:
+        if self._in_prompt and not prompt:
             task = self._pins.nearest(self._counts)
-            self._driver.order(Keep(self._pins.tasks[task].experts))
-        self._reading = prompt
+            self._driver.send(Keep(self._pins.tasks[task].experts))
+        self._in_prompt = prompt
 
     def on_choice(self, layer: int, experts: Ids) -> None:
-        """A layer's router has chosen: ids within it, [T, K]."""
-        if self._reading:
+        """Count the experts that a layer's router chose: numbers in the layer, [T, K]."""
+        if self._in_prompt:
             first, end = self._pins.offsets[layer : layer + 2]
             used = experts[(experts >= 0) & (experts < end - first)] + first
             self._counts += np.bincount(used.reshape(-1), minlength=self._counts.size)

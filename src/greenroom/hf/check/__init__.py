@@ -1,1 +1,1 @@
-"""Proof that a streamed model computes the same, and what inexact settings cost."""
+"""Checks of a streamed model: equality with transformers, quality of inexact settings."""

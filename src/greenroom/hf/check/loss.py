@@ -1,8 +1,8 @@
-"""What inexact misses cost in quality: `verify --quality` measures it, runs that follow tell it.
+"""The quality loss of approximate misses, as `verify --quality` measured it.
 
-Kept with what else is known of a model (plan/history/records.py), for the thresholds that it was
-measured with. It is told with the share that was not exact then: a larger cache misses less, and
-costs less.
+It is stored with a model's other records (plan/history/records.py) for the thresholds that it was
+measured with, and later runs print it. The share of inexact requests at that time is stored too: a
+larger cache misses less, and loses less.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.plan.history import files
 from greenroom.plan.history.records import Loss
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 
 log = logging.getLogger(__name__)
 
 
-def store_loss(config: LoadConfig, found: Quality) -> None:
-    """Leave a measurement to the runs that follow; where that fails it is said, and not lost."""
-    if found.lesser is None:
+def store_loss(config: LoadConfig, quality: Quality) -> None:
+    """Store a measurement for later runs; a failure to write is a warning only."""
+    if quality.lesser is None:
         return
-    digest, name = fingerprint(find_checkpoint(found.model)), name_of(host())
+    digest, name = fingerprint(find_checkpoint(quality.model)), name_of(host_facts())
     at = config.approximation()
     assert at is not None
     loss = Loss(
-        at.precision, at.low, at.skip, at.substitute, found.lesser["inexact_share"] or 0.0,
-        found.kl_mean, found.perplexity, found.original_perplexity, found.tokens,
+        at.precision, at.low, at.skip, at.substitute, quality.lesser["inexact_share"] or 0.0,
+        quality.kl_mean, quality.perplexity, quality.original_perplexity, quality.tokens,
         date.today().isoformat(),
     )  # fmt: skip
     try:
         files.update_records(digest, name, lambda records: records.with_loss(loss))
     except OutputError as error:
-        log.warning("what was measured is not kept: %s", error)
+        log.warning("the measured quality is not stored for later runs: %s", error)
 
 
 def stored_loss(setup: ModelSetup) -> Loss | None:
-    """What was measured with a run's thresholds; None where nothing was."""
+    """The loss that was measured with a run's thresholds; None where none was."""
     at = setup.approximation
     if at is None or not setup.fingerprint:
         return None
-    records = files.load_records(setup.fingerprint, name_of(host()))
+    records = files.load_records(setup.fingerprint, name_of(host_facts()))
     return records.loss(at.precision, at.low, at.skip, at.substitute)
 
 
 def describe_loss(source: str, loss: Loss | None) -> str:
-    """For people: the cost, or how to measure it."""
+    """The loss in words, or the command that measures it."""
     if loss is None:
         return (
-            "what this costs in quality was not measured with these thresholds: greenroom verify"
-            f" {source} --quality TEXT, with the same options, does"
+            "the loss in quality was not measured with these thresholds: greenroom verify"
+            f" {source} --quality TEXT, with the same options, measures it"
         )
     return (
         f"quality, as verify measured it on {loss.when} over {loss.tokens} tokens with"

@@ -1,12 +1,12 @@
-"""Compare one layer at a time with transformers, for a model that does not fit as a whole.
+"""Layer-by-layer comparison with transformers, for models larger than memory.
 
-The inputs of every experts module are recorded in a real run from disk; then, layer by layer, the
-full parameters are loaded by transformers' own loading code and its eager forward is called on the
+The inputs of every experts module are recorded in a real run from disk. Then, layer by layer,
+transformers' own loading code loads the full parameters, and its eager forward is called on the
 same inputs. Equal outputs in every layer make equal logits: all other parts are transformers' own.
 
-What kernels are measured by is eager too. Where weights are stored in a format whose values the
-model's type cannot hold, it is eager in float32 with those values: transformers rounds them when it
-expands a checkpoint, and the distance to that would be its own rounding.
+The distance of kernels is measured to eager too. Where weights are stored in a format whose values
+the model's type cannot hold, the reference is eager in float32 with those values: transformers
+rounds them when it expands a checkpoint, and the distance would be mostly its own rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """`expected` is what transformers' eager gives for each of `inputs`; distances are to
-    `reference`, which is that or eager with the values as stored, see above."""
+    """One layer's comparison with transformers.
+
+    equal:      whether every output equals `expected`, bit for bit
+    grouped_mm: distance of transformers' grouped_mm to `reference`
+    expected:   outputs of transformers' eager for each of `inputs`
+    reference:  the same, or outputs of eager with the values as stored (see the module)
+    """
 
     name: str
     equal: bool
@@ -42,7 +47,7 @@ class LayerCheck:
     reference: list[Tensor]
 
     def distance(self, model: PreTrainedModel) -> float:
-        """How far an attached model's layer is from the reference on the same inputs."""
+        """Distance of an attached model's layer to the reference, on the same inputs."""
         module = model.get_submodule(self.name)
         return max(
             distance(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True)
@@ -51,33 +56,33 @@ class LayerCheck:
 
 @torch.inference_mode()
 def compare_layers(
-    skeleton: ModelSkeleton, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
+    skeleton: ModelSkeleton, model: PreTrainedModel, passes: list[Tensor], in_memory: bool = False
 ) -> Iterator[LayerCheck]:
-    """Run `passes` (token ids [1, T] each) on a model, then check layer after layer.
+    """Run `passes` (token ids [1, T] each) on a model, then compare layer by layer.
 
-    `skeleton` is of the model before it was loaded. The model is attached, or (`whole`)
+    `skeleton` is of the model before it was loaded. The model is attached, or (`in_memory`)
     transformers' own with all of its experts in memory.
     """
     checkpoint, dtype = skeleton.checkpoint, str(skeleton.dtype)[6:]
     inputs, outputs = _record(model, skeleton.catalog.layers, passes)
     for layer, name in enumerate(skeleton.catalog.layers):
-        module, given = model.get_submodule(name), inputs[name]
+        module, recorded = model.get_submodule(name), inputs[name]
         parameters = (
-            {} if whole else load_reference_experts(ModelSkeleton.of(checkpoint, dtype), layer)
+            {} if in_memory else load_reference_experts(ModelSkeleton.of(checkpoint, dtype), layer)
         )
-        with _filled(module, parameters):
-            expected = _forward(module, "eager", given)
-            grouped = _forward(module, "grouped_mm", given)
+        with _with_parameters(module, parameters):
+            expected = _forward(module, "eager", recorded)
+            grouped = _forward(module, "grouped_mm", recorded)
         reference, layout = expected, skeleton.catalog.layouts[layer]
         if not all(is_exact(layout.weight(each), skeleton.dtype) for each in layout.encodings):
-            wide = [(x.float(), index, weights.float()) for x, index, weights in given]
-            with _filled(
+            wide = [(x.float(), index, weights.float()) for x, index, weights in recorded]
+            with _with_parameters(
                 module, load_reference_experts(ModelSkeleton.of(checkpoint, "float32"), layer)
             ):
                 reference = _forward(module, "eager", wide)
         equal = all(map(torch.equal, expected, outputs[name]))
         largest = max(map(distance, grouped, reference))
-        yield LayerCheck(name, equal, largest, given, expected, reference)
+        yield LayerCheck(name, equal, largest, recorded, expected, reference)
 
 
 def _record(
@@ -103,8 +108,8 @@ def _record(
 
 
 @contextmanager
-def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """The module with its parameters in memory, for a while."""
+def _with_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which a module has these parameters."""
     before = {name: module._parameters.get(name) for name in parameters}
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -126,5 +131,5 @@ def _forward(module: nn.Module, implementation: str, inputs: list[Inputs]) -> li
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference."""
+    """The largest absolute difference."""
     return float((a.float() - b.float()).abs().max())

@@ -1,4 +1,4 @@
-"""A request in passes by hand: what `generate` does, without its choices.
+"""Forward passes of one request, with their logits, without `generate`.
 
     passes = Passes(model)
     logits = passes(prompt)      # [1, T] -> [T, V]
@@ -19,23 +19,23 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.hf.load.load import load_with
-from greenroom.runtime.memory.system import give_back
+from greenroom.runtime.memory.system import release_memory
 
 
 @contextmanager
 def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
-    """A model, for a while; nothing of it is remembered."""
+    """A loaded model in a context; its routing is not saved for later runs."""
     model, _ = load_with(source, config, remember=False)
     try:
         yield model
     finally:
         model.greenroom.detach()
         del model
-        give_back()
+        release_memory()
 
 
 def start_token(model: PreTrainedModel) -> int:
-    """What the decoder of an encoder-decoder model begins with."""
+    """The first token of the decoder of an encoder-decoder model."""
     for config in (model.generation_config, model.config):
         token = getattr(config, "decoder_start_token_id", None)
         token = getattr(config, "bos_token_id", None) if token is None else token
@@ -45,27 +45,27 @@ def start_token(model: PreTrainedModel) -> int:
 
 
 @torch.inference_mode()
-def logits_of(model: PreTrainedModel, parts: Iterable[Tensor]) -> Tensor:
-    """The logits [T, V] of one request, which is read in these parts, in host memory."""
+def logits_of(model: PreTrainedModel, inputs: Iterable[Tensor]) -> Tensor:
+    """The logits [T, V] of one request, in host memory; each input [1, T] is a pass."""
     passes = Passes(model)
-    return torch.cat([passes(part).cpu() for part in parts])
+    return torch.cat([passes(ids).cpu() for ids in inputs])
 
 
 class Passes:
-    """One request; each call is a pass with keys and values of those before it."""
+    """The passes of one request; each call sees the tokens of those before it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._cache, self._encoded = model, None, None
 
     def __call__(self, ids: Tensor) -> Tensor:
         model = self._model
-        given: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {"input_ids": ids}
         if model.config.is_encoder_decoder:
             if self._encoded is None:
                 self._encoded = model.get_encoder()(input_ids=ids)
                 ids = torch.full((len(ids), 1), start_token(model), dtype=ids.dtype)
-            given = {"encoder_outputs": self._encoded, "decoder_input_ids": ids}
-        out: Any = model(**given, past_key_values=self._cache, use_cache=True)
+            inputs = {"encoder_outputs": self._encoded, "decoder_input_ids": ids}
+        out: Any = model(**inputs, past_key_values=self._cache, use_cache=True)
         self._cache = out.past_key_values
         logits: Tensor = out.logits[0]
         return logits

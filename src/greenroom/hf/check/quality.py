@@ -1,10 +1,10 @@
-"""What a model loses against its original: KL divergence and perplexity on a text.
+"""KL divergence and perplexity of a model against its original, on a text.
 
-The original may be another checkpoint, or the same one without an option that changes what is
-computed: quantised keys and values, other kernels, or misses that are served with less. Both are
-streamed, one after the other, so that neither need fit into memory. The original's logits wait in a
-temporary file, in the type that it computes them in; what is in memory are those of one window of
-the text, and log-probabilities of a few tokens of it.
+The original may be another checkpoint, or the same one without an option that changes the output:
+a quantised KV cache, other kernels, or approximated misses. Both are streamed, one after the other,
+so that neither need fit into memory. The original's logits are written to a temporary file, in the
+type that it computes them in; memory holds the logits of one window of the text, and
+log-probabilities of a few of its tokens.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS, check_copies
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.skeleton import ModelSkeleton
 
-WINDOW = 512  # tokens that are read at a time, without what came before them
-PASS = 64  # tokens of a pass, where keys and values of those before it shall be read as kept
+WINDOW = 512  # tokens of the text that are read at a time, each window with an empty context
+PASS = 64  # tokens of a pass with a quantised KV cache, so that later ones read quantised keys
 ROWS = 16  # positions whose probabilities are computed at a time, in float64
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A model against its original, over `tokens` predictions.
+    """The quality of a model against its original, over `tokens` predictions.
 
     kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
     same_top:        how often both find the same token likeliest
-    lesser:          what misses of the model were served with (see runtime.stats.lesser_stats)
+    lesser:          how the model's misses were approximated (see `approximation_stats`)
     """
 
     model: str
@@ -70,18 +70,19 @@ def quality(
     kv: str = "dynamic",
     kernels: str = "auto",
     lesser: Mapping[str, Any] | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
 ) -> Quality:
-    """Compare a model with the one that it was made from; a pack knows which one that was.
+    """Compare a model with its original, which a pack names itself.
 
-    `kv`, `kernels` and `lesser` are the model's alone, its original has the defaults; a model with
-    one of them may be compared with itself. Quantised keys and values are read in passes of 64
-    tokens, by both. `lesser` are the options of misses: what is compared with is the
-    same checkpoint, exact, unless another is named; both read token by token, as decoding does,
-    without prefetching, so that the cache alone decides. The first `tokens` of the text are taken,
-    or all. UsageError where there is nothing to compare, or the two do not go together; OutputError
-    where there is no room for the temporary
-    file.
+    `kv`, `kernels` and `lesser` are the model's options, the original has the defaults; with one of
+    them a model may be compared with itself. With a quantised `kv` both are read in passes of 64
+    tokens. `lesser` are the options of approximate misses: the original is the same checkpoint,
+    exact, unless `against` names another. Both are then read token by token, as decoding does, and
+    without prefetching, so that only the cache decides which experts are missing. The first
+    `tokens` of the text are read, or all. `say` is called with a line for each stage.
+
+    UsageError where there is nothing to compare, or the two models do not match; OutputError where
+    there is no room for the temporary file.
     """
     config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if lesser else "auto")
     changed = replace(config, kv=kv, kernels=kernels, **(lesser or {}))
@@ -92,29 +93,28 @@ def quality(
     skeletons = tuple(ModelSkeleton.of(find_checkpoint(name), dtype) for name in (source, original))
     _check(source, original, skeletons)
     for skeleton in skeletons:
-        slots_for(cache, skeleton.catalog)  # a mistake shows before the work begins
+        slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     check_copies(skeletons[0].catalog, changed.approximation())
-    whole = skeletons[1]
     windows = _windows((source, original), skeletons, text, tokens)
     step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
-    size = whole.model.config.get_text_config().vocab_size
-    _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
-    found: list[Tensor] = []
+    size = skeletons[1].model.config.get_text_config().vocab_size
+    _check_room(sum(len(window) - 1 for window in windows) * size * skeletons[1].dtype.itemsize)
+    rows: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
         with streamed_model(original, config) as model:
-            kinds = [_keep(_logits(model, window, step), spool) for window in windows]
+            shapes = [_spool(_logits(model, window, step), spool) for window in windows]
         say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
         with streamed_model(source, changed) as model:
-            for window, kind in zip(windows, kinds, strict=True):
-                found += _compare(spool, kind, _logits(model, window, step), window[1:])
-            served = model.greenroom.stats().lesser
-    return _result(source, original, torch.cat(found), served)
+            for window, shape in zip(windows, shapes, strict=True):
+                rows += _compare(spool, shape, _logits(model, window, step), window[1:])
+            approximated = model.greenroom.stats().lesser
+    return _result(source, original, torch.cat(rows), approximated)
 
 
 def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
-    """The figures of `rows` as `_compare` makes them."""
+    """The result from the rows of `_compare`."""
     kl, theirs, mine, same = rows.mean(0).tolist()
     return Quality(
         model=source,
@@ -130,12 +130,12 @@ def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | N
 
 
 def _original(source: str, against: str | None, itself: bool) -> str:
-    """What to compare with; the model may be compared with `itself` where options differ."""
+    """The original to compare with; it may be the model `itself` where options differ."""
     checkpoint = find_checkpoint(source)
     if against is None and checkpoint.pack is None:
         if itself:
             return source
-        raise UsageError(f"--quality compares with an original: --against names that of {source}")
+        raise UsageError(f"--quality compares with an original: name that of {source} by --against")
     original = against or checkpoint.pack.header.source.model  # type: ignore[union-attr]
     try:
         other = find_checkpoint(original)
@@ -143,7 +143,7 @@ def _original(source: str, against: str | None, itself: bool) -> str:
         if against is not None:
             raise
         raise NotAModel(
-            f"{source}: its original is not there (--against FOLDER): {error}"
+            f"{source}: its original was not found (--against FOLDER names it): {error}"
         ) from error
     if other.folder == checkpoint.folder and not itself:
         raise UsageError(f"{source} and its original are the same model")
@@ -151,7 +151,7 @@ def _original(source: str, against: str | None, itself: bool) -> str:
 
 
 def _check(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> None:
-    """The two must be of one architecture, and decoders."""
+    """UsageError unless both are decoders of one architecture and vocabulary."""
     kinds = [type(skeleton.model).__name__ for skeleton in skeletons]
     if kinds[0] != kinds[1]:
         raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
@@ -159,13 +159,11 @@ def _check(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> No
     if sizes[0] != sizes[1]:
         raise UsageError(f"{source} has {sizes[0]} tokens and {original} has {sizes[1]}")
     if skeletons[0].model.config.is_encoder_decoder:
-        raise UsageError(
-            f"{source} is an encoder-decoder: --quality reads a text as a decoder does"
-        )
+        raise UsageError(f"{source} is an encoder-decoder: --quality is for decoder-only models")
 
 
 def _named(config: LoadConfig, changed: LoadConfig) -> str:
-    """The options that only the model has, as they are written."""
+    """The options that only the model has, as on the command line."""
     names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
@@ -175,15 +173,15 @@ def _windows(
     names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
 ) -> list[list[int]]:
     """The text's token ids, cut into windows; both tokenizers must agree on them."""
-    found = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
-    if found[0] != found[1]:
+    tokenized = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
+    if tokenized[0] != tokenized[1]:
         raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
-    ids = found[0][:tokens]
+    ids = tokenized[0][:tokens]
     window = min(WINDOW, *(context_of(skeleton.model, WINDOW) for skeleton in skeletons))
     cut = [ids[at : at + window] for at in range(0, len(ids), window)]
-    windows = [each for each in cut if len(each) > 1]  # what has nothing before it is not predicted
+    windows = [each for each in cut if len(each) > 1]  # a first token is not predicted
     if not windows:
-        raise UsageError("--quality: the text is too short: it has no two tokens")
+        raise UsageError("--quality: the text is too short: it needs two tokens at least")
     return windows
 
 
@@ -198,12 +196,12 @@ def _check_room(nbytes: int) -> None:
 
 
 def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
-    """What follows each token of a window but the last, read `step` tokens a pass: [n - 1, V]."""
+    """Logits [n - 1, V] after each token of a window but the last; `step` tokens a pass."""
     return logits_of(model, torch.tensor([window], device=model.device).split(step, dim=1))[:-1]
 
 
-def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
-    """Append logits to the file."""
+def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
+    """Append logits to the file; returns their shape and type."""
     try:
         for row in logits:
             spool.write(row.contiguous().view(torch.uint8).numpy().data)
@@ -216,27 +214,29 @@ def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
 
 @torch.inference_mode()
 def _compare(
-    spool: BinaryIO, kind: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
+    spool: BinaryIO, shape: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Of some positions of a window at a time, [n, 4]: the divergence, both negative
-    log-likelihoods, and whether both find the same token likeliest. The original's logits are the
-    next in the file."""
-    (count, size), dtype = kind
+    """Compare a window's logits with the original's, which are next in the file.
+
+    Yields rows [n, 4] for some positions at a time: the KL divergence, the negative log-likelihood
+    of the original and of the model, and whether the likeliest token is the same.
+    """
+    (count, size), dtype = shape
     for row in range(0, count, ROWS):
         stop = min(row + ROWS, count)
         raw = bytearray(spool.read((stop - row) * size * dtype.itemsize))
         original = torch.frombuffer(raw, dtype=dtype).view(stop - row, size)
-        wanted = torch.tensor(targets[row:stop])[:, None]
+        next_ids = torch.tensor(targets[row:stop])[:, None]
         p, q = (each.double().log_softmax(-1) for each in (original, logits[row:stop]))
         share = p.exp()
-        gap = torch.where(share > 0, p - q, 0)  # what has no chance has logits of minus infinity
-        likelihoods = [-each.gather(1, wanted)[:, 0] for each in (p, q)]
+        gap = torch.where(share > 0, p - q, 0)  # a token of probability 0 has minus infinity
+        likelihoods = [-each.gather(1, next_ids)[:, 0] for each in (p, q)]
         same = (p.argmax(-1) == q.argmax(-1)).double()
         yield torch.stack([(share * gap).sum(-1), *likelihoods, same], 1)
 
 
 def text_in(path: Path) -> str:
-    """A text file's content; UsageError where it is none."""
+    """The content of a text file; UsageError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

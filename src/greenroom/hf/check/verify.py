@@ -1,11 +1,11 @@
-"""Prove that a model computes the same with its experts on disk as with all of them in memory.
+"""Verify that a streamed model computes the same bits as one wholly in memory.
 
 Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
 transformers' own `experts_implementation="eager"`. With the default kernels: the bits are those of
 the same kernels with every expert in memory (of a run with this cache, where they do not fit),
-whatever the cache's size, what is prefetched and when it arrives; and their distance to eager is at
-most twice that of transformers' `grouped_mm` (to eager with the values as stored, where the model's
-type cannot hold them: one_layer.py).
+whatever the cache's size, the prefetching and the order of arrival; and their distance to eager is
+at most twice that of transformers' `grouped_mm` (to eager with the values as stored, where the
+model's type cannot hold them: one_layer.py).
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_model, transformers_can_load
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.memory.system import available_bytes, give_back
+from greenroom.runtime.memory.system import available_bytes, release_memory
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
-ROOM = 1.3  # a whole model needs its bytes and some for activations
+ROOM = 1.3  # times its bytes: an entire model needs memory for activations too
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found. Differences are of logits, or of layers' outputs where `whole` is False.
+    """The result of `verify`, with all comparisons and the largest differences.
 
-    Logits differ by leaps where a router's close call falls the other way; so what the kernels
-    promise is judged by layers on the same inputs: `layer_differences` to eager (`as_stored`: with
+    Differences are of logits, or of layers' outputs where the model was not loaded as an
+    `entire_model`. Logits may differ by a lot where a router's scores are nearly equal; so the
+    kernels are judged by layers on the same inputs: `layer_differences` to eager (`as_stored`: with
     weights that are not rounded), of our kernels and of grouped_mm, and `resolution`, one unit in
     the last place of the largest output.
     """
@@ -60,12 +61,12 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """All that must be the same is the same, bit for bit."""
+        """True where every comparison that must be bit-identical is."""
         return all(passed for _, passed in self.checks)
 
     @property
     def near(self) -> bool:
-        """The kernels that were judged are as close to eager as the default ones promise."""
+        """True where the judged kernels are as close to eager as the default ones promise."""
         ours, grouped_mm = self.layer_differences
         return ours <= max(2 * grouped_mm, self.resolution)
 
@@ -79,12 +80,12 @@ def verify(
     dtype: str = "auto",
     kernels: str = "auto",
     layers: bool | None = None,
-    say: Say = lambda line: None,
+    say: Report = lambda line: None,
 ) -> Verdict:
-    """Check a model with this cache; see the module. `say` is told each finding as it is made.
+    """Check a model with this cache (see the module).
 
-    `kernels` are those that are judged beside transformers' eager.
-    `layers` compares layer by layer although the whole model would fit (None: as memory allows).
+    `kernels` are judged against transformers' eager. `layers` compares layer by layer although the
+    entire model would fit (None: as memory allows). `say` is called with each finding.
     """
     if tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
@@ -93,27 +94,27 @@ def verify(
     if checkpoint.pack is not None:
         checkpoint.pack.check()
     skeleton = ModelSkeleton.of(checkpoint, dtype)
-    slots_for(cache, skeleton.catalog)  # a mistake shows before the work begins
+    slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     size = skeleton.dense_bytes + skeleton.expanded_bytes
-    whole = size * ROOM < available_bytes() if layers is None else not layers
-    whole = whole and transformers_can_load(checkpoint)
-    verdict = Verdict(whole)
+    entire = size * ROOM < available_bytes() if layers is None else not layers
+    entire = entire and transformers_can_load(checkpoint)
+    verdict = Verdict(entire)
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
     )
     ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
     trial = _Trial(source, skeleton, config, ids, tokens, say, verdict)
-    if whole:
+    if entire:
         trial.compare_with_transformers()
     else:
-        say("the whole model is not loaded beside the cache: comparing layer by layer")
-        trial.by_layer()
-    trial.own_kernels()
+        say("the entire model is not loaded into memory: comparing layer by layer")
+        trial.compare_layers()
+    trial.compare_kernels()
     return verdict
 
 
-def _how(config: LoadConfig) -> str:
-    """How experts get to their slots in a run."""
+def _describe_reads(config: LoadConfig) -> str:
+    """How a run reads its experts, in words."""
     threads = f"{config.readers} thread{'s' * (config.readers != 1)}"
     fake = config.device == "fake"
     parts = [f"read in random order by {threads}" if fake else "read from disk"]
@@ -131,16 +132,16 @@ def _slots(model: PreTrainedModel) -> str:
 
 @dataclass
 class _Trial:
-    """The runs of one model; `config` is that of the kernels to be judged, with this cache."""
+    """The runs of one model; `config` has the kernels to be judged and the cache."""
 
     source: str
     skeleton: ModelSkeleton
     config: LoadConfig
-    ids: Tensor  # the prompt's, [1, T]
+    ids: Tensor  # of the prompt, [1, T]
     tokens: int
-    say: Say
+    say: Report
     verdict: Verdict
-    reference: Run | None = None  # transformers' eager, where the whole model fits
+    reference: GreedyRun | None = None  # transformers' eager, where the entire model fits
     layers: list[LayerCheck] = field(default_factory=list)
 
     def check(self, what: str, passed: bool) -> None:
@@ -152,7 +153,7 @@ class _Trial:
         return replace(self.config, kernels="eager")
 
     def compare_with_transformers(self) -> None:
-        """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
+        """Compare our eager kernels with transformers' eager and grouped_mm, all in memory."""
         with streamed_model(self.source, self.eager) as model:
             ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
@@ -160,7 +161,7 @@ class _Trial:
         model = load_reference_model(self.skeleton)
         self.reference = greedy(model, self.ids, self.tokens)
         self.layers = self.layers or list(
-            compare_layers(self.skeleton, model, [self.ids], whole=True)
+            compare_layers(self.skeleton, model, [self.ids], in_memory=True)
         )
         if adapter_of(self.skeleton.model) is None:
             set_experts_implementation(
@@ -171,7 +172,7 @@ class _Trial:
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
         del model
-        give_back()
+        release_memory()
         self.verdict.tokens_compared = self.ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
         name = f"eager kernels, {ours_with}"
@@ -184,8 +185,8 @@ class _Trial:
             torch.equal(ours.logits, self.reference.logits),
         )
 
-    def by_layer(self) -> None:
-        """Each layer's output against transformers' eager, from the same inputs."""
+    def compare_layers(self) -> None:
+        """Compare each layer's output with transformers' eager, from the same inputs."""
         with streamed_model(self.source, self.eager) as model:
             follow = greedy(model, self.ids, min(self.tokens, 4)).tokens
             passes = [self.ids, *torch.tensor([follow]).split(1, 1)]
@@ -196,8 +197,8 @@ class _Trial:
                 self.layers.append(layer)
         self.verdict.tokens_compared = self.ids.shape[1] + len(follow)
 
-    def own_kernels(self) -> None:
-        """The same bits whatever the cache holds and whenever bytes arrive."""
+    def compare_kernels(self) -> None:
+        """Compare the judged kernels' bits over cache sizes, prefetching and orders of arrival."""
         most = "100%" if self.verdict.entire_model else self.config.cache
         first, expected = self._logits(replace(self.config, cache=most), judged=True)
         experts = (
@@ -206,13 +207,13 @@ class _Trial:
         for case in self._cases(most):
             logits, slots = self._logits(case)
             self.check(
-                f"{self.verdict.kernels} kernels, {slots}, {_how(case)}: the same bits as with"
-                f" {experts}",
+                f"{self.verdict.kernels} kernels, {slots}, {_describe_reads(case)}:"
+                f" the same bits as with {experts}",
                 torch.equal(logits, first),
             )
 
     def _cases(self, reference: Any) -> list[LoadConfig]:
-        """The runs that are compared with a first one, of the reference's cache."""
+        """The runs that are compared with the first one, whose cache is `reference`."""
         case, catalog = partial(replace, self.config), self.skeleton.catalog
         caches: tuple[Any, ...] = "50%", catalog.slot_bytes, self.config.cache
         sizes = {slots_for(each, catalog): each for each in caches}
@@ -226,7 +227,7 @@ class _Trial:
         return cases
 
     def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
-        """(logits with the kernels to be judged, the slots that there were)."""
+        """Logits with the kernels to be judged, and the number of slots in words."""
         with streamed_model(self.source, config) as model:
             self.verdict.kernels = model.greenroom.stats().kernels
             if self.reference is not None:
@@ -238,7 +239,7 @@ class _Trial:
             return logits, _slots(model)
 
     def _judge(self, model: PreTrainedModel, logits: Tensor) -> None:
-        """How far the default kernels are from transformers' eager."""
+        """Measure the judged kernels' distance to transformers' eager."""
         verdict = self.verdict
         ours = max(layer.distance(model) for layer in self.layers)
         grouped_mm = max(layer.grouped_mm for layer in self.layers)
@@ -253,26 +254,26 @@ class _Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Greedy tokens, and the logits [prompt + tokens - 1, V] that they came from."""
+class GreedyRun:
+    """Greedy tokens, and the logits [prompt + tokens - 1, V] that gave them."""
 
     tokens: list[int]
     logits: Tensor
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> Run:
-    """The likeliest token, `tokens` times, each in a pass of its own."""
+def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
+    """Decode `tokens` tokens greedily, each in a pass of its own."""
     chosen: list[int] = []
     passes = Passes(model)
     rows = [passes(ids)]
     while True:
         chosen.append(int(rows[-1][-1].argmax()))
         if len(chosen) == tokens:
-            return Run(chosen, torch.cat(rows))
+            return GreedyRun(chosen, torch.cat(rows))
         rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
 def pass_inputs(ids: Tensor, tokens: list[int]) -> list[Tensor]:
-    """What the passes of `greedy` read until they have found these tokens."""
+    """The inputs of the passes in which `greedy` decoded these tokens."""
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

@@ -1,1 +1,1 @@
-"""What a run begins with of earlier ones, and what it counts for later ones."""
+"""State between runs of a model: warm start, and counts for `--split auto`."""

@@ -1,7 +1,7 @@
-"""Counts for MoEpic's configurator, taken while a model answers.
+"""Counts of decoded tokens for MoEpic's configurator.
 
-`--split auto` counts what decoded tokens activate and what had been predicted (`core/activity.py`).
-The counts are a state of the model's routing history; hf/defaults.py runs Algorithm 1 over them.
+`--split auto` counts the experts that decoded tokens use, and those predicted (`core/activity.py`).
+They are saved with the model's routing history; hf/defaults.py runs Algorithm 1 over them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.runtime.driver.driver import Driver
 
-NAME = "split"  # of the state
+NAME = "split"  # of this state in the routing history
 log = logging.getLogger(__name__)
 
 
 class HeadTimer:
-    """Times the head layer, T_head, where it computes one position of each sequence: after a
-    decoded token, and at the end of a prompt. `seconds` is a mean, 0 before the first."""
+    """Times the head layer (MoEpic's T_head).
+
+    Calls with one position of each sequence count: decoded tokens, and ends of prompts. `seconds`
+    is their mean, 0 before the first.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._begun, self._spent, self._count = 0.0, 0.0, 0
@@ -43,7 +46,7 @@ class HeadTimer:
         return self._spent / max(1, self._count)
 
     def close(self) -> None:
-        """Take the hooks out again; what was measured stays."""
+        """Remove the hooks; the measured mean stays."""
         for hook in self._hooks:
             hook.remove()
 
@@ -57,15 +60,18 @@ class HeadTimer:
 
 
 def latency_of(driver: Driver, head: float) -> TokenLatency | None:
-    """Seconds as MoEpic names them, of the decoded tokens so far; None before a token, and where
-    nothing was loaded. `head` is T_head; what is neither head, experts nor waits is T_att."""
+    """MoEpic's latencies, in seconds, measured over the decoded tokens so far.
+
+    `head` is T_head; T_att is the time of a token without head, experts and waits. None before the
+    first token, and where no expert was loaded.
+    """
     meter, pieces = driver.meter, driver.pieces
     link = meter.links[-1]
     if not meter.decodes or not link.nbytes:
         return None
     token = (meter.decode_s - meter.waited_s - meter.computed_s) / meter.decodes
     split = pieces.split
-    expert = split.whole if split is not None else int(pieces.nbytes.max())
+    expert = split.unsplit_bytes if split is not None else int(pieces.nbytes.max())
     return TokenLatency(
         attention=max(0.0, token - head) / pieces.layers,
         moe=meter.computed_s / meter.decodes / pieces.layers,
@@ -75,30 +81,30 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
 
 
 class SplitCounts:
-    """Counts the tokens of decode passes."""
+    """Counts experts that tokens of decode passes use, and experts that were predicted."""
 
-    def __init__(self, offsets: Sequence[int], known: RoutingHistory | None) -> None:
+    def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
         self._offsets = tuple(offsets)
         self.activity = Activity(np.diff(offsets).tolist())
         self._expected: dict[int, Ids] = {}
-        self._reading = False
-        if known is not None and NAME in known.states:
+        self._in_prompt = False
+        if history is not None and NAME in history.states:
             try:
-                self.activity.restore(known.states[NAME])
+                self.activity.restore(history.states[NAME])
             except ValueError as error:
-                log.warning("what was recorded for --split auto is not used: %s", error)
+                log.warning("the counts of earlier runs for --split auto are ignored: %s", error)
 
     def predicted(self, event: Predicted) -> None:
-        """A layer is expected to need these, likeliest first."""
+        """Keep a layer's predicted experts, likeliest first, until its router has chosen."""
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """A pass begins; those of prompts are not counted."""
-        self._reading = prompt
+        """Note the start of a pass; passes of prompts are not counted."""
+        self._in_prompt = prompt
 
     def on_choice(self, layer: int, experts: Ids) -> None:
-        """A router has chosen, [T, K]."""
-        if self._reading:
+        """Count the experts [T, K] that a layer's router chose."""
+        if self._in_prompt:
             return
         expected = self._expected.pop(layer, None)
         n = self.activity.experts[layer]
@@ -106,7 +112,7 @@ class SplitCounts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
 
     def state(self, driver: Driver, head: float) -> Arrays | None:
-        """What is stored: the counts, and seconds as MoEpic names them; None before a token."""
+        """The counts and MoEpic's latencies, to be saved; None before the first token."""
         latency = latency_of(driver, head)
         if latency is None:
             return None

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.attention import KeyValueView
-from greenroom.runtime.memory.system import reservation
+from greenroom.runtime.memory.system import reserve_memory
 
 ROOM = 4096  # tokens of address space, where nothing else is said
 BLOCK = 256  # tokens that a GPU's tensors grow by
@@ -137,7 +137,7 @@ class GrowingLayer(DynamicLayer):
             each = PAGESIZE // gcd(PAGESIZE, row)  # tokens, so that a head begins on a page
             room = tokens if tokens <= self._room else 2 * tokens
             room = -(-max(room, self._room) // each) * each
-            space = reservation(batch * heads * room * row)
+            space = reserve_memory(batch * heads * room * row)
             return torch.frombuffer(space, dtype=like.dtype).view(batch, heads, room, width)
 
     def crop(self, tokens_to_remove: int) -> None:

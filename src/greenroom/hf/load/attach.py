@@ -25,8 +25,8 @@ from greenroom.plan.history import files
 from greenroom.policies import policy
 from greenroom.runtime.kernels import precompile
 from greenroom.runtime.kernels.dense.stored import dense_bytes
-from greenroom.runtime.measure.bandwidth import host
-from greenroom.runtime.memory.system import give_back, rss_bytes
+from greenroom.runtime.measure.bandwidth import host_facts
+from greenroom.runtime.memory.system import release_memory, rss_bytes
 
 Progress = Callable[[float, str], None]
 
@@ -52,14 +52,14 @@ def attach(
     compile_for(policy(setup.policy))
     precompile.wait_for_compiling()
     if setup.host_bytes is not None:
-        give_back()
+        release_memory()
         setup = with_host_tier(setup, config)  # the process is what it is now
     progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, setup)
     greenroom.original_generation_config = generation
     try:
         greenroom.compile()
-        give_back()
+        release_memory()
         process = rss_bytes()
         if not budget.engines:
             greenroom.process_bytes = process - dense_bytes(model)
@@ -102,7 +102,7 @@ def _loaded(model: Any, budget: Budget, slot_budget: SlotBudget, process: int) -
 
 def _keep_process(setup: ModelSetup, process: int) -> None:
     """Leave to plans and later runs what a process takes beside dense parts and slots."""
-    name, digest = name_of(host()), setup.fingerprint
+    name, digest = name_of(host_facts()), setup.fingerprint
     if not setup.remember:
         return
     try:

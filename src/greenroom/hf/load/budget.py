@@ -9,7 +9,7 @@ from typing import Any
 from greenroom.config import LoadConfig
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
-from greenroom.core.homes import spread
+from greenroom.core.home_devices import spread
 from greenroom.core.transfers.queue import staging_seats
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots

@@ -23,7 +23,7 @@ from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
@@ -73,7 +73,7 @@ class Description:
         skeleton = self.skeleton
         need = MemoryNeeds(0, skeleton.dense_bytes, 0, 0, LIBRARIES)
         if not self.keys_values.on_a_gpu:
-            known = load_records(self.fingerprint, name_of(host())).process
+            known = load_records(self.fingerprint, name_of(host_facts())).process
             process = rss_bytes() + COMPILERS if known is None else known
             staging = readers * (CHUNK_BYTES + (1 << 20))
             need = replace(need, process=process + caller_bytes, staging=staging)

@@ -14,7 +14,7 @@ from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.describe import Description
 from greenroom.hf.load.place import place, requested_setup
 from greenroom.hf.load.resolve import resolve
-from greenroom.runtime.memory.system import uncollected
+from greenroom.runtime.memory.system import gc_paused
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def load_with(
     """
     if said := late_import_warning():
         log.warning("%s", said)
-    with uncollected():
+    with gc_paused():
         progress(0.0, "reading the checkpoint's index")
         files, skeleton, on_a_gpu = resolve(source, config)
         description = Description.of(skeleton, config, on_a_gpu)

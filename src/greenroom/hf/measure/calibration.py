@@ -29,7 +29,7 @@ from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import RoutingHistory
 from greenroom.plan.sizing import CacheConfiguration, recorded_activity, slots_with_fewest_misses
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
-from greenroom.runtime.recording.forecasts import choices, distance_of
+from greenroom.runtime.recording.forecasts import distance_of, parse_predictors
 from greenroom.trace import Trace, stream
 from greenroom.trace.journal import Journal, read
 from greenroom.trace.prompts import Prompt
@@ -147,7 +147,7 @@ def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
         name = AUTOMATIC[0]
     if name == OFF:
         return build_predictors(model, catalog, [])
-    return build_predictors(model, catalog, choices(name), file=entry.config.predictor)
+    return build_predictors(model, catalog, parse_predictors(name), file=entry.config.predictor)
 
 
 def calibrate(

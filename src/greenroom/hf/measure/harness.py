@@ -134,7 +134,7 @@ class Harness:
         hot = RoutingHistory.of_counts(self.request_counts).hot_set(offsets, view.slots, view.scope)
         if hot.size:
             warm_up(made.driver, hot, WARM_S)
-        made.driver.asked[:] = 0
+        made.driver.request_counts[:] = 0
 
     def fill(self) -> None:
         """Have every expert in a cache that has a slot for each."""
@@ -169,8 +169,8 @@ class Harness:
                 f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
                 f" --context {self.setup.context} has no room for more after the prompt: raise it"
             )
-        self._pending += greenroom.driver.asked[: self.experts]  # of what is cut, the tops
-        greenroom.driver.asked[:] = 0
+        self._pending += greenroom.driver.request_counts[: self.experts]  # of what is cut, the tops
+        greenroom.driver.request_counts[:] = 0
         requests, misses, nbytes, stall, busy = counted.tolist()
         return Measurement(
             tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall,

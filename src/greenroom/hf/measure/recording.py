@@ -17,8 +17,8 @@ from greenroom.errors import UsageError
 from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
 from greenroom.hf.text.generate import answer, encode
 from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
-from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
-from greenroom.runtime.recording.recorder import Keeps, Recorder
+from greenroom.runtime.recording.forecasts import ForecastRecorder, distance_of, parse_predictors
+from greenroom.runtime.recording.recorder import Recorder, SegmentSink
 from greenroom.trace.journal import Journal, journal_path
 from greenroom.trace.prompts import Prompt
 from greenroom.trace.segments import Header
@@ -53,7 +53,7 @@ def record(
     encoded = model.config.is_encoder_decoder
     skipped = _encoders(model, catalog) if encoded else 0
     running = build_predictors(
-        model, catalog, choices(recording.predict) if recording.predict else [],
+        model, catalog, parse_predictors(recording.predict) if recording.predict else [],
         file=setup.predictor, fingerprint=setup.fingerprint, inputs=recording.gate_inputs > 0,
     )  # fmt: skip
     about = {**_sizes(model), "fingerprint": setup.fingerprint}
@@ -87,7 +87,7 @@ def record(
 def recorder_of(
     model: PreTrainedModel,
     catalog: Catalog,
-    sink: Keeps,
+    sink: SegmentSink,
     running: ModelPredictors,
     skipped: int = 0,
 ) -> Recorder:
@@ -95,7 +95,7 @@ def recorder_of(
     `sink` takes its segments."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]
-    forecasts = Forecasts(running.predictors, running.shape) if running.predictors else None
+    forecasts = ForecastRecorder(running.predictors, running.shape) if running.predictors else None
     return Recorder(
         modules, decoder.get_input_embeddings(), sink, 0, running.capture_inputs(), forecasts
     )

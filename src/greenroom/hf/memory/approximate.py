@@ -1,4 +1,4 @@
-"""What a run needs to serve misses with less: thresholds, a pack's copies, and slots for them."""
+"""Approximated misses of a run: checks, low-precision copies of a pack, and their slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
 from greenroom.runtime.slots.tier import Tier
 
-# The options of misses that get less.
 APPROXIMATION_OPTIONS = tuple(
     each.name for each in options_in(SchedulerConfig) if each.metadata["group"] == INEXACT
 )
@@ -51,7 +50,7 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """A layer whose misses may be served with less; by copies where there are any."""
+    """Experts of a layer whose misses may be approximated, with copies where the pack has any."""
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)

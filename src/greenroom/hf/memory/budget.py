@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from greenroom.config import Amount, show_bytes
 from greenroom.core.layout import PLAIN, Catalog
 from greenroom.errors import BudgetError
-from greenroom.runtime.cuda.host import sizes
+from greenroom.runtime.cuda.host import slot_sizes
 from greenroom.runtime.kernels.dense.stored import expanded_bytes
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
@@ -125,7 +125,7 @@ def host_slots(
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
-    seat, slot = sizes(chunks_of(catalog))
+    seat, slot = slot_sizes(chunks_of(catalog))
     slot = slot_bytes or slot
     least = process + SLACK + seats * seat + kv
     if budget < least and host_memory not in (None, "auto"):

@@ -156,7 +156,7 @@ class SlotBudget:
         wanted, now = self._slots(need), driver.scheduler.capacity
         asked = need.total
         if wanted < now:
-            if (fitting := driver.slots.fitting(wanted)) < now:
+            if (fitting := driver.slots.fitting_capacity(wanted)) < now:
                 driver.resize(fitting)
                 self.release()
             self._asked = asked

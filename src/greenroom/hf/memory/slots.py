@@ -21,8 +21,8 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import Nested
-from greenroom.runtime.slots.tier import Pool, Pools, Tier
+from greenroom.runtime.slots.nested_planes import PlaneJoiner
+from greenroom.runtime.slots.tier import MultiPoolTier, SlotPool, Tier
 from greenroom.runtime.store.disk import Chunk
 
 Chunks = Sequence[tuple[Chunk, ...]]
@@ -51,9 +51,9 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     if setup.copies is not None:
         return Pieces.with_copies(catalog.offsets, setup.copies, chunks)
     if setup.split is not None:
-        return Pieces.parts(catalog.offsets, setup.split, chunks)
+        return Pieces.with_split(catalog.offsets, setup.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
-    return Pieces.whole(catalog.offsets, nbytes, chunks, len(setup.devices))
+    return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices))
 
 
 def _check_whole(setup: ModelSetup) -> None:
@@ -113,30 +113,30 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
 
     def sizes(capacity: int) -> list[int]:
         if split is not None:
-            return [*group_sizes(pieces, capacity, setup.scope), split.seats]
+            return [*group_sizes(pieces, capacity, setup.scope), split.secondary_slots]
         if copies is not None:
-            return [sum(group_sizes(pieces, capacity, setup.scope)), copies.seats]
-        return pieces.shares(capacity)
+            return [sum(group_sizes(pieces, capacity, setup.scope)), copies.secondary_slots]
+        return pieces.slots_per_device(capacity)
 
     counts = sizes(setup.capacity)
     if split is not None:
-        strides, most = [*strides, max(split.bottoms)], [*most, split.seats]
+        strides, most = [*strides, max(split.bottoms)], [*most, split.secondary_slots]
     elif copies is not None:
-        strides, most = [*strides, max(copies.low)], [*most, copies.seats]
+        strides, most = [*strides, max(copies.low)], [*most, copies.secondary_slots]
     else:
         strides, most = strides * len(counts), most * len(counts)
-    made: list[Pool]
+    made: list[SlotPool]
     if engines:
         made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
         nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-        joins = Nested(nestings) if nestings and split is None else None
+        joins = PlaneJoiner(nestings) if nestings and split is None else None
         made = [
-            kind(*each, nested=None if n else joins)
+            kind(*each, plane_joiner=None if n else joins)
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
-    return Pools(made, setup.capacity, sizes) if len(made) > 1 else made[0]
+    return MultiPoolTier(made, setup.capacity, sizes) if len(made) > 1 else made[0]
 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
@@ -159,7 +159,7 @@ def memory_between(
     kept = setup.host_capacity
     nodes = []
     if engines and kept >= len(setup.devices):
-        each = zip(pieces.shares(kept), engines, strict=True)
+        each = zip(pieces.slots_per_device(kept), engines, strict=True)
         nodes = [(share, engine.node) for share, engine in each]
     engine = engines[0] if engines else Engine()
     stride = setup.catalog.slot_bytes if computes else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from greenroom.core.layout import Catalog, SlotLayout
-from greenroom.core.pieces import SEATS, Split
+from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Split
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 
@@ -34,7 +34,7 @@ def split_experts(
     if not any(bottoms):
         return catalog, None
     most = min(catalog.experts_per_layer)
-    return made, Split(tops, bottoms, max(2, min(SEATS * top_k, 2 * most)))
+    return made, Split(tops, bottoms, max(2, min(SECONDARY_SLOTS_PER_CHOICE * top_k, 2 * most)))
 
 
 def nearest(layout: SlotLayout, share: float) -> int:

@@ -45,7 +45,7 @@ from greenroom.hf.model.dense import EncodedParameter, find_encoded_parameters
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.json_file import printable, read_object
 from greenroom.runtime.cuda.engine import device_errors
-from greenroom.runtime.memory.pages import Pages
+from greenroom.runtime.memory.arena import TensorArena
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class ModelSkeleton:
         self._check_loaded(info)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
-        apart = Pages()  # these go before the others when the model is detached
+        apart = TensorArena()  # these go before the others when the model is detached
         for one in self._encoded.values():
             one.load(self.checkpoint, apart.empty)
         model.eval()
@@ -193,7 +193,7 @@ class ModelSkeleton:
         """Tensors that the routes lead from. What transformers does not convert by itself lies in
         memory of its own."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
-        checkpoint, empty = self.checkpoint, Pages().empty
+        checkpoint, empty = self.checkpoint, TensorArena().empty
         tensors: dict[str, LazyTensor] = {}
         for target, conversion in self._conversions.items():
             dtype = dtypes(target, constructed[target].dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Setup, State, compiled
+from greenroom.core.policy import CacheState, PolicySetup, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Lists
 
@@ -27,7 +27,7 @@ class Buckets(NamedTuple):
     spares: Ints  # [1]
 
 
-def empty(setup: Setup) -> Buckets:
+def empty(setup: PolicySetup) -> Buckets:
     """No bucket in use."""
     pieces = setup.pieces
     return Buckets(
@@ -94,12 +94,12 @@ def rise(b: Buckets, group: int, piece: int, key: int) -> None:
 
 
 @compiled
-def lowest(b: Buckets, group: int, state: State) -> int:
+def lowest(b: Buckets, group: int, cache: CacheState) -> int:
     """The piece with the smallest key that is not pinned, or -1."""
     pieces = b.key.size
     bucket = b.order.after[pieces + group]
     while bucket < pieces:
-        piece = lists.last(b.members, pieces + bucket, state)
+        piece = lists.last(b.members, pieces + bucket, cache)
         if piece >= 0:
             return int(piece)
         bucket = b.order.after[bucket]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Setup, State, compiled
+from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Lists(NamedTuple):
@@ -26,7 +26,7 @@ def empty(pieces: int, lists: int) -> Lists:
     return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
 
 
-def one_a_group(setup: Setup) -> Lists:
+def one_a_group(setup: PolicySetup) -> Lists:
     """The memory of a policy that keeps the residents of each group in one list."""
     return empty(setup.pieces, setup.groups)
 
@@ -49,11 +49,11 @@ def push(lists: Lists, head: int, piece: int) -> None:
 
 
 @compiled
-def last(lists: Lists, head: int, state: State) -> int:
+def last(lists: Lists, head: int, cache: CacheState) -> int:
     """The piece nearest the back of the list that is not pinned, or -1."""
     piece = lists.before[head]
     while piece != head:
-        if state.pinned[piece] == 0:
+        if cache.pinned[piece] == 0:
             return int(piece)
         piece = lists.before[piece]
     return -1
@@ -71,7 +71,7 @@ class Queues(NamedTuple):
     size: Ints  # [G, QUEUES]
 
 
-def empty_queues(setup: Setup) -> Queues:
+def empty_queues(setup: PolicySetup) -> Queues:
     """Queues with nothing in them."""
     return Queues(
         empty(setup.pieces, QUEUES * setup.groups),
@@ -109,6 +109,6 @@ def forget_oldest(queues: Queues, group: int, which: int) -> None:
 
 
 @compiled
-def oldest(queues: Queues, group: int, which: int, state: State) -> int:
+def oldest(queues: Queues, group: int, which: int, cache: CacheState) -> int:
     """The oldest piece of a queue that is not pinned, or -1."""
-    return int(last(queues.lists, head_of(queues, group, which), state))
+    return int(last(queues.lists, head_of(queues, group, which), cache))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Setup, State, compiled
+from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Pools(NamedTuple):
@@ -21,7 +21,7 @@ class Pools(NamedTuple):
     dice: NDArray[np.uint64]  # [1] splitmix64, the same everywhere
 
 
-def empty(setup: Setup) -> Pools:
+def empty(setup: PolicySetup) -> Pools:
     """Pools with nothing in them; each has room for all pieces of its group."""
     sizes = np.bincount(setup.group_of, minlength=setup.groups)
     return Pools(
@@ -72,13 +72,13 @@ def below(dice: Any, n: int) -> int:
 
 
 @compiled
-def draw(pools: Pools, group: int, state: State) -> int:
+def draw(pools: Pools, group: int, cache: CacheState) -> int:
     """One of those that are not pinned, each as likely as the others; -1 where there is none."""
     base, left = pools.base[group], pools.size[group]
     while left > 0:
         i = below(pools.dice, left)
         piece = pools.members[base + i]
-        if state.pinned[piece] == 0:
+        if cache.pinned[piece] == 0:
             return int(piece)
         left -= 1  # put the pinned ones behind those that are still drawn from
         swap(pools, group, i, left)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenroom.core.predictor import PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Choice, Setting
+from greenroom.predictors.helpers.kind import PredictorChoice, PredictorSetup
 
 LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more than this call functions of their own
 
 
-def compile_predictor(choice: Choice) -> None:
+def compile_predictor(choice: PredictorChoice) -> None:
     """Run a second predictor of this kind over invented routing; it is dropped afterwards.
 
     Machine code depends on types alone, so a few experts do. Kinds that ask routers, files or
@@ -23,14 +23,14 @@ def compile_predictor(choice: Choice) -> None:
     if choice.kind.needs - LEARNS_FROM_ROUTING:
         return
     shape = Shape((4,) * max(2, choice.distance or 0), 2)
-    predictor, first = choice.make(Setting(shape)), 0
+    predictor, first = choice.build(PredictorSetup(shape)), 0
     for request in range(2):
         for tokens in (3, 1, 1):  # a prompt and two tokens
             ids = np.arange(tokens, dtype=np.int64)
-            predictor.begin(PassBegins(request, first, tokens, tokens > 1, ids))
+            predictor.begin(PassStart(request, first, tokens, tokens > 1, ids))
             predictor.predict(-1)
             for layer in range(shape.layers):
                 experts = np.tile(np.arange(shape.top_k), (tokens, 1))
-                predictor.observe(Seen(layer, experts))
+                predictor.observe(LayerRouting(layer, experts))
                 predictor.predict(layer)
             first += tokens

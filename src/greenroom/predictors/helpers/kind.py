@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from greenroom.core.policy import Option
+from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Gates, Predictor, Shape
 from greenroom.errors import UnknownName, UsageError
 
@@ -18,7 +18,7 @@ Need = Literal["token_ids", "inputs", "gates", "file", "trace"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class PredictorSetup:
     """What predictors are made from; what a kind does not need may be left out."""
 
     shape: Shape
@@ -42,11 +42,11 @@ class Setting:
         return distance
 
 
-Make = Callable[[Setting], Predictor]
+Builder = Callable[[PredictorSetup], Predictor]
 
 
 @dataclass(frozen=True)
-class Kind:
+class PredictorKind:
     """A predictor by name: how one is made, and what that needs.
 
     `distance` is the default; None where a predictor does not choose one: it predicts whole passes
@@ -54,13 +54,13 @@ class Kind:
     """
 
     name: str
-    make: Make
+    build: Builder
     help: str
     needs: frozenset[Need] = frozenset()
     distance: int | None = None
-    options: tuple[Option, ...] = ()
+    options: tuple[PolicyOption, ...] = ()
 
-    def chosen(self, text: str = "") -> Choice:
+    def choose(self, text: str = "") -> PredictorChoice:
         """This kind with `[distance][,option=value...]`. UsageError where one cannot be right."""
         first, *rest = text.split(",") if text else [""]
         known = {option.name: option for option in self.options}
@@ -82,7 +82,7 @@ class Kind:
                 raise UsageError(f"options of {self.name} are given once, as name=value: {item!r}")
             values[name] = known[name].parse(self.name, value)
         defaults = {name: option.default for name, option in known.items()}
-        return Choice(
+        return PredictorChoice(
             self, f"{self.name}:{text}" if text else self.name, distance, defaults | values
         )
 
@@ -95,14 +95,14 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PredictorChoice:
     """A kind, and how far and in which manner it shall look. `name` is what the user wrote."""
 
-    kind: Kind
+    kind: PredictorKind
     name: str
     distance: int | None
     options: Mapping[str, Any]
 
-    def make(self, setting: Setting) -> Predictor:
+    def build(self, setting: PredictorSetup) -> Predictor:
         """One predictor, new. UsageError where the setting lacks what it needs."""
-        return self.kind.make(replace(setting, distance=self.distance, options=self.options))
+        return self.kind.build(replace(setting, distance=self.distance, options=self.options))

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, Ids, PassBegins
+from greenroom.core.predictor import Ids, LayerPrediction, PassStart
 from greenroom.core.ranking import top
-from greenroom.predictors.helpers.kind import Setting
-from greenroom.predictors.helpers.places import Places, filled
-from greenroom.predictors.none import Nothing
+from greenroom.predictors.helpers.kind import PredictorSetup
+from greenroom.predictors.helpers.token_table import TokenTable, filled
+from greenroom.predictors.none import NullPredictor
 
 Floats = NDArray[np.float32]
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Learner(Nothing):
+class Learner(NullPredictor):
     """A predictor whose state is `_arrays`, and what it knows of token ids."""
 
     _of_distance = False  # whether what was learned holds for one distance only
-    _known: Places | None = None
+    _known: TokenTable | None = None
 
     @abstractmethod
     def _arrays(self) -> Arrays:
@@ -54,12 +54,12 @@ class PathLearner(Learner):
 
     _of_distance = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PredictorSetup) -> None:
         super().__init__(setting)
         self._path = np.full((2, self._shape.layers, self._shape.top_k), -1, np.int64)
         self._request = -1
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         before = self._path[-1]
         self._path = np.full((at.tokens + 1, *before.shape), -1, np.int64)
         if at.request == self._request:  # nothing follows from another request's last token
@@ -67,18 +67,18 @@ class PathLearner(Learner):
         self._request = at.request
 
 
-def guesses_of_pass(scores: Floats, layers: int, width: int, above: float) -> list[Guess]:
+def guesses_of_pass(scores: Floats, layers: int, width: int, above: float) -> list[LayerPrediction]:
     """A guess for every layer; `scores` [layers * T, E]: those of a layer's T tokens lie
     together."""
     named = top(scores, width, above)
-    return [Guess(i, rows) for i, rows in enumerate(named.reshape(layers, -1, width))]
+    return [LayerPrediction(i, rows) for i, rows in enumerate(named.reshape(layers, -1, width))]
 
 
-def for_all(one: Guess, layers: int, tokens: int) -> Guess:
+def for_all(one: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
     """A guess of one row for all tokens of its pass, where that is the pass under way."""
     if one.layer >= layers or tokens == 1:
         return one
-    return Guess(one.layer, np.repeat(one.experts, tokens, axis=0))
+    return LayerPrediction(one.layer, np.repeat(one.experts, tokens, axis=0))
 
 
 def as_ids(experts: Ids) -> Ids:

@@ -14,7 +14,7 @@ import torch
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.layout import Copy
-from greenroom.runtime.cuda.both import CoComputeKernel
+from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
@@ -28,7 +28,7 @@ TRIES = 3  # the first finds caches and clocks cold
 TOUCHED = 4  # slots of host memory, so that none is in the processor's cache
 
 
-def nominal(nbytes: int) -> Costs:
+def nominal_costs(nbytes: int) -> Costs:
     """An ordinary machine, for an expert of so many bytes."""
     links = Link(DISK), Link(BUS)
     expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
@@ -45,7 +45,7 @@ def calibrate(
     nbytes = slab.stride
     run = Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
     pool, slot = slots.at(0)
-    moved = shortest([lambda: pool.write(slot, (run,), slab.bytes(0), 0)] * TRIES)
+    moved = shortest_time([lambda: pool.write(slot, (run,), slab.bytes(0), 0)] * TRIES)
     on_device, on_host = [], []
     for tokens in TOKENS:
         step = trial_step(both, layer, engine, tokens)
@@ -55,8 +55,8 @@ def calibrate(
             engine.wait(engine.mark())
 
         jobs = [both.host_job(step, [0], [n % touched]) for n in range(TRIES + touched)]
-        on_device.append((tokens, shortest([wave] * TRIES)))
-        on_host.append((tokens, shortest(jobs)))
+        on_device.append((tokens, shortest_time([wave] * TRIES)))
+        on_host.append((tokens, shortest_time(jobs)))
     links = Link(DISK), Link(nbytes / moved)
     return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))
 
@@ -69,7 +69,7 @@ def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int)
     return kernel.begin(layer, x, routing, weights)
 
 
-def shortest(works: list[Callable[[], None]]) -> float:
+def shortest_time(works: list[Callable[[], None]]) -> float:
     """Seconds of the quickest; the first is not counted. Never 0: rates are ratios."""
     found = []
     for work in works:

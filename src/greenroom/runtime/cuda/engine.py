@@ -57,11 +57,11 @@ class Engine:
     def wait(self, mark: Mark) -> None:
         """Return when a mark has passed."""
 
-    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+    def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         """A tensor of the device in host memory, there once the mark has passed."""
         return tensor, None
 
-    def up(self, tensor: Tensor) -> Tensor:
+    def copy_to_device(self, tensor: Tensor) -> Tensor:
         """A tensor of host memory on the device, for what is computed from here on."""
         return tensor
 
@@ -118,13 +118,13 @@ class Cuda(Engine):
             with device_errors():
                 mark.synchronize()
 
-    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+    def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         with device_errors():
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
             return host, self.mark()
 
-    def up(self, tensor: Tensor) -> Tensor:
+    def copy_to_device(self, tensor: Tensor) -> Tensor:
         with device_errors():
             return tensor.pin_memory().to(self.device, non_blocking=True)
 

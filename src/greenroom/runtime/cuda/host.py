@@ -21,7 +21,7 @@ from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.memory import numa
-from greenroom.runtime.memory.system import reservation
+from greenroom.runtime.memory.system import reserve_memory
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.tier import overlap
 from greenroom.runtime.store.disk import BLOCK, Chunk, Staging
@@ -29,13 +29,13 @@ from greenroom.runtime.store.disk import BLOCK, Chunk, Staging
 log = logging.getLogger(__name__)
 
 
-def room(chunk: Chunk) -> int:
+def chunk_room(chunk: Chunk) -> int:
     """Bytes that a chunk may take here: direct reads begin and end at blocks."""
     return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
 
 
 class HostMemory:
-    """`seats` places for a chunk, then `capacity` slots for all chunks of an expert.
+    """`staging_slots` places for a chunk, then `capacity` slots for all chunks of an expert.
 
     Slots hold an expert as the disk has it, and the device rearranges it as it arrives there. With
     a `stride`, `slots` are laid out as kernels read them, so that the host's processor computes
@@ -47,7 +47,7 @@ class HostMemory:
         self,
         engine: Engine,
         chunks: Sequence[tuple[Chunk, ...]],
-        seats: int,
+        staging_slots: int,
         capacity: int,
         nodes: Sequence[tuple[int, int | None]] = (),
         stride: int | None = None,
@@ -55,17 +55,17 @@ class HostMemory:
         """`chunks` of every expert; `nodes` are (slots, NUMA node) of each device's part, where
         there are several. DeviceError where there is no address space for it."""
         self.engine, self.capacity = engine, capacity
-        self.seat_bytes, self.slot_bytes = sizes(chunks)
+        self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
         if stride is not None:
             self.slot_bytes = stride
-        self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
+        self.nbytes = staging_slots * self.staging_bytes + capacity * self.slot_bytes
         try:
-            self._map = reservation(max(self.nbytes, BLOCK), large_pages=True)
+            self._map = reserve_memory(max(self.nbytes, BLOCK), large_pages=True)
         except DeviceError as error:
             what = f"{show_bytes(self.nbytes)} of experts"
             raise DeviceError(f"no host memory for {what}: {error}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._first_slot = seats * self.seat_bytes
+        self._first_slot = staging_slots * self.staging_bytes
         self._chunks = chunks
         self.slots: HostSlots | None = None
         if stride is not None:
@@ -84,7 +84,7 @@ class HostMemory:
                 self.refused,
             )
 
-    def bring(
+    def read_chunk(
         self,
         action: StartChunk,
         chunk: Chunk,
@@ -104,10 +104,12 @@ class HostMemory:
             data = place[: data.size]
         self._at[self._key(action)] = data
 
-    def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
+    def chunk_source(
+        self, action: StartChunk, chunk: Chunk
+    ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
         """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
         if self.slots is not None and action.host >= 0:
-            return in_place(chunk), self.slots.bytes(action.host), 0
+            return in_place_copies(chunk), self.slots.bytes(action.host), 0
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
 
     @staticmethod
@@ -117,10 +119,10 @@ class HostMemory:
         return (action.host, action.chunk, 1) if kept else (action.seat, 0, 0)
 
     def _place(self, action: StartChunk) -> np.ndarray:
-        """What a store reads a chunk into; it never asks for more than the chunk's `room`."""
-        begin, nbytes = action.seat * self.seat_bytes, self.seat_bytes
+        """What a store reads a chunk into; it never asks for more than the chunk's `chunk_room`."""
+        begin, nbytes = action.seat * self.staging_bytes, self.staging_bytes
         if action.host >= 0:
-            *before, nbytes = map(room, self._chunks[action.piece][: action.chunk + 1])
+            *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])
             begin = self._first_slot + action.host * self.slot_bytes + sum(before)
         return self._bytes[begin : begin + nbytes]
 
@@ -133,15 +135,15 @@ class HostMemory:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
+def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
     """Bytes of a seat, which takes any chunk, and of a slot, which takes any expert."""
     return (
-        max(room(chunk) for each in chunks for chunk in each),
-        max(sum(room(chunk) for chunk in each) for each in chunks),
+        max(chunk_room(chunk) for each in chunks for chunk in each),
+        max(sum(chunk_room(chunk) for chunk in each) for each in chunks),
     )
 
 
-def in_place(chunk: Chunk) -> tuple[Copy, ...]:
+def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
     """Where a chunk's bytes lie in a slot, as copies from one slot to another."""
     found = []
     for copy in chunk.extent.copies:

@@ -1,9 +1,9 @@
 """Slots in device memory: slabs of equal slots, one allocation a segment.
 
-A resize adds or drops segments and moves no other: kernels find a slot by its address. Bytes come
-from host memory on a stream of their own. Before a slot is written, the waves that were ordered
-from it must have been computed: `computed` marks them, and a copy waits for the marks of its slot
-alone.
+A resize adds or drops segments and moves no other: kernels find a slot by its address. Bytes are
+copied from host memory on a stream of their own. A slot is written only after every launched
+computation that reads it: `mark_computed` records a mark behind it, and a copy waits for the mark
+of its slot alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
-from greenroom.runtime.slots.tier import Pool, overlap
+from greenroom.runtime.slots.tier import SlotPool, overlap
 
 SEGMENT_BYTES = 256 << 20
 
 
-class DeviceSlots(Pool):
+class DeviceSlots(SlotPool):
     """Slots on an engine's device. `stride` bytes each, a multiple of the alignment."""
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
@@ -58,7 +58,7 @@ class DeviceSlots(Pool):
         flat = self.bytes(slot)[spec.offset : spec.offset + spec.nbytes]
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
-    def computed(self, slots: Sequence[int]) -> None:
+    def mark_computed(self, slots: Sequence[int]) -> None:
         """A wave from these slots has been ordered on the current stream."""
         mark = self.engine.mark()
         for slot in slots:
@@ -114,7 +114,7 @@ class DeviceSlots(Pool):
             self._grow(capacity)
         self.capacity = capacity
 
-    def fitting(self, capacity: int) -> int:
+    def fitting_capacity(self, capacity: int) -> int:
         """The most slots that take the memory of no more than `capacity`: a segment that is there
         is given back as a whole, but for the first one."""
         if capacity >= self._end:

@@ -40,7 +40,7 @@ Deliver = Callable[[StartChunk, int, Failure | None], None]
 class Copier:
     """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
 
-    `lanes[h]` threads for link h; between two links lies `between`.
+    `lanes[h]` threads for link h; between two links lies `host_memory`.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Copier:
         slots: Tier,
         lanes: Sequence[int],
         deliver: Deliver,
-        between: HostMemory | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         self._store, self._slots, self._deliver = store, slots, deliver
-        self._between = between
+        self._host_memory = host_memory
         self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
             (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
         }
@@ -87,14 +87,14 @@ class Copier:
     def _carry(self, action: StartChunk, staging: Staging) -> int:
         """Take a chunk over its link; the bytes that it has."""
         chunk = self._store.chunks(action.piece)[action.chunk]
-        if self._between is None:
+        if self._host_memory is None:
             data = self._store.read(chunk, staging)
             copies, start = chunk.extent.copies, chunk.start
         elif action.link == 0:
-            self._between.bring(action, chunk, self._store.read, staging)
+            self._host_memory.read_chunk(action, chunk, self._store.read, staging)
             return chunk.length
         else:
-            copies, data, start = self._between.source(action, chunk)
+            copies, data, start = self._host_memory.chunk_source(action, chunk)
         pool, number = self._slots.at(action.slot)
         pool.write(number, copies, data, start)
         return chunk.length

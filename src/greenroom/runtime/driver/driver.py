@@ -25,31 +25,31 @@ from greenroom.core.events import (
     StartChunk,
     Trim,
 )
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import StoreError
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.driver.action_queue import ActionQueue
 from greenroom.runtime.driver.copier import Copier, Failure, Store
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter
-from greenroom.runtime.driver.orders import Orders
 from greenroom.runtime.driver.predictions import Predictions
 from greenroom.runtime.driver.timeline import COMPUTE, Timeline
-from greenroom.runtime.slots.resident_tables import ResidentTables, Tables
+from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
 
-ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
-OnHost = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
+ComputeExperts = Callable[..., None]  # (experts, slots), and the part where waves have one
+PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
 
 
 class Driver:
     """One model's experts at run time. Steps are served one after another.
 
     `foresight` predicts, unless every expert has a slot; `guard` stops what does not pay;
-    `between` is the memory between two links.
+    `host_memory` is the memory between two links.
 
     An exception in the midst of a decision, in whichever thread, leaves it unknown what is where:
     the driver is broken, whoever waits is told so (ClosedError), and so is everybody after.
@@ -64,32 +64,32 @@ class Driver:
         foresight: Foresight | None = None,
         guard: Guard | None = None,
         links: tuple[str, ...] = ("disk -> host",),
-        between: HostMemory | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.pieces = pieces = scheduler.view.pieces
-        self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
-        self.meter = Meter.of(scheduler.view.lanes)
-        self.asked = np.zeros(pieces.experts, np.int64)  # requests of each expert
-        self.missed = np.zeros(pieces.layers, np.int64)  # misses of each layer
-        self._tables = ResidentTables(scheduler, self.asked)
-        self.sizes = scheduler.capacity, scheduler.capacity  # the least and the most slots so far
+        self.predictions = Predictions(foresight, guard, lambda: self.all_resident, self._tell)
+        self.meter = Meter.for_lanes(scheduler.view.lanes)
+        self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
+        self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
+        self._tables = ResidentTables(scheduler, self.request_counts)
+        self.capacity_range = scheduler.capacity, scheduler.capacity  # least and most so far
         self.timeline: Timeline | None = None
-        self.links, self._store, self.between = links, store, between
-        self._orders = Orders()
+        self.links, self._store, self.host_memory = links, store, host_memory
+        self._orders = ActionQueue()
         self._changed = self._orders.changed
         self._one_step = FairLock()
         self._error: Failure | None = None  # of the step under way
-        self._meanwhile: Callable[[], None] | None = None
+        self._overlapped_work: Callable[[], None] | None = None
         self._pass, self._layer = -1, pieces.layers
         self._request, self._prefill = 0, False
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._host = HostWorker(self.meter) if any(o.uses_host for o in scheduler.options) else None
         lanes = scheduler.view.lanes
-        self._copier = Copier(store, slots, lanes, self._delivered, between)
+        self._copier = Copier(store, slots, lanes, self._delivered, host_memory)
 
-    def begin_pass(self, at: PassBegins) -> None:
+    def begin_pass(self, at: PassStart) -> None:
         """A pass begins; `at.request` says of which prompt."""
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
@@ -97,7 +97,7 @@ class Driver:
         self.predictions.begin(at, self._orders.closed)
 
     @property
-    def resident(self) -> bool:
+    def all_resident(self) -> bool:
         """Has every expert a slot?"""
         return self.scheduler.capacity >= self.pieces.experts
 
@@ -109,12 +109,12 @@ class Driver:
         self._begun, now = None, time.perf_counter()
         seconds, waited = now - begun, self.meter.stall_s - stalls
         if not self._prefill:
-            self.meter.decoded(seconds, waited)
+            self.meter.add_decode(seconds, waited)
         if self.timeline is not None:
             self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
         self.predictions.end(self._prefill, seconds, waited, tokens)
 
-    def decided(self, layer: int, experts: np.ndarray) -> None:
+    def announce_routing(self, layer: int, experts: np.ndarray) -> None:
         """A layer's router has chosen these (ids within it, ascending); its step is yet to come.
 
         They begin to come, where slots may be on loan.
@@ -136,24 +136,25 @@ class Driver:
         self,
         layer: int,
         experts: np.ndarray,
-        compute: ComputeWave,
+        compute: ComputeExperts,
         rows: np.ndarray | None = None,
         weights: np.ndarray | None = None,
         *,
-        tails: np.ndarray | None = None,
-        seen: Callable[[bool], Seen] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-        on_host: OnHost | None = None,
+        tail_weights: np.ndarray | None = None,
+        observe_routing: Callable[[bool], LayerRouting] | None = None,
+        overlapped_work: Callable[[], None] | None = None,
+        prepare_host_job: PrepareHostJob | None = None,
     ) -> None:
         """Have `compute(experts, slots)` called on every expert of a step once, in waves; of split
         experts `compute(experts, slots, part)` on every part, the top before the bottom.
 
         experts: ids within the layer, ascending, int64
         rows, weights: the tokens that chose each, and the sums of their gate weights
-        tails: how much each matters, where misses may be served with less
-        seen: gives what predictors are told, with the router's inputs or without
-        meanwhile: is called once at most, when there is nothing to compute but a wait
-        on_host: what it gives for (experts, slots) is called in the host processor's thread
+        tail_weights: gate weight of each expert and of the ranks below, where misses may be
+            approximated
+        observe_routing: makes the observation for predictors, with or without the router's inputs
+        overlapped_work: called at most once, when the step would otherwise wait
+        prepare_host_job: makes a job of (experts, slots) for the host processor's thread
 
         StoreError where an expert cannot be read, DeviceError where the device does not take it.
         The cache stays usable, and so it does after an exception in `compute`.
@@ -165,7 +166,7 @@ class Driver:
             self._enter(wanted=True)
             self._come_to(layer)
             pieces = experts + first
-            self.asked[pieces] += 1
+            self.request_counts[pieces] += 1
             path = self.scheduler.all_resident
             slots = None if path is None else path.step(pieces)
             if slots is not None:
@@ -174,29 +175,31 @@ class Driver:
                 if self.timeline is not None:
                     self.timeline.wave(layer, Compute(pieces, slots), begin)
                 return
-            self._meanwhile, self._error = meanwhile, None
+            self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
             try:
                 self._tell(Routed(
-                    self._pass, layer, pieces, self._request, rows, weights, self._prefill, tails,
-                    moved=on_host is None,
+                    self._pass, layer, pieces, self._request, rows, weights, self._prefill,
+                    tail_weights, moved=prepare_host_job is None,
                 ))  # fmt: skip
-                self.missed[layer] += self.scheduler.view.misses - misses
-                self.predictions.routed(seen)
-                order = self._compute(layer, compute, on_host)
+                self.miss_counts[layer] += self.scheduler.view.misses - misses
+                self.predictions.routed(observe_routing)
+                order = self._compute(layer, compute, prepare_host_job)
             except BaseException:
                 self._abandon()
                 raise
             if order.failed >= 0:
                 raise self._error or StoreError(f"expert {order.failed} could not be read")
 
-    def _compute(self, layer: int, compute: ComputeWave, on_host: OnHost | None) -> Finish:
+    def _compute(
+        self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
+    ) -> Finish:
         """Have every wave of the step computed, as they are ordered; how it ends."""
         first = self.pieces.offsets[layer]
         in_parts = self.scheduler.parts
         while isinstance(order := self._next_order(), Compute):
             if order.device == HOST:
-                self._to_host(order, on_host)
+                self._to_host(order, prepare_host_job)
                 continue
             begin = time.perf_counter()
             compute(order.experts - first, order.slots, *([order.part] if in_parts else []))
@@ -207,10 +210,10 @@ class Driver:
             self._tell(Computed(order.device))
         return order
 
-    def _to_host(self, order: Compute, on_host: OnHost | None) -> None:
+    def _to_host(self, order: Compute, prepare_host_job: PrepareHostJob | None) -> None:
         """Have the host's processor compute a wave, while this thread goes on."""
         assert self._host is not None
-        assert on_host is not None
+        assert prepare_host_job is not None
         layer, begin = self._layer, time.perf_counter()
         first = self.pieces.offsets[layer]
 
@@ -225,9 +228,11 @@ class Driver:
                     with contextlib.suppress(BaseException):  # it says so to everybody who waits
                         self._carry_out(Computed(HOST))
 
-        self._host.start(on_host(order.experts - first, order.slots), done)
+        self._host.start(prepare_host_job(order.experts - first, order.slots), done)
 
-    def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
+    def resident_steps(
+        self, layers: Sequence[int], find: Callable[[SlotTables], Sequence[int]]
+    ) -> int | None:
         """Steps without a decision for consecutive layers: `find` (see `ResidentTables`) also
         computes them, until one that has to be a `step`. How many steps were done; None where
         nothing was."""
@@ -241,7 +246,7 @@ class Driver:
                     self._come_to(layer)
             return done
 
-    def order(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
         """Tell the scheduler something between two steps."""
         with self._one_step:
             self._enter()
@@ -259,7 +264,8 @@ class Driver:
             with self._changed:  # what is being prefetched lands first
                 while self.scheduler.capacity != capacity:
                     self._orders.wait()
-        self.sizes = min(self.sizes[0], capacity), max(self.sizes[1], capacity)
+        least, most = self.capacity_range
+        self.capacity_range = min(least, capacity), max(most, capacity)
         self.predictions.resized()
 
     def _come_to(self, layer: int) -> None:
@@ -313,9 +319,9 @@ class Driver:
                 self._changed.notify_all()
 
     def _next_order(self) -> Compute | Finish:
-        if self._meanwhile is not None and not self._orders:
-            meanwhile, self._meanwhile = self._meanwhile, None
-            meanwhile()
+        if self._overlapped_work is not None and not self._orders:
+            work, self._overlapped_work = self._overlapped_work, None
+            work()
         with self._changed:
             if not self._orders:
                 begin, cause = time.perf_counter(), self._cause()
@@ -383,5 +389,5 @@ class Driver:
                     self._host.close()
                 self._store.close()
                 self.slots.close()
-                if self.between is not None:
-                    self.between.close()
+                if self.host_memory is not None:
+                    self.host_memory.close()

@@ -53,7 +53,7 @@ class Meter:
     at: float = field(default=0.0, compare=False)  # when it was read
 
     @classmethod
-    def of(cls, lanes: Sequence[int]) -> Meter:
+    def for_lanes(cls, lanes: Sequence[int]) -> Meter:
         return cls([LinkMeter() for _ in lanes])
 
     @property
@@ -65,7 +65,7 @@ class Meter:
     def stall_s(self) -> float:
         return sum(self.stalls.values())
 
-    def decoded(self, seconds: float, waited: float) -> None:
+    def add_decode(self, seconds: float, waited: float) -> None:
         """A pass that is no prompt's is over."""
         self.decodes += 1
         self.decode_s += seconds
@@ -77,16 +77,17 @@ class Meter:
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 
 
-def minus(after: Any, before: Any) -> Any:
+def subtract_counts(after: Any, before: Any) -> Any:
     """What was counted between two states of the same counts: numbers, or dataclasses, lists and
     dicts of them."""
     if is_dataclass(after) and not isinstance(after, type):
         changed = {
-            f.name: minus(getattr(after, f.name), getattr(before, f.name)) for f in fields(after)
+            f.name: subtract_counts(getattr(after, f.name), getattr(before, f.name))
+            for f in fields(after)
         }
         return type(after)(**changed)
     if isinstance(after, dict):
-        return {name: minus(value, before[name]) for name, value in after.items()}
+        return {name: subtract_counts(value, before[name]) for name, value in after.items()}
     if isinstance(after, list):
-        return [minus(a, b) for a, b in zip(after, before, strict=True)]
+        return [subtract_counts(a, b) for a, b in zip(after, before, strict=True)]
     return after - before

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from greenroom.core.events import Predicted
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 
@@ -33,13 +33,13 @@ class Predictions:
     def _wanted(self) -> bool:
         return self.foresight is not None and not self._resident()
 
-    def begin(self, at: PassBegins, closed: bool) -> None:
+    def begin(self, at: PassStart, closed: bool) -> None:
         """A pass begins."""
         self._told = self._wanted
         if self._told and not closed:
             self._ask(lambda foresight: foresight.begin(at))
 
-    def routed(self, seen: Callable[[bool], Seen] | None) -> None:
+    def routed(self, seen: Callable[[bool], LayerRouting] | None) -> None:
         """A layer's router has chosen; `seen(inputs)` is what predictors are told."""
         if self._told and self._wanted and seen is not None:
             self._ask(lambda foresight: foresight.routed(seen(foresight.on)))

@@ -29,8 +29,8 @@ class Stats(Mapping[str, Any]):
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
-    is how experts are cut (see `split_stats`), None where they are whole; `lesser` what misses were
-    served with instead of the exact expert (see `lesser_stats`), None where all is exact.
+    is how experts are cut (see `split_stats`), None where they are whole; `lesser` says how
+    misses were approximated (see `approximation_stats`), None where all are exact.
     `co_compute` says how many misses were moved and how many the host's processor computed (see
     `host_stats`); None where all of them are moved.
     """
@@ -80,18 +80,21 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     return {
         "tops": scheduler.view.group_sizes(),
         "shares": [a / (a + b) for a, b in zip(split.tops, split.bottoms, strict=True)],
-        "seats": split.seats,
+        "seats": split.secondary_slots,
         "bottoms": counts.bottoms,
         "bottom_hits": counts.bottom_hits,
     }
 
 
-def lesser_stats(driver: Driver, counts: Counts, at: Approximation | None) -> dict[str, Any] | None:
-    """What misses were served with, and the shares of all evaluations that were not exact.
+def approximation_stats(
+    driver: Driver, counts: Counts, at: Approximation | None
+) -> dict[str, Any] | None:
+    """Counts of approximated misses, and their shares of all evaluations.
 
     `low` were computed from a copy, which `low_hits` times was there; `left_out`
     were not computed; `substituted` were computed with another expert's weights. `joined` misses
-    were exact, and fetched only what their copy lacked; `adopted` experts followed their copies.
+    were exact, and fetched only what their copy lacked; `adopted` experts were promoted after
+    their copies.
     Shares are None before the first request.
     """
     if at is None:
@@ -105,7 +108,7 @@ def lesser_stats(driver: Driver, counts: Counts, at: Approximation | None) -> di
         "low_below": at.low,
         "skip_below": at.skip,
         "substitute_below": at.substitute,
-        "seats": copies.seats if copies is not None else 0,
+        "seats": copies.secondary_slots if copies is not None else 0,
         **given,
         "low_hits": counts.low_hits,
         "joined": counts.joined,
@@ -116,8 +119,9 @@ def lesser_stats(driver: Driver, counts: Counts, at: Approximation | None) -> di
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """Misses that were `moved` to a device, and those that were computed `on_host`, in so many
-    seconds; `adopted` ones of these followed to the device. The share is None before the first."""
+    """Misses that were `moved` to a device, and those computed `on_host`, in so many seconds.
+
+    `adopted` ones of these were promoted to the device. The share is None before the first miss."""
     if not any(each.uses_host for each in driver.scheduler.options):
         return None
     return {

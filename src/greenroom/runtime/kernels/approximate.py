@@ -1,7 +1,7 @@
-"""Kernels over steps in which some experts are computed with less than their own weights.
+"""Kernels for steps in which some experts are approximated.
 
 Copies in low precision are computed by the kernels of their encoding, from slots of their own. An
-expert that is left out gives nothing; one that a buddy stands in for is computed from that one's
+expert that is left out gives nothing; one that has a substitute is computed from the substitute's
 slot. Outputs are kept apart and summed in the order of experts, as ever.
 """
 

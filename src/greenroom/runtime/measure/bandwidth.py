@@ -175,7 +175,7 @@ def fit_link(reads: Reads) -> Link:
     return Link(bandwidth, statistics.median(alone), lanes)
 
 
-def host() -> dict[str, Any]:
+def host_facts() -> dict[str, Any]:
     """Facts that a measurement cannot be read without; the load tells who else was at work."""
     import torch
 

@@ -21,7 +21,7 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.measure import bandwidth
 from greenroom.runtime.measure.bandwidth import READ_SIZES, READ_THREADS
 
-LEAST_BYTES = 64 << 20  # fewer say nothing about a disk
+LEAST_BYTES = 64 << 20  # fewer report nothing about a disk
 SUFFIXES = (".safetensors", ".gguf")
 
 
@@ -39,48 +39,49 @@ class Effort:
 QUICK = Effort(256 << 20, 5, 256 << 20, read_s=0.2, kernel_s=0.08)
 THOROUGH = Effort(512 << 20, 12, 2 << 30, read_s=1.5, kernel_s=0.8)
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def engines() -> list[Engine]:
+def gpu_engines() -> list[Engine]:
     """The GPU that a run would take, where there is one."""
     return [Cuda(0)] if torch.cuda.is_available() else []
 
 
-def examine(
+def measure_machine(
     path: Path | None = None,
     effort: Effort = THOROUGH,
-    say: Say = lambda _: None,
+    report: Report = lambda _: None,
     devices: Sequence[Engine] = (),
 ) -> Machine:
-    """Memory, disk and kernels of this machine, and what a device of it can do. `say` is told what
-    is being measured.
+    """Measure memory, disk and kernels of this machine, and its devices.
+
+    `report` is called with the name of each measurement as it begins.
 
     `path` is a model's folder or file, which is read, or any other folder, where a file is written
     and read back (default: where models are downloaded to). UsageError, OutputError.
     """
     begin = time.perf_counter()
-    facts = bandwidth.host()
+    facts = bandwidth.host_facts()
     cores = os.cpu_count() or 1
-    with disk_files(path, effort.file_bytes, say) as (files, where):
+    with disk_files(path, effort.file_bytes, report) as (files, where):
         direct = bandwidth.reads_directly(files[0])
         reads = {}
         for size in READ_SIZES:
-            say(f"disk, reads of {size >> 10} KiB")
+            report(f"disk, reads of {size >> 10} KiB")
             for threads in READ_THREADS:
                 reads[size, threads] = bandwidth.disk_bandwidth(
                     files, size, threads, direct, seconds=effort.read_s
                 )
-    say("memory")
+    report("memory")
     memory = {
         str(threads): bandwidth.ram_bandwidth(threads, effort.ram_passes, effort.ram_bytes)
         for threads in sorted({1, cores})
     }
     from greenroom.runtime.measure import kernels as measure_kernels
 
-    say("kernels, experts")
+    report("kernels, experts")
     expert = measure_kernels.expert_times(effort.kernel_s)
-    say("kernels, dense layers")
+    report("kernels, dense layers")
     dense = measure_kernels.dense_times(effort.kernel_s)
     measured: dict[str, Any] = {
         "memory": memory,
@@ -100,7 +101,7 @@ def examine(
         measured,
     )
     for engine in devices:
-        say(f"the device: {engine.name}")
+        report(f"the device: {engine.name}")
         from greenroom.runtime.measure.gpu import with_device
 
         machine = with_device(machine, engine, effort.kernel_s)
@@ -109,7 +110,7 @@ def examine(
 
 
 @contextmanager
-def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[Path], Path]]:
+def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple[list[Path], Path]]:
     """Files to read, and the folder or file that the user would name for them."""
     if path is not None and not path.exists():
         raise UsageError(f"--path {path}: no such file or folder")
@@ -130,7 +131,7 @@ def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[
             f"{folder} has no room for a test file of {LEAST_BYTES >> 20} MiB: name another folder,"
             " or a model to read, with --path"
         )
-    say(f"disk, writing a test file of {nbytes >> 20} MiB in {folder}")
+    report(f"disk, writing a test file of {nbytes >> 20} MiB in {folder}")
     with bandwidth.noise_file(folder, nbytes) as file:
         yield [file], folder
 

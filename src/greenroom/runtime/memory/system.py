@@ -93,7 +93,7 @@ def _status_bytes(pid: str, name: str) -> int:
     return 0
 
 
-def reservation(nbytes: int, large_pages: bool = False) -> mmap.mmap:
+def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
     """Address space whose pages are there once they are written, by pages of the smallest size or,
     where the system has them, of the largest.
 
@@ -108,7 +108,7 @@ def reservation(nbytes: int, large_pages: bool = False) -> mmap.mmap:
     return space
 
 
-def ask_for_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
+def advise_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
     """Pages of 2 MiB for a part of a reservation, which begins and ends at such a page's edge."""
     if nbytes:
         with contextlib.suppress(OSError, AttributeError):
@@ -121,14 +121,14 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Collect garbage and return freed heap pages to the system (glibc keeps them otherwise)."""
     gc.collect()
     trim_heap()
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without Python's garbage collector, which would walk a million objects of the libraries
     again and again while a model is built and kernels are compiled: a fifth of the time."""
     enabled = gc.isenabled()

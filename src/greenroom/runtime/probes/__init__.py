@@ -1,7 +1,7 @@
 """What predictors ask of a model's tensors: its routers, and the hidden states that enter them."""
 
 from greenroom.runtime.probes.gates import RouterGates, top_k_of
-from greenroom.runtime.probes.inputs import GateInputs
+from greenroom.runtime.probes.inputs import GateInputProbe
 from greenroom.runtime.probes.routers import Router, find_routers
 
-__all__ = ["GateInputs", "Router", "RouterGates", "find_routers", "top_k_of"]
+__all__ = ["GateInputProbe", "Router", "RouterGates", "find_routers", "top_k_of"]

@@ -13,7 +13,7 @@ from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes.routers import Router
 
 
-class GateInputs:
+class GateInputProbe:
     """Listens at routers until `detach`; a layer's states are those of the pass under way."""
 
     def __init__(self, routers: Sequence[Router]) -> None:

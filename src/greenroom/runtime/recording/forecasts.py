@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, PassBegins, Predictor, Seen, Shape
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Predictor, Shape
 from greenroom.errors import UsageError
-from greenroom.predictors import AUTO, Choice, predictor
+from greenroom.predictors import AUTO, PredictorChoice, predictor
 
 NOTHING = -1  # where a predictor expected nothing; a trace has the largest value of its type
 
 Rows = NDArray[np.int64]
 
 
-def choices(text: str) -> list[Choice]:
+def parse_predictors(text: str) -> list[PredictorChoice]:
     """The predictors of `NAME[:distance],...` that can run beside a model.
 
     Options keep their commas: `markov:2,option=1,next-gate`. UsageError says which name is wrong.
@@ -41,7 +41,7 @@ def distance_of(made: Predictor) -> int:
     return made.distance or 0
 
 
-class Forecasts:
+class ForecastRecorder:
     """Runs predictors: `begin` a pass, tell each `layer`, and at its `end` take what they said.
 
     What counts is what a replay of the trace would count (tests/predictors/replay.py): guesses made
@@ -54,7 +54,7 @@ class Forecasts:
         self._after: dict[str, Rows] = {}  # [L, width] of the token after this pass
         self._said: dict[str, Rows] = {}  # [T, L, width] of this pass
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         shape = (at.tokens, self._shape.layers, self._shape.width)
         announced = at.first == 0 or at.tokens > 1
         before, self._after = self._after, {}
@@ -68,12 +68,12 @@ class Forecasts:
             if announced or not distance_of(made):
                 self._keep(name, guesses, -1, 0)
 
-    def layer(self, seen: Seen) -> None:
+    def layer(self, seen: LayerRouting) -> None:
         for name, made in self._predictors.items():
             made.observe(seen)
             self._keep(name, made.predict(seen.layer), seen.layer, distance_of(made))
 
-    def _keep(self, name: str, guesses: list[Guess], layer: int, least: int) -> None:
+    def _keep(self, name: str, guesses: list[LayerPrediction], layer: int, least: int) -> None:
         """Those of a guess after `layer` that lie `least` layers ahead or further."""
         for guess in guesses:
             if guess.layer - layer >= least:

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.errors import TraceError
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.probes import GateInputs
-from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.runtime.probes import GateInputProbe
+from greenroom.runtime.recording.forecasts import ForecastRecorder
 from greenroom.trace.segments import Header, Segment
 from greenroom.trace.tensors import PREDICTED
 
@@ -30,7 +30,7 @@ FLUSH_S = 2.0
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts forward
 
 
-class Keeps(Protocol):
+class SegmentSink(Protocol):
     """Where segments go: a journal, or memory. `tokens` were there before."""
 
     header: Header
@@ -52,10 +52,10 @@ class Recorder:
         self,
         modules: Sequence[nn.Module],
         embedding: nn.Module,
-        journal: Keeps,
+        journal: SegmentSink,
         seed: int = 0,
-        probe: GateInputs | None = None,
-        forecasts: Forecasts | None = None,
+        probe: GateInputProbe | None = None,
+        forecasts: ForecastRecorder | None = None,
     ) -> None:
         self._journal, self._header = journal, journal.header
         self._probe, self._forecasts = probe, forecasts
@@ -136,7 +136,7 @@ class Recorder:
         self._layers.append(taken)
         if self._forecasts is not None:
             experts = index.cpu().numpy().astype(np.int64, copy=False)
-            self._forecasts.layer(Seen(layer, experts, _floats(weights), _floats(inputs)))
+            self._forecasts.layer(LayerRouting(layer, experts, _floats(weights), _floats(inputs)))
 
     def _begin_pass(self, tokens: int) -> None:
         self._ids = self._given
@@ -145,7 +145,7 @@ class Recorder:
         if self._forecasts is not None:
             ids = self._ids.astype(np.int64) if len(self._ids) == tokens else None
             first, prefill = self._journal.tokens + self.tokens, self._seen < self._prompt
-            self._forecasts.begin(PassBegins(self._number, first, tokens, prefill, ids))
+            self._forecasts.begin(PassStart(self._number, first, tokens, prefill, ids))
 
     def _end_pass(self) -> None:
         """Put the layers of the pass that is over side by side, and check them."""

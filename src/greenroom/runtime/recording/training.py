@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 OnLayer = Callable[[int], None]
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """The tensors of a predictor's file, and how good they are."""
 
     tensors: dict[str, NDArray[Any]]
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
     held_out: int  # tokens judged by
 
 
-class Pairs(NamedTuple):
+class TrainingPairs(NamedTuple):
     """What a layer's network learns from: the rows of gate inputs, and the tokens they speak of."""
 
     source: int  # the layer whose gate inputs they are
@@ -48,7 +48,7 @@ class Pairs(NamedTuple):
     tokens: Ints  # [n] whose experts are asked for
 
 
-def pairs_of(trace: Trace, target: int, distance: int) -> Pairs:
+def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
     """All that a trace says of one layer at one distance.
 
     Below the first layer the input is that of the token before: its last gates', where both are
@@ -58,15 +58,15 @@ def pairs_of(trace: Trace, target: int, distance: int) -> Pairs:
     tokens = trace.gate_inputs.tokens
     back, source = divmod(target - distance, trace.layers)
     if back == 0:
-        return Pairs(source, np.arange(len(tokens)), tokens)
+        return TrainingPairs(source, np.arange(len(tokens)), tokens)
     after = tokens + 1
     begins = np.isin(after, trace.request_starts)  # so does the end of the trace
-    return Pairs(source, np.flatnonzero(~begins), after[~begins])
+    return TrainingPairs(source, np.flatnonzero(~begins), after[~begins])
 
 
 def train(
     trace: Trace, config: TrainConfig, device: torch.device, on_layer: OnLayer = lambda done: None
-) -> Trained:
+) -> TrainingResult:
     """Train on most requests, and judge by the others.
 
     `on_layer` is told how many layers are done. UsageError or TraceError where the trace cannot
@@ -91,7 +91,7 @@ def train(
         shares.append(found)
         on_layer(target + 1)
     accuracy = {name: [each[name] for each in shares] for name in shares[0]}
-    return Trained(tensors, accuracy, *counts)
+    return TrainingResult(tensors, accuracy, *counts)
 
 
 def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
@@ -114,7 +114,7 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
 def _train_layer(
     trace: Trace,
     target: int,
-    pairs: Pairs,
+    pairs: TrainingPairs,
     test: NDArray[np.bool_],
     config: TrainConfig,
     device: torch.device,
@@ -175,7 +175,9 @@ def _fit(
     return {**tensors, "up.weight": scaled, "up.bias": shift}
 
 
-def about(trace: Trace, config: TrainConfig, trained: Trained) -> Mapping[str, Any]:
+def result_metadata(
+    trace: Trace, config: TrainConfig, trained: TrainingResult
+) -> Mapping[str, Any]:
     """What a predictor's file says of itself."""
     return {
         "model": trace.meta.get("model", "not named"),

@@ -14,14 +14,14 @@ import torch
 
 from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
-from greenroom.runtime.memory.system import reservation
-from greenroom.runtime.slots.nested import Nested
-from greenroom.runtime.slots.tier import Pool, overlap
+from greenroom.runtime.memory.system import reserve_memory
+from greenroom.runtime.slots.nested_planes import PlaneJoiner
+from greenroom.runtime.slots.tier import SlotPool, overlap
 
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
-class HostSlots(Pool):
+class HostSlots(SlotPool):
     """Slots in host memory. `stride` bytes each; slot s begins at `base + s * stride`."""
 
     def __init__(
@@ -30,18 +30,18 @@ class HostSlots(Pool):
         stride: int,
         reserve: int | None = None,
         *,
-        nested: Nested | None = None,
+        plane_joiner: PlaneJoiner | None = None,
         memory: np.ndarray | None = None,
     ) -> None:
         """`reserve` is the largest capacity that a resize may ask for (default: `capacity`);
-        `nested` joins experts that arrive as planes; `memory` is another's, for slots that are
+        `plane_joiner` joins experts that are stored as planes; slots in the caller's `memory` are
         neither trimmed nor closed."""
         if capacity < 1 and memory is None:
             raise DeviceError("a cache needs at least one slot")
-        self.capacity, self.stride, self._nested = capacity, stride, nested
+        self.capacity, self.stride, self._plane_joiner = capacity, stride, plane_joiner
         self.reserve = max(capacity, reserve or 0)
         if memory is None:
-            self._map = reservation(self.reserve * stride, large_pages=True)
+            self._map = reserve_memory(self.reserve * stride, large_pages=True)
             memory = np.frombuffer(self._map, np.uint8)
         self._bytes = memory
         self.base: int = memory.ctypes.data
@@ -59,20 +59,20 @@ class HostSlots(Pool):
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """As `Pool.write`; with the last bytes of a nested expert its planes are joined."""
+        """Write as `SlotPool.write`; after the last bytes of a nested expert join its planes."""
         target = self.bytes(slot)
         _copy(target, copies, data, start)
-        if self._nested is not None:
-            self._nested.arrived(slot, target, copies, data.size)
+        if self._plane_joiner is not None:
+            self._plane_joiner.arrived(slot, target, copies, data.size)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
         """Put a copy's planes to their places; the rest is yet to come."""
-        assert self._nested is not None
-        _copy(self.bytes(slot), self._nested.copied(layer), copy, 0)
+        assert self._plane_joiner is not None
+        _copy(self.bytes(slot), self._plane_joiner.copied(layer), copy, 0)
 
     def clear(self, slot: int) -> None:
-        if self._nested is not None:
-            self._nested.clear(slot)
+        if self._plane_joiner is not None:
+            self._plane_joiner.clear(slot)
 
     def move(self, source: int, target: int) -> None:
         self.bytes(target)[:] = self.bytes(source)
@@ -96,7 +96,7 @@ class HostSlots(Pool):
 
 
 def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-    """See `Pool.write`."""
+    """See `SlotPool.write`."""
     for copy in copies:
         if not copy.contiguous:
             _transform(data, slot, copy)

@@ -13,7 +13,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 # For compiled code, int64 each: a layer's first expert; addresses of every expert's slot (the
 # cache's numbers), of the step that used it last, of how often it was asked for; that of the
 # tier's slot of each of the cache's; the number of this step.
-Tables: TypeAlias = "array[int]"
+SlotTables: TypeAlias = "array[int]"
 
 
 class ResidentTables:
@@ -25,9 +25,9 @@ class ResidentTables:
     def __init__(self, scheduler: Scheduler, asked: Ints) -> None:
         self._scheduler, self._asked = scheduler, asked
         self._path: AllResident | None = None  # whose tables these are
-        self._tables: Tables
+        self._tables: SlotTables
 
-    def steps(self, layer: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
+    def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
         """As `AllResident.step` for consecutive steps from a layer's on: `find(tables)` looks the
         slots of their experts up, notes their use in these tables, which are those of the first
         step, and returns how many experts each step had, up to the first one without a slot. How

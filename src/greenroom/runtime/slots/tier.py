@@ -25,18 +25,18 @@ class Slots(Protocol):
         """A tensor of the expert in a slot, as a view."""
 
 
-class Pool(Slots):
+class SlotPool(Slots):
     """A tier of one memory; its `capacity` is how many slots there are."""
 
     capacity: int
     # Is told of the slots of each wave, where the device computes it later.
-    computed: Callable[[Sequence[int]], None] | None = None
+    mark_computed: Callable[[Sequence[int]], None] | None = None
 
     @property
-    def pools(self) -> Sequence[Pool]:
+    def pools(self) -> Sequence[SlotPool]:
         return (self,)
 
-    def at(self, slot: int) -> tuple[Pool, int]:
+    def at(self, slot: int) -> tuple[SlotPool, int]:
         """The pool of a slot of the tier, and its number there."""
         return self, slot
 
@@ -59,7 +59,7 @@ class Pool(Slots):
     def trim(self, capacity: int) -> None:
         """Have this many slots; memory of those above goes back to the system."""
 
-    def fitting(self, capacity: int) -> int:
+    def fitting_capacity(self, capacity: int) -> int:
         """The most slots that take the memory of no more than `capacity`."""
         return capacity
 
@@ -77,7 +77,7 @@ def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
     return slice(begin - start, end - start), slice(begin + shift, end + shift)
 
 
-def by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
+def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
     """Which of these slots each of so many pools has, as places in the list."""
     found: dict[int, list[int]] = {}
     for i, slot in enumerate(slots):
@@ -85,7 +85,7 @@ def by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
     return found
 
 
-class Pools:
+class MultiPoolTier:
     """Several pools as one tier, of different sizes or on different devices: where there are n,
     slot s is number s // n of pool s % n.
 
@@ -93,21 +93,21 @@ class Pools:
     """
 
     def __init__(
-        self, pools: Sequence[Pool], capacity: int, sizes: Callable[[int], list[int]]
+        self, pools: Sequence[SlotPool], capacity: int, sizes: Callable[[int], list[int]]
     ) -> None:
         self.pools, self.capacity, self._sizes = tuple(pools), capacity, sizes
 
-    def at(self, slot: int) -> tuple[Pool, int]:
+    def at(self, slot: int) -> tuple[SlotPool, int]:
         count = len(self.pools)
         return self.pools[slot % count], slot // count
 
     @property
-    def computed(self) -> Callable[[Sequence[int]], None] | None:
-        return self._computed if any(pool.computed for pool in self.pools) else None
+    def mark_computed(self) -> Callable[[Sequence[int]], None] | None:
+        return self._mark_computed if any(pool.mark_computed for pool in self.pools) else None
 
-    def _computed(self, slots: Sequence[int]) -> None:
-        for number, places in by_pool(slots, len(self.pools)).items():
-            mark = self.pools[number].computed
+    def _mark_computed(self, slots: Sequence[int]) -> None:
+        for number, places in group_by_pool(slots, len(self.pools)).items():
+            mark = self.pools[number].mark_computed
             if mark is not None:
                 mark([slots[i] // len(self.pools) for i in places])
 
@@ -125,8 +125,10 @@ class Pools:
             raise
         self.capacity = capacity
 
-    def fitting(self, capacity: int) -> int:
-        most = [p.fitting(n) for p, n in zip(self.pools, self._sizes(capacity), strict=True)]
+    def fitting_capacity(self, capacity: int) -> int:
+        most = [
+            p.fitting_capacity(n) for p, n in zip(self.pools, self._sizes(capacity), strict=True)
+        ]
         while any(n > m for n, m in zip(self._sizes(capacity), most, strict=True)):
             capacity -= 1
         return capacity
@@ -136,4 +138,4 @@ class Pools:
             pool.close()
 
 
-Tier: TypeAlias = Pool | Pools
+Tier: TypeAlias = SlotPool | MultiPoolTier

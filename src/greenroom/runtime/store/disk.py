@@ -16,7 +16,7 @@ import numpy as np
 
 from greenroom.core.layout import Catalog, Extent
 from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
-from greenroom.runtime.memory.system import LARGE_PAGE, ask_for_large_pages, reservation
+from greenroom.runtime.memory.system import LARGE_PAGE, advise_large_pages, reserve_memory
 from greenroom.runtime.store.stamps import Stamp, stamp_of
 
 BLOCK = 4096  # bytes; what direct reads are aligned to: offset, length and memory
@@ -71,9 +71,9 @@ class Staging:
     def _allocate(self, nbytes: int) -> None:
         """What is left over after the last large page is in small ones, and takes no more."""
         nbytes = -(-nbytes // BLOCK) * BLOCK
-        space = reservation(nbytes + LARGE_PAGE)
+        space = reserve_memory(nbytes + LARGE_PAGE)
         at = -np.frombuffer(space, np.uint8).ctypes.data % LARGE_PAGE
-        ask_for_large_pages(space, at, nbytes // LARGE_PAGE * LARGE_PAGE)
+        advise_large_pages(space, at, nbytes // LARGE_PAGE * LARGE_PAGE)
         self.view = memoryview(space)[at : at + nbytes]
         self.array = np.frombuffer(self.view, np.uint8)
 

@@ -113,8 +113,10 @@ def _by_layer(greenroom: Any) -> list[dict[str, int]]:
     """Requests, hits and misses of each layer since the model was loaded."""
     driver = greenroom.driver
     offsets = np.asarray(driver.pieces.offsets)
-    requests = np.add.reduceat(driver.asked, offsets[:-1]).tolist()
+    requests = np.add.reduceat(driver.request_counts, offsets[:-1]).tolist()
     return [
         {"layer": layer, "requests": asked, "hits": asked - missed, "misses": missed}
-        for layer, (asked, missed) in enumerate(zip(requests, driver.missed.tolist(), strict=True))
+        for layer, (asked, missed) in enumerate(
+            zip(requests, driver.miss_counts.tolist(), strict=True)
+        )
     ]

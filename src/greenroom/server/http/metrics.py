@@ -151,7 +151,16 @@ METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
     ),
     (Counter, "stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
 )
-OF_LESSER = ("low_below", "skip_below", "substitute_below", "seats", "low_hits", "joined")
+APPROXIMATION_SETTINGS = (
+    "low_below",
+    "skip_below",
+    "substitute_below",
+    "seats",
+    "low_hits",
+    "joined",
+)
 SHARES = ("low_share", "left_out_share", "substituted_share", "inexact_share")
 OF_BOTH = ("adopted", "host_s", "on_host_share")
-NO_COUNTS = frozenset({"distance", "accuracy", "goodpred", *OF_LESSER, *SHARES, *OF_BOTH})
+NO_COUNTS = frozenset(
+    {"distance", "accuracy", "goodpred", *APPROXIMATION_SETTINGS, *SHARES, *OF_BOTH}
+)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from greenroom.core.cost import Costs
 from greenroom.core.events import HOST, Routed
 from greenroom.core.options.rules.processors import Miss, Queues, assign
-from greenroom.core.options.rules.promotion import Recent
+from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.plan import EXACT, Candidate, Group, Option, Plan, View
 
@@ -26,7 +26,7 @@ class CoCompute(Option):
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
-        self._recent = Recent()
+        self._promotions = PromotionQueue()
 
     def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
         if event.moved:
@@ -41,14 +41,14 @@ class CoCompute(Option):
         plan = plan or Plan.of(event, view.pieces)
         plan.place[rows] = HOST
         for row in rows:
-            self._recent.remove(int(event.experts[row]))
+            self._promotions.remove(int(event.experts[row]))
         return plan
 
     def _misses(self, event: Routed, plan: Plan | None, view: View) -> tuple[list[Miss], Queues]:
         """A step's misses, and what links and processors have to do before them."""
         tokens = [1] * event.experts.size if event.rows is None else event.rows.tolist()
         resident, experts = view.resident(event.experts).tolist(), event.experts.tolist()
-        homes = view.pieces.home[event.experts].tolist()
+        homes = view.pieces.home_device[event.experts].tolist()
         alike: dict[tuple[int, bool, int], Miss] = {}  # of a token's experts all are alike
         misses, queues, own = [], Queues.empty(view.pieces.devices), []
         nbytes = int(view.pieces.nbytes[experts[0]])
@@ -94,10 +94,10 @@ class CoCompute(Option):
         nbytes = int(view.pieces.nbytes[group.experts[0]])
         self.rates.computed(group.device, group.tokens, nbytes, seconds)
         if group.device == HOST and not group.prefill:
-            self._recent.add(group.layer, group.experts, view.promotions())
+            self._promotions.add(group.layer, group.experts, view.promotions())
 
     def candidates(self, view: View) -> Sequence[Candidate]:
-        return self._recent.latest()
+        return self._promotions.latest()
 
     def dismiss(self, expert: int) -> None:
-        self._recent.remove(expert)
+        self._promotions.remove(expert)

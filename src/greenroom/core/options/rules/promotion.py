@@ -1,9 +1,9 @@
-"""Which experts to promote to residents: those that were computed last without a slot.
+"""Promotion: experts that were computed without a slot are fetched to become residents.
 
 An expert that is computed on the host, or from a low-precision copy, would never become a resident,
-though it is asked for often. What a token computed so is fetched while the link is idle, behind
-every demand and prefetch, into a borrowed slot. What its layer's next step does not ask for is
-dropped on its way.
+though it is often requested. The experts of the last tokens that were computed so are fetched into
+borrowed slots while the link is idle, behind every demand and prefetch. A fetch is dropped when the
+next step of the expert's layer does not request the expert.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from greenroom.core.plan import Candidate
 
 
-class Recent:
-    """Experts in the order in which they were computed, each once."""
+class PromotionQueue:
+    """Experts that may be promoted, in the order in which they were computed, each once."""
 
     def __init__(self) -> None:
         self._layers: dict[int, int] = {}  # expert -> layer, the latest last
 
     def add(self, layer: int, experts: Iterable[int], most: int) -> None:
-        """Experts of a layer were computed; no more than `most` are remembered."""
+        """Add the experts of a layer that were computed; no more than `most` are remembered."""
         for expert in experts if most else ():
             self._layers.pop(expert, None)
             self._layers[expert] = layer
@@ -28,9 +28,9 @@ class Recent:
                 del self._layers[next(iter(self._layers))]
 
     def remove(self, expert: int) -> None:
-        """An expert needs no promotion now."""
+        """Remove an expert, which needs no promotion now."""
         self._layers.pop(expert, None)
 
     def latest(self) -> list[Candidate]:
-        """All of them, the latest first."""
+        """The experts to promote, those computed last first."""
         return [Candidate(expert, layer) for expert, layer in reversed(self._layers.items())]

@@ -20,7 +20,7 @@ from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nesting_of
 from greenroom.hf.checkpoint.pack.crc import combine_crc32
 from greenroom.hf.checkpoint.pack.format import DATA, PackHeader, PackLayer
-from greenroom.runtime.slots.nested import Nesting
+from greenroom.runtime.slots.nested_planes import NestedLayout
 
 Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, bytes, where they go)
 
@@ -97,7 +97,7 @@ class CopiesCatalog(PackCatalog):
     """The catalog of a pack with low-precision copies. Pieces are exact experts, then a copy of
     each, then, where they are nested, what each copy lacks."""
 
-    nestings: tuple[Nesting, ...] = ()
+    nestings: tuple[NestedLayout, ...] = ()
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:
@@ -121,7 +121,7 @@ def catalog_of(
     """
     layouts: list[SlotLayout] = []
     spans: list[tuple[Span, ...]] = []
-    nestings: list[Nesting] = []
+    nestings: list[NestedLayout] = []
     for number, layer in enumerate(header.layers):
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:

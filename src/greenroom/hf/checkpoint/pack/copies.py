@@ -15,7 +15,7 @@ from torch import Tensor
 from greenroom.core.layout import Copy, SlotLayout, TensorSpec
 from greenroom.runtime.encodings.encoding import nibbles
 from greenroom.runtime.encodings.packed import GROUP
-from greenroom.runtime.slots.nested import STEP, Nesting, Planes
+from greenroom.runtime.slots.nested_planes import STEP, MatrixPlanes, NestedLayout
 
 BLOCK = 4096
 PRECISIONS = ("int8", "int4")
@@ -65,12 +65,12 @@ def nested_layout(exact: SlotLayout) -> SlotLayout:
 
 def nesting_of(
     low_copy: LowPrecisionCopy, exact: SlotLayout
-) -> tuple[Nesting, tuple[Copy, ...], tuple[Copy, ...]]:
+) -> tuple[NestedLayout, tuple[Copy, ...], tuple[Copy, ...]]:
     """(how experts are joined, the copies that fill a slot with both planes, and with the rest)."""
     remainder, planes, first, second = low_copy.remainder, [], [], []
     for spec in codes_of(exact):
         scale, half = exact[f"{spec.name}.scale"], spec.nbytes // 2
-        planes.append(Planes(spec.offset, spec.nbytes, scale.offset, scale.nbytes))
+        planes.append(MatrixPlanes(spec.offset, spec.nbytes, scale.offset, scale.nbytes))
         first.append(contiguous_copy(low_copy.layout[spec.name].offset, spec.offset, half))
         first.append(
             contiguous_copy(low_copy.layout[scale.name].offset, scale.offset, scale.nbytes)
@@ -78,7 +78,7 @@ def nesting_of(
         second.append(contiguous_copy(remainder[spec.name].offset, spec.offset + half, half))
     both = (*first, *(replace(copy, source=copy.source + low_copy.stride) for copy in second))
     totals = {both: low_copy.stride + remainder.nbytes, tuple(second): remainder.nbytes}
-    return Nesting(tuple(planes), tuple(first), totals), both, tuple(second)
+    return NestedLayout(tuple(planes), tuple(first), totals), both, tuple(second)
 
 
 def contiguous_copy(source: int, target: int, nbytes: int) -> Copy:

@@ -22,7 +22,7 @@ from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Key
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
-from greenroom.runtime.slots.resident_tables import Tables
+from greenroom.runtime.slots.resident_tables import SlotTables
 
 if TYPE_CHECKING:
     from greenroom.runtime.forward import FusedExperts
@@ -112,7 +112,7 @@ class FusedLayers:
         """Compute as many layers as can be; the first one's output."""
         mine = self._pass
         mine.before = mine.made = None
-        if self._in_order is False or not self._experts.ready:
+        if self._in_order is False or not self._experts.all_resident:
             return None
         if self._in_order is None:
             mine.before = -1, x, x, kwargs  # watch this pass
@@ -143,7 +143,7 @@ class FusedLayers:
         if number < len(self._links) - 1:
             self._pass.before = number, out, out.clone(), kwargs
         else:
-            self._in_order = self._experts.each is not None
+            self._in_order = self._experts.layer_experts is not None
         return out
 
     def _intact(self) -> bool:
@@ -191,7 +191,7 @@ class _Token:
     def go_on(self) -> bool:
         """Go through the layers that come next, and through one that Python computes from its
         choice on. False where none can be."""
-        done = self._experts.several(self.next, self._region)
+        done = self._experts.resident_steps(self.next, self._region)
         if done is None or (plan := self._used) is None:
             return False
         self.next += done
@@ -204,7 +204,7 @@ class _Token:
             self.next += 1
         return True
 
-    def _region(self, tables: Tables) -> Sequence[int]:
+    def _region(self, tables: SlotTables) -> Sequence[int]:
         """How many experts each of the next layers computed, until one that did not."""
         if not self.rooms and not self._make_room():
             return []
@@ -224,9 +224,14 @@ class _Token:
         known = self._pass.plan
         if known is None or not known.fits(self._positions, self.rooms):
             experts = self._experts
-            assert experts.each is not None
+            assert experts.layer_experts is not None
             known = LaunchPlan(
-                self._links, experts.each, experts.firsts, self._x, self._positions, self.rooms
+                self._links,
+                experts.layer_experts,
+                experts.first_pieces,
+                self._x,
+                self._positions,
+                self.rooms,
             )
             self._pass.plan = known
         return known

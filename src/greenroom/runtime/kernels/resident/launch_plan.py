@@ -26,12 +26,12 @@ from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
-from greenroom.runtime.slots.resident_tables import Tables
+from greenroom.runtime.slots.resident_tables import SlotTables
 
 AHEAD = 256  # tokens that a program has room to work for, beside those of its first
-STEP_WORD = choice.STEP - choice.FIRST_PIECE  # of Tables, and the last of it
+STEP_WORD = choice.STEP - choice.FIRST_PIECE  # of SlotTables, and the last of it
 # What words that change are counted from: the addresses of a token's inputs and outputs, then the
-# words of Tables after the first.
+# words of SlotTables after the first.
 NONE, X, OUT, COS, SIN, TABLES = range(6)
 STEP = TABLES + STEP_WORD - 1
 
@@ -174,7 +174,7 @@ class LaunchPlan:
         given = (x, outputs, *positions)
         self._bases[X : SIN + 1] = [each.data_ptr() for each in given]
 
-    def run(self, first: int, tables: Tables) -> list[int]:
+    def run(self, first: int, tables: SlotTables) -> list[int]:
         """Compute the layers from number `first` on: how many experts each had, until one whose
         choice is torch's or whose experts have no slots. `tables` are those of the first."""
         self._bases[TABLES : STEP + 1] = tables[1:]

@@ -20,10 +20,10 @@ from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep, layer_plan
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.slots.resident_tables import Tables
+from greenroom.runtime.slots.resident_tables import SlotTables
 
-# Driver.several for one layer: what computes it by these tables says how many experts it had.
-Ask = Callable[[Callable[[Tables], tuple[int, ...]]], int | None]
+# Driver.resident_steps for one layer; the callable computes it and returns its expert counts.
+Ask = Callable[[Callable[[SlotTables], tuple[int, ...]]], int | None]
 
 
 class OneTokenExperts:
@@ -113,7 +113,7 @@ class OneTokenExperts:
             x.data_ptr(), weights.data_ptr(), residual.data_ptr(), result.data_ptr(), buffer
         )
 
-        def region(tables: Tables) -> tuple[int, ...]:
+        def region(tables: SlotTables) -> tuple[int, ...]:
             words[place + choice.IDS] = index.data_ptr()
             words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables
             self._find(base + 8 * place, False)

@@ -26,7 +26,7 @@ SELECT_WORDS = 11
     S_TURN, S_FOUND, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_ORDER, S_BEST,
 ) = range(SELECT_WORDS)  # fmt: skip
 
-# The words of `place`. From FIRST_PIECE to STEP they are those of `Tables` in
+# The words of `place`. From FIRST_PIECE to STEP they are those of `SlotTables` in
 # slots/resident_tables.py. IDS is the address of the ids chosen [K]; the results go to P_EXPERTS,
 # in ascending order, P_SLOTS and P_RANKS [K]. All is int64.
 PLACE_WORDS = 14

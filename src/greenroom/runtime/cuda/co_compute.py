@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.spread import copied
+from greenroom.runtime.cuda.multi_device import copy_module
 from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
@@ -24,14 +24,14 @@ from greenroom.runtime.slots.tier import Slots
 CPU = torch.device("cpu")
 
 
-class HostPart:
+class HostShare:
     """What the host's processor computes of a step; its inputs begin to come down at once."""
 
     def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
         """`layer` is the layer as the host has it."""
         self.experts: list[int] = []  # that are computed
         self._layer, self._routing, self._engine = layer, step.routing, engine
-        self._inputs = [engine.down(tensor) for tensor in (step.x, step.weights)]
+        self._inputs = [engine.copy_to_host(tensor) for tensor in (step.x, step.weights)]
         self._kernel = step.main_step.host_kernel(layer)
         self._step: KernelStep | None = None
 
@@ -49,7 +49,7 @@ class HostPart:
         """Put what was computed into the device's step."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
-            step.main_step.merge_outputs(self._step, self.experts, self._engine.up)
+            step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
 
 
 class CoComputeKernel(Kernel):
@@ -60,12 +60,12 @@ class CoComputeKernel(Kernel):
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
         self._layers: dict[int, LayerExperts] = {}  # by the identity of the device's
-        self._part: HostPart | None = None  # of the step under way
+        self._part: HostShare | None = None  # of the step under way
 
     def prepare(self, layer: LayerExperts) -> None:
         """Have a layer computed on the host too."""
         self.kernel.prepare(layer)
-        module = copied(layer.module, CPU)
+        module = copy_module(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
 
     def begin(
@@ -81,7 +81,7 @@ class CoComputeKernel(Kernel):
         """A wave of the host's processor, to be called in its thread. `slots` are those of host
         memory."""
         if self._part is None:
-            self._part = HostPart(step, self._layers[id(step.layer)], self._engine)
+            self._part = HostShare(step, self._layers[id(step.layer)], self._engine)
         return partial(self._part.compute, experts, slots)
 
     def combine(self, step: KernelStep) -> Tensor:

@@ -18,7 +18,7 @@ from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.host import HostMemory, in_place
+from greenroom.runtime.cuda.host import HostMemory, in_place_copies
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.host_worker import HostWorker
 from greenroom.runtime.driver.meter import Meter
@@ -36,14 +36,14 @@ LAYERS, EXPERTS = 3, 6
 def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, store = chunks_of(catalog), DiskStore(catalog, chunk_bytes=8192)
-    slab = HostMemory(Engine(), chunks, seats=2, capacity=3, stride=catalog.slot_bytes)
+    slab = HostMemory(Engine(), chunks, staging_slots=2, capacity=3, stride=catalog.slot_bytes)
     direct = HostSlots(1, catalog.slot_bytes)
     device = HostSlots(1, catalog.slot_bytes)
     for piece, slot in ((2, 0), (11, 2)):
         for number, chunk in enumerate(chunks[piece]):
             action = StartChunk(0, piece, 0, number, 0, -1, True, slot)
-            slab.bring(action, chunk, store.read, _staging())
-            copies, data, start = slab.source(action, chunk)
+            slab.read_chunk(action, chunk, store.read, _staging())
+            copies, data, start = slab.chunk_source(action, chunk)
             device.write(0, copies, data, start)
             direct.write(0, chunk.extent.copies, store.read(chunk, _staging()), chunk.start)
         layout = catalog.layouts[catalog.layer_of(piece)]
@@ -52,8 +52,8 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
                 assert bool((slots.tensor(at, layout[name]) == value).all())
     assert slab.slots.base % 64 == 0
     seated = StartChunk(0, 4, 0, 0, 0, seat=1)
-    slab.bring(seated, chunks[4][0], store.read, _staging())
-    copies, data, start = slab.source(seated, chunks[4][0])
+    slab.read_chunk(seated, chunks[4][0], store.read, _staging())
+    copies, data, start = slab.chunk_source(seated, chunks[4][0])
     assert (copies, data.size, start) == (chunks[4][0].extent.copies, chunks[4][0].length, 0)
     slab.close()
 
@@ -73,7 +73,7 @@ def test_what_is_rearranged_is_rearranged_once():
     chunk = Chunk(Extent(0, 0, 56, (turned, behind)), 0, 56)
     here, there = HostSlots(2, 128, memory=np.zeros(256, np.uint8)), HostSlots(1, 128)
     here.write(1, chunk.extent.copies, data, 0)
-    there.write(0, in_place(chunk), here.bytes(1), 0)
+    there.write(0, in_place_copies(chunk), here.bytes(1), 0)
     assert np.array_equal(there.bytes(0), here.bytes(1))
     found = torch.from_numpy(there.bytes(0)[64:88].copy()).view(torch.bfloat16).view(4, 3)
     assert torch.equal(found, source.T.bfloat16())
@@ -82,12 +82,12 @@ def test_what_is_rearranged_is_rearranged_once():
 def test_a_chunk_is_carried_as_far_as_it_goes():
     run = Copy(0, 100, (1, 9000), (9000, 1), (9000, 1), "uint8", "uint8")
     first, second, third = cut(Extent(0, 0, 9000, (run,)), 3000)
-    assert [(c.source, c.target, c.nbytes) for c in in_place(second)] == [(4196, 4196, 4096)]
-    assert sum(c.nbytes for each in (first, second, third) for c in in_place(each)) == 9000
+    assert [(c.source, c.target, c.nbytes) for c in in_place_copies(second)] == [(4196, 4196, 4096)]
+    assert sum(c.nbytes for each in (first, second, third) for c in in_place_copies(each)) == 9000
 
 
 def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
-    meter, done, order = Meter.of(()), [], []
+    meter, done, order = Meter.for_lanes(()), [], []
     beside = HostWorker(meter)
     inference = []
 
@@ -134,7 +134,7 @@ class Backstage(Rig):
         self.slab = HostMemory(Engine(), chunks, seats, kept, stride=nbytes)
         self.driver = Driver(
             self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
-            between=self.slab,
+            host_memory=self.slab,
         )  # fmt: skip
         self.on_host = 0
 
@@ -161,7 +161,7 @@ class Backstage(Rig):
 
             return check
 
-        self.driver.step(layer, np.array(experts, np.int64), compute, on_host=job)
+        self.driver.step(layer, np.array(experts, np.int64), compute, prepare_host_job=job)
         assert sorted(self.computed) == list(experts)
 
 
@@ -227,7 +227,7 @@ def test_an_interruption_waits_for_what_the_host_computes(disk):
         from greenroom.errors import Interrupted
 
         with pytest.raises(Interrupted):
-            rig.driver.step(0, np.array([3, 4], np.int64), lambda *_: None, on_host=job)
+            rig.driver.step(0, np.array([3, 4], np.int64), lambda *_: None, prepare_host_job=job)
 
     def interrupt() -> None:
         assert under_way.wait(30)

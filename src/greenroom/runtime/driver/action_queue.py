@@ -9,8 +9,8 @@ from greenroom.core.events import Compute, Finish
 from greenroom.errors import ClosedError, Interrupted
 
 
-class Orders(deque[Compute | Finish]):
-    """Orders one after another, and why no more will come, where that is so.
+class ActionQueue(deque[Compute | Finish]):
+    """ActionQueue one after another, and why no more will come, where that is so.
 
     All but the checks is done with `changed` held, the lock.
     """

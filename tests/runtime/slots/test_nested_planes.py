@@ -13,7 +13,7 @@ import pytest
 from greenroom.core.layout import Copy
 from greenroom.runtime.fakes import POISON, FakeSlots
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import Nested, Nesting, Planes, join
+from greenroom.runtime.slots.nested_planes import MatrixPlanes, NestedLayout, PlaneJoiner, join
 
 CODES, SCALES = 256, 8  # bytes of a matrix's codes, and of its scales
 
@@ -27,7 +27,9 @@ FIRST = run(0, 0, HALF), run(HALF, SCALE, SCALES)
 REST = (run(0, HALF, HALF),)
 AT = HALF + SCALES  # where the rest begins in a run
 BOTH = (*FIRST, run(AT, HALF, HALF))
-NESTING = Nesting((Planes(0, CODES, SCALE, SCALES),), FIRST, {BOTH: AT + HALF, REST: HALF})
+NESTING = NestedLayout(
+    (MatrixPlanes(0, CODES, SCALE, SCALES),), FIRST, {BOTH: AT + HALF, REST: HALF}
+)
 
 
 def expert(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -53,13 +55,13 @@ def test_every_code_is_joined():
     h = (codes.astype(int) + 8) >> 4
     planes = [(p + 8).astype(np.uint8) for p in (h, codes - 16 * h)]
     slot = np.concatenate([*(p[::2] | p[1::2] << 4 for p in planes), np.zeros(2, np.uint8)])
-    join(slot, (Planes(0, codes.size, codes.size, 2),))
+    join(slot, (MatrixPlanes(0, codes.size, codes.size, 2),))
     assert slot[:-2].view(np.int8).tolist() == codes.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_by_several_threads(seed):
-    rng, slots = random.Random(seed), FakeSlots(4, 512, nested=Nested([NESTING]))
+    rng, slots = random.Random(seed), FakeSlots(4, 512, plane_joiner=PlaneJoiner([NESTING]))
     made = [expert(10 * seed + i) for i in range(4)]
     jobs = []
     for slot, (data, _, _) in enumerate(made):
@@ -88,7 +90,7 @@ def test_chunks_by_several_threads(seed):
 
 
 def test_a_copy_and_what_it_lacks():
-    slots = FakeSlots(2, 512, nested=Nested([NESTING]))
+    slots = FakeSlots(2, 512, plane_joiner=PlaneJoiner([NESTING]))
     data, codes, scale = expert(3)
     slots.clear(1)
     slots.fill(1, data[:AT], 0)
@@ -100,7 +102,7 @@ def test_a_copy_and_what_it_lacks():
 
 
 def test_what_was_given_up_halfway_does_not_count():
-    slots = HostSlots(1, 512, nested=Nested([NESTING]))
+    slots = HostSlots(1, 512, plane_joiner=PlaneJoiner([NESTING]))
     data, codes, scale = expert(4)
     slots.clear(0)
     slots.write(0, BOTH, data[:100], 0)

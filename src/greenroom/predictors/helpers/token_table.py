@@ -13,7 +13,7 @@ from greenroom.core.predictor import Ids
 MOST_IDS, MOST_BYTES = 4096, 16 << 20
 
 
-class Places:
+class TokenTable:
     """`rows` [places, ...] has a row for each id that is known, of zeros when it is new."""
 
     def __init__(self, row: tuple[int, ...], dtype: Any) -> None:

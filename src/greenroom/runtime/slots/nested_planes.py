@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class MatrixPlanes:
     """Where one matrix lies in the slot of an exact expert: its codes and scales."""
 
     codes: int
@@ -33,7 +33,7 @@ class Planes:
 
 
 @dataclass(frozen=True)
-class Nesting:
+class NestedLayout:
     """How experts of a layer are joined.
 
     planes: of each matrix
@@ -41,16 +41,16 @@ class Nesting:
     totals: bytes that are to come, by the copies that an extent is read with
     """
 
-    planes: tuple[Planes, ...]
+    planes: tuple[MatrixPlanes, ...]
     copied: tuple[Copy, ...]
     totals: Mapping[tuple[Copy, ...], int]
 
 
-class Nested:
+class PlaneJoiner:
     """What is still to come into each slot; joins planes when the last byte is there. Thread-safe
     for different slots, and for different chunks of one."""
 
-    def __init__(self, nestings: Sequence[Nesting]) -> None:
+    def __init__(self, nestings: Sequence[NestedLayout]) -> None:
         """`nestings` are those of each layer."""
         self._nestings = nestings
         self._by_copies = {c: (each, n) for each in nestings for c, n in each.totals.items()}
@@ -77,7 +77,7 @@ class Nested:
             self._left.pop(slot, None)
 
 
-def join(slot: Bytes, planes: Sequence[Planes]) -> None:
+def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
     """Make int8 codes and their scales of planes and the copy's scales, in place."""
     for each in planes:
         codes = slot[each.codes : each.codes + each.nbytes]

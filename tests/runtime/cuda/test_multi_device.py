@@ -15,14 +15,14 @@ from greenroom.errors import StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import make_kernel
-from greenroom.runtime.slots.tier import Pools
+from greenroom.runtime.slots.tier import MultiPoolTier
 from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
 from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
@@ -30,7 +30,7 @@ from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
 pytestmark = pytest.mark.interpreted
-SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
+SHARES = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2).slots_per_device
 
 
 class Two(Rig):
@@ -40,7 +40,7 @@ class Two(Rig):
         self.catalog = catalog
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
         chunks = [self.store.chunks(e) for e in range(catalog.experts)]
-        self.pieces = Pieces.whole(
+        self.pieces = Pieces.unsplit(
             catalog.offsets, [x.nbytes for x in catalog.layouts], [len(c) for c in chunks], 2
         )
         tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
@@ -48,16 +48,17 @@ class Two(Rig):
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=ahead, host=tier
         )
         each = [
-            FakeSlots(n, catalog.slot_bytes, catalog.experts) for n in self.pieces.shares(capacity)
+            FakeSlots(n, catalog.slot_bytes, catalog.experts)
+            for n in self.pieces.slots_per_device(capacity)
         ]
-        self.slots = Pools(each, capacity, self.pieces.shares)
+        self.slots = MultiPoolTier(each, capacity, self.pieces.shares)
         self.driver = Driver(
             self.scheduler,
             self.store,
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
-            between=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
+            host_memory=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
         )
         self.layer, self.computed = 0, []
 
@@ -65,7 +66,7 @@ class Two(Rig):
         """Whether a slot of the piece's own device holds it, whole."""
         layout = self.catalog.layouts[self.catalog.layer_of(piece)]
         device = self.slots.pools[slot % 2]
-        assert slot % 2 == self.pieces.home[piece]
+        assert slot % 2 == self.pieces.home_device[piece]
         parts = (("up", piece), ("down", piece + 0.5))
         return all(bool((device.tensor(slot // 2, layout[n]) == v).all()) for n, v in parts)
 
@@ -100,7 +101,7 @@ def test_every_expert_is_computed_at_home_from_its_own_bytes(disk, kept, failing
     rig.settle()
     assert (lost > 0) == (failing > 0)
     s = rig.scheduler
-    assert [slots.capacity for slots in rig.slots.pools] == rig.pieces.shares(s.capacity)
+    assert [slots.capacity for slots in rig.slots.pools] == rig.pieces.slots_per_device(s.capacity)
     for piece in s.residents().tolist():
         assert rig.holds(s.placement.slot(piece), piece)
     carried = [link.nbytes for link in rig.driver.meter.links]
@@ -117,12 +118,12 @@ def toys(family: str, seed: int) -> tuple[LayerExperts, list[int]]:
     return layer_of(experts(family, torch.bfloat16, HIDDEN, INNER), seed=seed)
 
 
-def spread(family: str, kind: Kernel) -> tuple[SpreadKernel, object, list[int]]:
+def spread(family: str, kind: Kernel) -> tuple[MultiDeviceKernel, object, list[int]]:
     """A layer's experts over two devices with slots of their own, and each one's slot."""
     first, places = toys(family, seed=1)
     second, others = toys(family, seed=2)
-    slots = Pools([first.slots, second.slots], 2 * TOYS, SHARES)  # type: ignore[list-item]
-    over = SpreadKernel(kind, slots, [torch.device("cpu")] * 2)
+    slots = MultiPoolTier([first.slots, second.slots], 2 * TOYS, SHARES)  # type: ignore[list-item]
+    over = MultiDeviceKernel(kind, slots, [torch.device("cpu")] * 2)
     over.prepare(first)
     at = [2 * (others[e] if e % 2 else places[e]) + e % 2 for e in range(TOYS)]
     for expert in range(TOYS):  # what is not at home is not there

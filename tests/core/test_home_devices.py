@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.cache.cache import Cache
 from greenroom.core.events import Compute, Computed, Landed, Resized, Routed
-from greenroom.core.homes import homes, shares, spread
+from greenroom.core.home_devices import home_devices, slots_per_device, spread
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
@@ -24,9 +24,9 @@ def test_the_hash_is_even_in_every_layer(counts, devices):
     offsets = np.concatenate([[0], np.cumsum(counts)]).tolist()
     if devices > offsets[-1]:
         with pytest.raises(UsageError, match="can be spread over 1 to"):
-            homes(offsets, devices)
+            home_devices(offsets, devices)
         return
-    home = homes(offsets, devices)
+    home = home_devices(offsets, devices)
     for layer, count in enumerate(counts):
         mine = home[offsets[layer] : offsets[layer + 1]]
         assert mine.tolist() == [(layer + e) % devices for e in range(count)]
@@ -39,7 +39,9 @@ def test_the_hash_is_even_in_every_layer(counts, devices):
     ("layers", "experts"), [(16, 64), (48, 128), (36, 32), (61, 256), (26, 60)]
 )
 def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, layers, experts):
-    load = np.bincount(homes(range(0, layers * experts + 1, experts), devices), minlength=devices)
+    load = np.bincount(
+        home_devices(range(0, layers * experts + 1, experts), devices), minlength=devices
+    )
     assert load.max() / load.mean() < 1.01
 
 
@@ -47,7 +49,7 @@ def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, la
 def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
     """What the slowest device has of a step of 8, against drawing a device for each."""
     rng = np.random.default_rng(1)
-    home = homes(range(0, 16 * 64 + 1, 64), devices)
+    home = home_devices(range(0, 16 * 64 + 1, 64), devices)
     drawn, hashed = [], []
     for _ in range(4000):
         chosen = rng.permutation(64)[:8] + 64 * rng.integers(16)
@@ -57,18 +59,19 @@ def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 99), min_size=1, max_size=6))
-def test_slots_are_shared_in_proportion(capacity, at_home):
+def test_slots_are_shared_in_proportion(capacity, experts_per_device):
     try:
-        found = shares(capacity, at_home)
+        found = slots_per_device(capacity, experts_per_device)
     except BudgetError:
-        assert len(at_home) > 1
-        assert min(capacity * n / sum(at_home) for n in at_home) < 1
+        assert len(experts_per_device) > 1
+        assert min(capacity * n / sum(experts_per_device) for n in experts_per_device) < 1
         return
     assert sum(found) == capacity
     assert all(
-        abs(f - capacity * n / sum(at_home)) < 1 for f, n in zip(found, at_home, strict=True)
+        abs(f - capacity * n / sum(experts_per_device)) < 1
+        for f, n in zip(found, experts_per_device, strict=True)
     )
-    assert shares(sum(at_home), at_home) == at_home
+    assert slots_per_device(sum(experts_per_device), experts_per_device) == experts_per_device
 
 
 def test_a_policy_that_decides_beforehand_is_for_one_device():
@@ -77,7 +80,7 @@ def test_a_policy_that_decides_beforehand_is_for_one_device():
 
 
 def test_a_device_without_a_slot_is_refused():
-    with pytest.raises(BudgetError, match="3 devices need a slot each, there are 2"):
+    with pytest.raises(BudgetError, match="3 devices need at least one slot each, but there are 2"):
         Cache(pieces(devices=3), 2, policy("lru"))
 
 
@@ -130,11 +133,11 @@ def test_every_policy_evicts_on_the_device_that_needs_the_slot(name):
         )
         for piece, slot, evicted in zip(asked, served.slots, served.evicted, strict=True):
             if slot >= 0:
-                assert (slot >= 3) == every.home[piece]
+                assert (slot >= 3) == every.home_device[piece]
             if evicted >= 0:
-                assert every.home[evicted] == every.home[piece]
+                assert every.home_device[evicted] == every.home_device[piece]
         cache.release(asked)
-    homes_of_residents = np.bincount(every.home[cache.residents()], minlength=2)
+    homes_of_residents = np.bincount(every.home_device[cache.residents()], minlength=2)
     assert homes_of_residents.max() <= 3
 
 
@@ -147,8 +150,8 @@ def test_a_resize_moves_nothing_to_another_device():
         theatre.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
         for piece in s.residents().tolist():
             slot = s.placement.slot(piece)
-            assert slot % 2 == s.pieces.home[piece]
-            assert slot // 2 < s.pieces.shares(capacity)[slot % 2]
+            assert slot % 2 == s.pieces.home_device[piece]
+            assert slot // 2 < s.pieces.slots_per_device(capacity)[slot % 2]
 
 
 def test_a_device_with_everything_leaves_nothing_to_decide():

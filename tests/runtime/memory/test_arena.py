@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import DeviceError
-from greenroom.runtime.memory import pages
-from greenroom.runtime.memory.pages import ALIGNMENT, SPAN, Pages
+from greenroom.runtime.memory import arena
+from greenroom.runtime.memory.arena import ALIGNMENT, SPAN, TensorArena
 from greenroom.runtime.memory.system import rss_bytes
 
 SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3)
@@ -22,7 +22,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int6
 @settings(deadline=None)
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=12))
 def test_every_tensor_has_its_own_aligned_memory(wanted):
-    made, with_pages = [], Pages()
+    made, with_pages = [], TensorArena()
     for number, (shape, dtype) in enumerate(wanted):
         tensor = with_pages.empty(*shape, dtype=dtype)
         assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
@@ -34,14 +34,14 @@ def test_every_tensor_has_its_own_aligned_memory(wanted):
 
 def test_a_span_is_shared_and_a_larger_tensor_has_its_own(monkeypatch):
     taken = []
-    reservation = pages.reservation
+    reserve_memory = arena.reserve_memory
 
     def seen(nbytes, **options):
         taken.append((nbytes, options))
-        return reservation(nbytes, **options)
+        return reserve_memory(nbytes, **options)
 
-    monkeypatch.setattr(pages, "reservation", seen)
-    made = Pages()
+    monkeypatch.setattr(arena, "reserve_memory", seen)
+    made = TensorArena()
     first, second = (made.empty(1000, dtype=torch.uint8) for _ in range(2))
     assert second.data_ptr() - first.data_ptr() == 1024
     made.empty(SPAN + 1, dtype=torch.uint8)
@@ -51,7 +51,7 @@ def test_a_span_is_shared_and_a_larger_tensor_has_its_own(monkeypatch):
 
 
 def test_memory_is_taken_when_it_is_written_and_goes_back_with_the_last_tensor():
-    before, made = rss_bytes(), Pages()
+    before, made = rss_bytes(), TensorArena()
     tensor = made.empty(64 << 20, dtype=torch.uint8)
     assert rss_bytes() - before < 16 << 20
     tensor.fill_(1)
@@ -65,4 +65,4 @@ def test_memory_is_taken_when_it_is_written_and_goes_back_with_the_last_tensor()
 
 def test_no_address_space_is_said():
     with pytest.raises(DeviceError, match="no address space for"):
-        Pages().empty(1 << 60, dtype=torch.uint8)
+        TensorArena().empty(1 << 60, dtype=torch.uint8)

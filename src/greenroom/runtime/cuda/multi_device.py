@@ -18,7 +18,7 @@ from greenroom.runtime.kernels import base
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.slots.tier import Tier, by_pool
+from greenroom.runtime.slots.tier import Tier, group_by_pool
 
 
 class SpreadStep(base.KernelStep):
@@ -39,7 +39,7 @@ class SpreadStep(base.KernelStep):
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts of the step, each where its slot is."""
-        for device, places in by_pool(slots, len(self._layers)).items():
+        for device, places in group_by_pool(slots, len(self._layers)).items():
             own = [experts[i] for i in places]
             numbers = [slots[i] // len(self._layers) for i in places]
             if device:
@@ -72,7 +72,7 @@ class SpreadStep(base.KernelStep):
         return self.main_step.combine()
 
 
-class SpreadKernel(Kernel):
+class MultiDeviceKernel(Kernel):
     """A kernel whose experts are on several devices, those of the pools of a tier."""
 
     def __init__(self, kernel: Kernel, slots: Tier, devices: Sequence[torch.device]) -> None:
@@ -85,7 +85,7 @@ class SpreadKernel(Kernel):
         self._layers[id(layer)] = [
             layer,
             *(
-                LayerExperts(copied(layer.module, device), layer.layout, pool, layer.recipe)
+                LayerExperts(copy_module(layer.module, device), layer.layout, pool, layer.recipe)
                 for device, pool in zip(self._devices[1:], self._slots.pools[1:], strict=True)
             ),
         ]
@@ -97,7 +97,7 @@ class SpreadKernel(Kernel):
         return SpreadStep(self.kernel, self._layers[id(layer)], x, routing, weights)
 
 
-def copied(module: nn.Module, device: torch.device) -> nn.Module:
+def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
     """What experts have beside their matrices (biases, norms), on another device."""
     own = next(module.parameters(), None)
     if own is None or own.device == device:

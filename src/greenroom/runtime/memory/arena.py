@@ -11,13 +11,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from greenroom.runtime.memory.system import reservation
+from greenroom.runtime.memory.system import reserve_memory
 
 ALIGNMENT = 64  # bytes, as of torch's own memory
 SPAN = 256 << 20  # bytes of address space that are taken at a time
 
 
-class Pages:
+class TensorArena:
     """Tensors side by side. Memory is taken as they are written, and goes back with the last of
     those that share a span: it is for tensors that are kept as long as each other."""
 
@@ -31,7 +31,7 @@ class Pages:
         if nbytes == 0:
             return torch.empty(*shape, dtype=dtype)
         if self._span is None or self._used + nbytes > len(self._span):
-            space = reservation(max(nbytes, SPAN), large_pages=True)
+            space = reserve_memory(max(nbytes, SPAN), large_pages=True)
             self._span, self._used = torch.frombuffer(space, dtype=torch.uint8), 0
         start = self._used
         self._used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
