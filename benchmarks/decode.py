@@ -177,6 +177,42 @@ def report(
     return f"{first}\n\n{second}\n\n{third}"
 
 
+COLOURS = {"greenroom": "#0072b2", "accelerate": "#e69f00", "llama.cpp": "#009e73"}
+NAMES = {"greenroom": "Greenroom", "accelerate": "transformers + accelerate"}
+
+
+def plot(results: Results, measured: dict[str, Any], variants: list[str], path: Path) -> None:
+    """Bars of every engine's decode rate, and the floor of Greenroom's reads, as a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    engines = [name for name in COLOURS if any(engine == name for _, engine in results)]
+    figure, axes = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
+    width = 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        rates = [median_of(results.get((v, engine), []), decode_rate) or 0.0 for v in variants]
+        places = [n + (i - (len(engines) - 1) / 2) * width for n in range(len(variants))]
+        bars = axes.bar(
+            places, rates, width * 0.92, color=COLOURS[engine], label=NAMES.get(engine, engine)
+        )
+        axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=1, fontsize=8)
+    for n, variant in enumerate(variants):
+        ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
+        if ours:
+            bound = 1 / pass_seconds(measured, median_of(ours, lambda r: per_token(r, "bytes_read")))
+            axes.plot([n - 0.42, n + 0.42], [bound, bound], color="#333333", linestyle=":",
+                      label="floor: memory and disk, not overlapped" if n == 0 else None)  # fmt: skip
+    axes.set_xticks(range(len(variants)), [f"routing {variant}" for variant in variants])
+    axes.set_ylabel("decode tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.margins(y=0.12)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def _prefill(result: Result) -> float:
     return prefill_rate({"prompt_tokens": 128, **result})
 
@@ -199,6 +235,7 @@ def main() -> int:
     parser.add_argument("--llama-env", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--scratch", type=Path, help="where accelerate may write 3.4 GB")
     parser.add_argument("--out", type=Path, help="append every run to this file, as JSON lines")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rates into an SVG")
     parser.add_argument("--quick", action="store_true", help="1 repetition of 2 variants")
     args = parser.parse_args()
     if args.quick:
@@ -213,6 +250,8 @@ def main() -> int:
         return 2
     computing = prompt_s(folder_of(args.root, args.variants[0]), args)
     print(report(results, measured, args.variants, computing))
+    if args.plot:
+        plot(results, measured, args.variants, args.plot)
     disk, ram = measured["disk"] / 1e9, measured["ram"] / 1e9
     print(f"\nFloor from RAM {ram:.1f} GB/s ({args.threads} threads), disk {disk:.2f} GB/s.")
     return 0
