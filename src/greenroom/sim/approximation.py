@@ -52,7 +52,7 @@ class CopySizes:
         seats = min(int(trace.offsets[-1]), max(trace.top_k, seats))
         nested = self.nested
         copies = Copies.of(expert_bytes, self.low, trace.layers, seats, nested=nested)
-        kinds = (copies.exact, copies.low, copies.rest)[: 3 if nested else 2]
+        kinds = (copies.exact, copies.low, copies.remainder)[: 3 if nested else 2]
         sizes = np.repeat(kinds, trace.experts_per_layer, axis=1).reshape(-1)
         chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
         return Pieces.with_copies(trace.offsets.tolist(), copies, chunks)

@@ -136,7 +136,7 @@ class Clock:
                 case Compute(experts, _, device, part):
                     seconds = self._seconds(experts, part, device)
                     seconds += self._handling(experts, part, device)
-                    self._slowed += self.costs.after(self._waited)
+                    self._slowed += self.costs.seconds_after_wait(self._waited)
                     self._waited = 0.0
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))

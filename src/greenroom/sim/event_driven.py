@@ -132,7 +132,7 @@ def simulate_events(
     elif ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < trace.offsets[-1] else 0
     if prefetch != OFF:
-        costs = replace(costs, dense=costs.dense.later(costs.ahead))
+        costs = replace(costs, dense=costs.dense.plus(costs.ahead))
 
     def empty(**learned: Any) -> Scheduler:
         seed = options.seed

@@ -23,7 +23,9 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
             f"predictor {choice.name} needs token ids, which this trace does not have: record them"
             " with --token-ids"
         )
-    setting = PredictorSetup(shape, seed, routed=trace.experts, recorded=trace.predictions)
+    setting = PredictorSetup(
+        shape, seed, routed_experts=trace.experts, predictions=trace.predictions
+    )
     return Foresight(choice.build(setting), trace.offsets.tolist())
 
 

@@ -41,7 +41,7 @@ class Transfers:
         self._chunks: list[int] = pieces.chunks.tolist()
         self._home = placement.home_device
         self._nbytes: list[int] = pieces.nbytes.tolist()
-        self._nested = pieces.copies is not None and bool(pieces.copies.rest)
+        self._nested = pieces.copies is not None and bool(pieces.copies.remainder)
         self.joins: dict[int, int] = {}  # piece -> the tier's slot of the copy that it joins
         self._on_start = [o.started for o in options if overrides(o, "started")]
         self._on_land = [o.landed for o in options if overrides(o, "landed")]
