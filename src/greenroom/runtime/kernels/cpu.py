@@ -30,7 +30,7 @@ from greenroom.core.layout import PLAIN
 from greenroom.runtime.kernels import base, eager
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import Kernel
-from greenroom.runtime.kernels.codegen.entries import compiled, gating, layers, products
+from greenroom.runtime.kernels.codegen.entries import expert_group, gating, layers, products
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
@@ -56,9 +56,11 @@ class CpuLayerPlan:
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         by_columns = layer.transposed and not encoded
-        self.wave: KernelEntry = kernel_entry(compiled.wave, layer.dtype, by_columns, encoded)
-        self.combine: KernelEntry = kernel_entry(compiled.combine, layer.dtype)
-        self.join: KernelEntry = kernel_entry(layers.join, layer.dtype)
+        self.wave: KernelEntry = kernel_entry(
+            expert_group.compute_group, layer.dtype, by_columns, encoded
+        )
+        self.combine: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
+        self.join: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
         self.matrices = [MatrixProduct(w, layer.dtype, rounded) for w in weights] if encoded else []
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
         # three more rows are for what an encoded product needs.
@@ -212,9 +214,9 @@ class CpuStep(base.KernelStep):
         stages, residual = [(plan.wave, wave), (plan.combine, words)], self.residual
         if residual is not None:
             hidden = residual.shape[-1]
-            join = array("q", [0] * layers.JOIN_WORDS)
-            join[layers.J_X], join[layers.J_Y] = residual.data_ptr(), result.data_ptr()
-            join[layers.J_SUM], join[layers.J_COLUMNS] = result.data_ptr(), hidden
+            join = array("q", [0] * layers.NORM_ARGUMENTS)
+            join[layers.N_X], join[layers.N_Y] = residual.data_ptr(), result.data_ptr()
+            join[layers.N_SUM], join[layers.N_COLUMNS] = result.data_ptr(), hidden
             stages.append((plan.join, join))
         sequence.run(stages)
         self.result = result

@@ -76,9 +76,9 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
         return kernel_entry(encoded.product, dtype, number, mask, False), 0
-    if codes.INTEGERS and name in codes.WHOLE:
-        room = packing.room(name, weight.shape[1])
-        return kernel_entry(encoded.product, torch.float32, number, 0, True), room
+    if codes.INTEGERS and name in codes.INTEGER_PRODUCTS:
+        packed = packing.packed_bytes(name, weight.shape[1])
+        return kernel_entry(encoded.product, torch.float32, number, 0, True), packed
     return kernel_entry(encoded.product, torch.float32, number, 0, False), 0
 
 

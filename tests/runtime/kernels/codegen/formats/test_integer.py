@@ -15,7 +15,7 @@ from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import compute, experts, inputs
 
 TOKENS = (1, 3, 33)
-WHOLE = [style for style in STYLES if style.name in codes.WHOLE]
+INTEGER_PRODUCTS = [style for style in STYLES if style.name in codes.INTEGER_PRODUCTS]
 needs_integers = pytest.mark.skipif(not codes.INTEGERS, reason="a processor without VNNI")
 
 
@@ -43,7 +43,7 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
     assert any(m.packs for m in layer_plan(case.layer).matrices) == (
-        codes.INTEGERS and style in WHOLE
+        codes.INTEGERS and style in INTEGER_PRODUCTS
     )
 
 
@@ -55,7 +55,7 @@ def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPa
     assert not any(m.packs for m in layer_plan(case.layer).matrices)
 
 
-@pytest.mark.parametrize("style", WHOLE, ids=str)
+@pytest.mark.parametrize("style", INTEGER_PRODUCTS, ids=str)
 def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
     case = coded(style, torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
