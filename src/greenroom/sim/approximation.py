@@ -48,8 +48,8 @@ class CopySizes:
         """The trace's experts and their copies; None where there are no copies."""
         if not self.low:
             return None
-        seats = int(self.share * capacity / self.low)
-        seats = min(int(trace.offsets[-1]), max(trace.top_k, seats))
+        copies_count = int(self.share * capacity / self.low)
+        copies_count = min(int(trace.offsets[-1]), max(trace.top_k, copies_count))
         nested = self.nested
         copies = Copies.of(expert_bytes, self.low, trace.layers, seats, nested=nested)
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if nested else 2]

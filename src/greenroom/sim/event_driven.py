@@ -92,16 +92,16 @@ class EventRun:
 
     def as_json(self) -> dict[str, Any]:
         options = self.options
-        lesser, co_compute = options.approximation is not None, options.config.uses_host()
+        approximated, co_compute = options.approximation is not None, options.config.uses_host()
         left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
-        left_out += (() if lesser else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
+        left_out += (() if approximated else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
         left_out += () if co_compute or options.config.proposes() else OF_FOLLOWERS
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
             "ahead": self.ahead,
             **counts,
-            **({"inexact_share": self._inexact()} if lesser else {}),
+            **({"inexact_share": self._inexact()} if approximated else {}),
             "accuracy": self.accuracy,
             "goodpred": self.goodpred,
         }
@@ -137,14 +137,14 @@ def simulate_events(
     def empty(**learned: Any) -> Scheduler:
         seed = options.seed
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
-        made = build_scheduler(
+        scheduler = build_scheduler(
             pieces, capacity, policy, options.config, costs=costs if both else None,
             expert_bytes=expert_bytes, scope=options.scope, lanes=costs.lanes, ahead=ahead,
             seed=seed, host=tier, **learned,
         )  # fmt: skip
         if options.stay:
-            made.on(Keep(np.asarray(options.stay, np.int64)))
-        return made
+            scheduler.on(Keep(np.asarray(options.stay, np.int64)))
+        return scheduler
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
     every = passes(trace, stream, tail_weights=options.approximation is not None)
@@ -152,12 +152,12 @@ def simulate_events(
     spent = _play(every, clock, empty if options.reset else None)
     view = clock.scheduler.view
     counts = view.counted()
-    found = SimulatedTimes(
+    times = SimulatedTimes(
         counts.requests, counts.misses, *times_by_request(trace, spent), clock.now, clock.stall,
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
     accuracy = view.accuracy
-    return EventRun(found, counts, view.loans, accuracy.share(), accuracy.good(), options)
+    return EventRun(times, counts, view.loans, accuracy.share(), accuracy.good(), options)
 
 
 def _play(
@@ -183,7 +183,7 @@ def _play(
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
     """What is moved: whole experts, tops and bottoms, or experts and their copies."""
-    chunk_bytes, devices, found = options.chunk_bytes, options.devices, None
+    chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
@@ -192,13 +192,13 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)
-        found = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
     elif options.split is not None:
         if devices > 1:
             raise UsageError("split experts are on one device: leave out --devices")
-        found = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
-    if found is not None:
-        return found
+        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
+    if parts is not None:
+        return parts
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
     nbytes = [expert_bytes] * trace.layers
     return Pieces.unsplit(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)
