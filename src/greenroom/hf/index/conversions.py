@@ -74,7 +74,7 @@ def find_conversions(
     conversions: dict[str, WeightConversion] = {}
     unused: list[str] = []
     for name in sorted(names, key=dot_natural_key):
-        if adapter is not None and adapter.unused(name, model):
+        if adapter is not None and adapter.is_unused(name, model):
             continue
         target, pattern = rename_source_key(name, renamings, converters, prefix, derived)
         if target not in derived and name in derived:
