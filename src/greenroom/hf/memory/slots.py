@@ -64,7 +64,7 @@ def _check_whole(setup: ModelSetup) -> None:
             "experts in segments are computed from one host memory: pack the model without"
             " --segments for GPUs, several devices or a host tier"
         )
-    if isinstance(catalog, CopiesCatalog) and catalog.nestings:
+    if isinstance(catalog, CopiesCatalog) and catalog.nested_layouts:
         raise UsageError(
             "int8 experts that contain int4 copies are joined in one host memory: pack the model"
             " without --miss-precision for GPUs, several devices or a host tier"
@@ -130,7 +130,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
-        nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+        nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
         joins = PlaneJoiner(nestings) if nestings and split is None else None
         made = [
             kind(*each, plane_joiner=None if n else joins)

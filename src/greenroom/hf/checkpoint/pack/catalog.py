@@ -17,7 +17,7 @@ from greenroom.core.layout import (
     TensorSpec,
 )
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nesting_of
+from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nested_slot_of
 from greenroom.hf.checkpoint.pack.crc import combine_crc32
 from greenroom.hf.checkpoint.pack.format import DATA, PackHeader, PackLayer
 from greenroom.runtime.slots.nested_planes import NestedLayout
@@ -99,7 +99,7 @@ class CopiesCatalog(PackCatalog):
     Kinds of pieces: exact experts, copies, and the remainders of nested copies.
     """
 
-    nestings: tuple[NestedLayout, ...] = ()
+    nested_layouts: tuple[NestedLayout, ...] = ()
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:
@@ -125,7 +125,7 @@ def catalog_of(
     """
     layouts: list[SlotLayout] = []
     spans: list[tuple[Span, ...]] = []
-    nestings: list[NestedLayout] = []
+    nested_layouts: list[NestedLayout] = []
     for number, layer in enumerate(header.layers):
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
@@ -139,12 +139,16 @@ def catalog_of(
             continue
         at, n = low_copy.stride, low_copy.remainder_bytes(layer.layout)
         if low_copy.nested:
-            nesting, both, remainder = nesting_of(low_copy, layer.layout)
-            nestings.append(nesting)
+            nested, both, remainder = nested_slot_of(low_copy, layer.layout)
+            nested_layouts.append(nested)
             spans.append(((0, at + n, both), _run(0, at), (at, n, remainder)))
         else:
             spans.append((_run(at, n), _run(0, at)))
-    kind = partial(CopiesCatalog, nestings=tuple(nestings)) if header.precision else PackCatalog
+    kind = (
+        partial(CopiesCatalog, nested_layouts=tuple(nested_layouts))
+        if header.precision
+        else PackCatalog
+    )
     return kind(
         files=(str(folder / DATA),),
         layers=tuple(layer.name for layer in header.layers),

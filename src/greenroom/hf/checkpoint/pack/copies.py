@@ -50,7 +50,7 @@ def codes_of(layout: SlotLayout) -> list[TensorSpec]:
     return [spec for spec in layout.tensors if "." not in spec.name]
 
 
-def nested_layout(exact: SlotLayout) -> SlotLayout:
+def nested_copy_layout(exact: SlotLayout) -> SlotLayout:
     """The layout of the copies that are nested in experts of the layout `exact`."""
     kind, precision = NESTED
     tensors = []
@@ -63,7 +63,7 @@ def nested_layout(exact: SlotLayout) -> SlotLayout:
     return SlotLayout.pack(tensors, dict.fromkeys(names, precision), exact.dtype)
 
 
-def nesting_of(
+def nested_slot_of(
     low_copy: LowPrecisionCopy, exact: SlotLayout
 ) -> tuple[NestedLayout, tuple[Copy, ...], tuple[Copy, ...]]:
     """(how planes are joined, slot copies of both planes, slot copies of the remainder)."""

@@ -16,7 +16,7 @@ from greenroom.hf.checkpoint.pack.copies import (
     PRECISIONS,
     LowPrecisionCopy,
     codes_of,
-    nested_layout,
+    nested_copy_layout,
 )
 from greenroom.hf.checkpoint.pack.format import (
     DenseFile,
@@ -165,7 +165,7 @@ def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     layout = _layout(raw, exact.dtype)
     if nested:
         kinds = {exact.encodings.get(s.name) for s in codes_of(exact)}
-        if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_layout(exact):
+        if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_copy_layout(exact):
             raise Malformed("its nested copies do not fit its experts")
     names = [spec.name for spec in codes_of(exact)]
     copies = [spec.name for spec in codes_of(layout)]
