@@ -190,10 +190,10 @@ from greenroom.errors import DeviceError
 model, _ = greenroom.load(sys.argv[1], device="cuda", cache="25%", prefetch="off")
 ids = torch.tensor([[5, 6, 7]]).cuda()
 model.generate(ids, max_new_tokens=2, do_sample=False)
-wave = model.greenroom.kernel.compute_group
+group = model.greenroom.kernel.compute_group
 def crash(step, experts, slots):
     torch.zeros(4, device="cuda")[torch.tensor([1 << 40]).cuda()] = 1  # an assertion on the device
-    wave(step, experts, slots)
+    group(step, experts, slots)
 model.greenroom.kernel.compute_group = crash
 try:
     model.generate(ids, max_new_tokens=2, do_sample=False)

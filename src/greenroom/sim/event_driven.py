@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.build import build_scheduler
-from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.cache.scope import Scope
 from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
-from greenroom.core.events import Keep
+from greenroom.core.events import Pinned
 from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassStart
@@ -130,7 +130,7 @@ def simulate_events(
     if prefetch == OFF and not (both or options.config.proposes()):
         ahead = 0
     elif ahead is None:
-        ahead = slots_ahead(trace.top_k) if capacity < trace.offsets[-1] else 0
+        ahead = default_borrow_limit(trace.top_k) if capacity < trace.offsets[-1] else 0
     if prefetch != OFF:
         costs = replace(costs, dense=costs.dense.plus(costs.ahead))
 
@@ -143,7 +143,7 @@ def simulate_events(
             seed=seed, host=tier, **learned,
         )  # fmt: skip
         if options.stay:
-            scheduler.on(Keep(np.asarray(options.stay, np.int64)))
+            scheduler.on(Pinned(np.asarray(options.stay, np.int64)))
         return scheduler
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
@@ -157,7 +157,7 @@ def simulate_events(
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
     accuracy = view.accuracy
-    return EventRun(times, counts, view.loans, accuracy.share(), accuracy.good(), options)
+    return EventRun(times, counts, view.borrow_limit, accuracy.share(), accuracy.good(), options)
 
 
 def _play(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import COOLED, Costs, Work
 from greenroom.core.pieces import Ints
-from greenroom.core.transfers.queue import staging_seats
+from greenroom.core.transfers.queue import count_staging_slots
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -43,7 +43,7 @@ def step_times(
         np.array([link.bandwidth for link in costs.links]),
         np.array([link.latency for link in costs.links]),
         np.array(costs.lanes),
-        staging_seats(costs.lanes),
+        count_staging_slots(costs.lanes),
         costs.handling,
         costs.wake,
         expert_bytes,
@@ -83,7 +83,7 @@ def _step_times(
         free[:] = 0.0
         landed[:], seated[:], turn[:] = 0.0, 0.0, 0
         staging_slot, stall, slowed, now = 0, 0.0, 0.0, 0.0
-        for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
+        for i in range(starts[s], starts[s + 1]):  # the first group: what is there
             if not missed[i]:
                 now += expert[rows[i] if rows.size else 1]
         compute = now

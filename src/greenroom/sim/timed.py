@@ -193,7 +193,7 @@ class StepTimer:
         fresh = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
         slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
-        self._clock.scheduler.placement.place = np.arange(step.experts.size)
+        self._clock.scheduler.placement.tier_slots = np.arange(step.experts.size)
         self.served = Served(
             slot_numbers, hits, np.full_like(slot_numbers, -1), False, int((hits == 0).sum())
         )

@@ -193,4 +193,4 @@ def test_words_recompile_nothing_and_code_what_calls_it(tmp_path: Path) -> None:
     now = printed(tmp_path)
     changed = {key.partition(" ")[0] for key in before if before[key] != now[key]}
     assert {"lru", "llru", "opt"} <= changed
-    assert not changed & {"random", "next-use", "wave", "attend", "product"}
+    assert not changed & {"random", "next-use", "compute_group", "attend", "product"}

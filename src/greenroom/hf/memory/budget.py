@@ -2,7 +2,7 @@
 
 `--memory M` is the whole process: Python and its libraries, dense parts, KV cache, workspace,
 staging; what is left becomes slots. With a GPU it is of the GPU's memory, and `--host-memory` is
-the process: Python, CUDA's own, staging seats; what is left there keeps experts.
+the process: Python, CUDA's own, staging slots; what is left there keeps experts.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DeviceBudget:
 def host_slots(
     host_memory: str | int | None,
     catalog: Catalog,
-    seats: int,
+    staging_slots: int,
     kv: int = 0,
     slot_bytes: int | None = None,
 ) -> tuple[int, int]:
@@ -121,18 +121,18 @@ def host_slots(
     `kv` bytes are for keys and values that are kept there; an expert takes `slot_bytes` where it is
     not kept as the disk has it. Without an amount as much is taken as
     there is, within `AUTO_SHARE`; none is enough then.
-    BudgetError where a budget does not even hold the process and its staging seats.
+    BudgetError where a budget does not even hold the process and its staging slots.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
-    seat, slot = slot_sizes(chunks_of(catalog))
+    staging_slot, slot = slot_sizes(chunks_of(catalog))
     slot = slot_bytes or slot
-    least = process + SLACK + seats * seat + kv
+    least = process + SLACK + staging_slots * staging_slot + kv
     if budget < least and host_memory not in (None, "auto"):
         keys = f" and keys and values {show_bytes(kv)}" if kv else ""
         raise BudgetError(
             f"--host-memory {host_memory} is too small: the process takes {show_bytes(process)}"
-            f" and staging {show_bytes(seats * seat)}{keys};"
+            f" and staging {show_bytes(staging_slots * staging_slot)}{keys};"
             f" --host-memory {-(-least // (1 << 20))}MiB would do"
         )
     return budget, min(max(0, (budget - least) // slot), catalog.experts)

@@ -150,12 +150,12 @@ def memory_between(
     setup: ModelSetup,
     pieces: Pieces,
     chunks: Chunks,
-    seats: int,
+    staging_slots: int,
     engines: Sequence[Engine],
     computes: bool,
 ) -> HostMemory:
-    """Host memory between the disk and the slots: `seats` for what passes through, and what the
-    tier keeps; `computes`: as slots that the host's processor can compute from."""
+    """Host memory between the disk and the slots: `staging_slots` for chunks, and the
+    tier's slots; `computes`: as slots that the host's processor can compute from."""
     kept = setup.host_capacity
     nodes = []
     if engines and kept >= len(setup.devices):
@@ -163,4 +163,4 @@ def memory_between(
         nodes = [(share, engine.node) for share, engine in each]
     engine = engines[0] if engines else Engine()
     stride = setup.catalog.slot_bytes if computes else None
-    return HostMemory(engine, chunks, seats, kept, nodes, stride)
+    return HostMemory(engine, chunks, staging_slots, kept, nodes, stride)

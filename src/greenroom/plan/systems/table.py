@@ -3,7 +3,7 @@
 A row says who is evicted, how slots are shared out, what is fetched ahead and by whom, and which
 further parts a system needs. What a paper leaves open, or what we do otherwise, is its `reading`.
 All rows share our transfer queue (demands first, chunks, a layer's wrong prefetches dropped), our
-waves and our prompts that stream through: a comparison of rows is one of decisions alone.
+groups and our prompts that stream through: a comparison of rows is one of decisions alone.
 """
 
 from __future__ import annotations

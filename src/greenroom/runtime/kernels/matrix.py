@@ -1,4 +1,4 @@
-"""How a compiled wave is told of an encoded matrix, and which matrices it can be told of.
+"""How a compiled group is told of an encoded matrix, and which matrices it can be told of.
 
 By default weights are what their format says, in float32: codes times scales. One token is
 multiplied by whole numbers where the processor has them (codes.py): then only inputs below a 64th
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class MatrixProduct:
     """The compiled product of an encoding and the words that it finds a matrix by.
 
-    words: what the wave's arguments hold: the product's address and that of the layout's words
+    words: what the group's arguments hold: the product's address and that of the layout's words
     packs: does the product take x as integers?
     """
 

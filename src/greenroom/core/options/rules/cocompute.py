@@ -16,7 +16,7 @@ from greenroom.core.events import HOST, Routed
 from greenroom.core.options.rules.processors import Miss, Queues, assign
 from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.rates import Rates
-from greenroom.core.plan import EXACT, Candidate, Group, Option, Plan, View
+from greenroom.core.plan import EXACT, ComputedGroup, Option, Plan, PromotionCandidate, View
 
 
 class CoCompute(Option):
@@ -29,7 +29,7 @@ class CoCompute(Option):
         self._promotions = PromotionQueue()
 
     def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
-        if event.moved:
+        if event.device_only:
             return plan
         misses, queues = self._misses(event, plan, view)
         if not misses:
@@ -90,13 +90,13 @@ class CoCompute(Option):
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         self.rates.chunk_landed(link, lane, nbytes, now)
 
-    def computed(self, group: Group, seconds: float, view: View) -> None:
+    def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         nbytes = int(view.pieces.nbytes[group.experts[0]])
         self.rates.computed(group.device, group.tokens, nbytes, seconds)
         if group.device == HOST and not group.prefill:
             self._promotions.add(group.layer, group.experts, view.promotions())
 
-    def candidates(self, view: View) -> Sequence[Candidate]:
+    def candidates(self, view: View) -> Sequence[PromotionCandidate]:
         return self._promotions.latest()
 
     def dismiss(self, expert: int) -> None:

@@ -3,7 +3,7 @@
 The first goes from the hidden state over norm, attention and residual sum to the block's input; the
 router chooses (router.py) in the first, where it is of a known kind; the second goes from the
 experts to the layer's output. Where all experts of a token are in their slots nothing is computed
-between: after a wave of experts has gone through the caches each of its small operations takes as
+between: after a group of experts has gone through the caches each of its small operations takes as
 long as a matrix. The bits are those of the accelerated modules called one by one.
 """
 

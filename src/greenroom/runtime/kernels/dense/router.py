@@ -3,7 +3,7 @@
     softmax of x @ w.T in float32, the top k of it, perhaps over their sum, cast
 
 In the region that ends with its input (decoder.py) it costs its weights' bytes; torch's five
-operations cost ten times that where a wave of experts has gone through the caches. The product is
+operations cost ten times that where a group of experts has gone through the caches. The product is
 summed in another order than torch's and rounded to the model's type as torch's is, so as in other
 compiled layers a last bit may differ. Where the last expert that is chosen and the next are equal
 the choice is torch's still (ties.py). That a router is of this kind is found by trying it.

@@ -1,7 +1,7 @@
 """One token's experts from the router's choice to their sum, where all of them are in their slots.
 
 The bodies of the fused kernel, told of everything by one array that is copied from a template:
-after a wave has gone through the caches, Python's lists and NumPy's views take as long as the sum
+after a group has gone through the caches, Python's lists and NumPy's views take as long as the sum
 over the experts.
 """
 
@@ -40,13 +40,13 @@ class OneTokenExperts:
         routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
         x = torch.zeros(1, hidden, dtype=layer.dtype)
         step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
-        wave = step.words_of_wave(plan, range(top_k), [0] * top_k)
+        group = step.words_of_group(plan, range(top_k), [0] * top_k)
         combine = step.words_of_sum(plan)[0]
         start = step.words[1]
         self._mid, self._act, self._out = (step.words[n] - start for n in (1, 2, 3))
         self._sums, self._floats = 4 * step.sums, step.buffer.numel()
         slots = expert_group.GROUP_ARGUMENTS
-        self._starts = len(wave)
+        self._starts = len(group)
         tokens = self._starts + top_k + 1
         rows = tokens + top_k
         self._combine = rows + top_k
@@ -55,11 +55,11 @@ class OneTokenExperts:
         self._place = self._turns + layers.FIRST_STAGE + 6
         join = [0] * layers.NORM_ARGUMENTS
         join[layers.N_COLUMNS] = hidden
-        bodies = plan.wave.address, 0, plan.combine.address, 0, plan.join.address, 0
+        bodies = plan.group.address, 0, plan.combine.address, 0, plan.join.address, 0
         place = [0] * choice.FIND_SLOTS_ARGUMENTS
         place[choice.TOP_K], place[choice.NUMBER] = top_k, layer.num_experts
         self._template = array("q", [
-            *wave, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *bodies,
+            *group, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *bodies,
             *place,
         ])  # fmt: skip
         # Words that hold addresses of other words, and of which.

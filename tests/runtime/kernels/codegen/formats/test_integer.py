@@ -56,7 +56,7 @@ def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("style", INTEGER_PRODUCTS, ids=str)
-def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
+def test_bits_do_not_depend_on_threads_groups_and_slots(style: Style) -> None:
     case = coded(style, torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
     want = compute(CpuKernel(), case.layer, case.places, *args)
@@ -67,8 +67,8 @@ def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
             assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args), want)
     finally:
         torch.set_num_threads(threads)
-    waves = [[2], [0, 1]]
-    assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args, waves=waves), want)
+    groups = [[2], [0, 1]]
+    assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args, groups=groups), want)
 
 
 @pytest.mark.parametrize("name", ["mxfp4-uint8", "gguf_mxfp4"])
