@@ -130,7 +130,7 @@ def catalog_of(
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
             raise UsageError(
-                f"{folder}: a pack with segments is computed in {header.dtype}: leave out --dtype"
+                f"{folder}: a pack with segments computes in {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)
         low_copy = layer.low_copy
