@@ -292,10 +292,14 @@ def test_copies_have_their_share_of_the_memory():
     ("of", "options", "said"),
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
-        (("same", "int8"), {}, "this pack's are in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "are for one CPU's memory"),
+        (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
+        (("same", "int4"), {"device": "fake,fake"}, "work in one CPU's memory only"),
         (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one host memory"),
-        (("same", "int4"), {"device": "fake", "host_memory": "50%"}, "are for one CPU's memory"),
+        (
+            ("same", "int4"),
+            {"device": "fake", "host_memory": "50%"},
+            "work in one CPU's memory only",
+        ),
     ],
 )
 def test_what_cannot_be(of, options, said):
