@@ -215,7 +215,7 @@ def call_rows(clock: Clock) -> None:
     calls = {
         "routing": lambda: Routing.of(index.numpy(), EXPERTS),
         "begin": lambda: chosen.begin(experts, x, routing, weights),
-        "wave, eight experts": lambda: chosen.compute_group(state, ids, ids),
+        "group, eight experts": lambda: chosen.compute_group(state, ids, ids),
         "combine": lambda: chosen.combine(state),
         "torch's F.linear": lambda: linear(x, dense.weight),
         "compiled linear": lambda: dense.forward(x),

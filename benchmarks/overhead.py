@@ -7,7 +7,7 @@ nearly nothing to wait for. Each variant (what --prefetch takes, without a guard
 its own of one loaded model, in turns. Thread time is taken inside the calls:
 
     prediction   predictors, and what the event machine makes of what they say
-    bookkeeping  the event machine's other events: steps, chunks, waves
+    bookkeeping  the event machine's other events: steps, chunks, groups
 
 `of a token` is both over the CPU time of all the process's threads for a token; what `off` takes
 less than the others is all that prefetching costs, hooks on routers included.

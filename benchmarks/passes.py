@@ -8,7 +8,7 @@ import torch
 
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
-from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.journal import Journal, PrefixReuse
 from greenroom.server.engine.requests import Token
 from greenroom.server.engine.tokens.sampling import Sampler
 
@@ -26,7 +26,7 @@ def replay(
     tokens: dict[int, list[Token]] = {number: [] for number in ids}
     caches: dict[int, object] = {}
     for at, event in enumerate(journal.events):
-        if isinstance(event, Reuse):
+        if isinstance(event, PrefixReuse):
             caches[event.number] = kv.copy_tokens(caches[event.source], event.tokens, batch.cache())
             used = {event.source}
         else:
@@ -60,7 +60,7 @@ def _last_uses(journal: Journal) -> dict[int, int]:
     """The place of the last event that needs each sequence's keys and values."""
     last: dict[int, int] = {}
     for at, event in enumerate(journal.events):
-        if isinstance(event, Reuse):
+        if isinstance(event, PrefixReuse):
             last[event.number] = last[event.source] = at
         else:
             last |= {number: at for number, _, _ in event.shares}

@@ -94,7 +94,7 @@ def main() -> None:
     for width in (64, 128, 256):
         tensors = networks(shape, args.hidden, width)
         made[f"learned, {width}"] = predictor("learned").build(
-            PredictorSetup(shape, learned=tensors)
+            PredictorSetup(shape, tensors=tensors)
         )
     made["markov"] = predictor("markov").build(PredictorSetup(shape))
     print("                     warm     cold")

@@ -228,12 +228,12 @@ def served_by_http(engine: ContinuousEngine) -> Iterator[Callable[[list[int], in
     """A server for an engine; gives what sends one request from another process and reads all."""
     from greenroom.server.http.request_log import RequestLog
     from greenroom.server.http.service import Service
-    from greenroom.server.web.listen import listening, server
+    from greenroom.server.web.listen import make_server, open_socket
 
     config = engine.config
     log = RequestLog(config.log_format, lambda line: None)
-    sock = listening("127.0.0.1", 0)
-    running = server(Service(engine, config, "bench", None, log))
+    sock = open_socket("127.0.0.1", 0)
+    running = make_server(Service(engine, config, "bench", None, log))
     running.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
     thread = threading.Thread(target=running.run, args=([sock],))
     thread.start()

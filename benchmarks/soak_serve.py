@@ -32,7 +32,7 @@ from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.memory.system import rss_bytes
-from greenroom.server.engine.journal import Journal, Pass, Reuse
+from greenroom.server.engine.journal import Journal, Pass, PrefixReuse
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import Busy, Finished, Request, Sampling, Token
 from greenroom.server.engine.start import start
@@ -207,7 +207,7 @@ def again(args: argparse.Namespace, journal: Journal, soak: Soak) -> int:
             found = {}
             for number, request in requests.items():
                 events = [Pass(((number, a, n),)) for a, n in _alone(request, 128)]
-                alone = Journal(list[Reuse | Pass](events), {number: request})
+                alone = Journal(list[PrefixReuse | Pass](events), {number: request})
                 found[number] = replay(batch, alone, {number: samplers[number]})[number]
         else:
             found = replay(batch, journal, samplers)

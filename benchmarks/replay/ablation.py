@@ -80,7 +80,7 @@ class Ablated(Scheduler):
         step = self.step
         if step is None or step.ending or self._reorder:
             return super()._advance(actions)
-        if step.waves:
+        if step.groups:
             return None
         turn = step.array.size - step.uncomputed  # the request whose turn it is
         self._demand_next(step, turn, actions)

@@ -19,7 +19,7 @@ from rig import Rig, arguments
 from speed import REACTIVE, USUAL, Session, run, sessions
 
 from common import commit, machine, note, table  # isort: skip
-from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.cost import FREE, Costs
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.foresight import Foresight
@@ -43,7 +43,7 @@ def simulated(
     foresight, ahead = None, 0
     if variant != REACTIVE:
         foresight = Foresight(rig.predictor(variant, trace), offsets)
-        ahead = slots_ahead(trace.top_k)
+        ahead = default_borrow_limit(trace.top_k)
     scheduler = Scheduler(
         Pieces.unsplit(offsets, [rig.expert_bytes] * layers, chunks), capacity,
         choose(policy, capacity, experts), lanes=costs.lanes, ahead=ahead,

@@ -206,7 +206,7 @@ class Placed(Foresight):
 
 
 def _nothing(experts: Any, slots: Any) -> None:
-    """Computes no wave."""
+    """Computes no group."""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

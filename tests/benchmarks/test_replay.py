@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenroom.core.events import Compute, Computed, Finish, Landed, Routed, StartChunk
+from greenroom.core.events import Computed, ComputeGroup, Finish, Landed, Routed, StartChunk
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
@@ -36,7 +36,7 @@ def play(scheduler: Scheduler, number: int, experts: list[int]) -> tuple[list[li
     while not any(isinstance(action, Finish) for action in actions):
         moving += [action for action in actions if isinstance(action, StartChunk)]
         most = max(most, len(moving))
-        order = next((action for action in actions if isinstance(action, Compute)), None)
+        order = next((action for action in actions if isinstance(action, ComputeGroup)), None)
         if order is not None:
             groups.append(order.experts.tolist())
             actions = scheduler.on(Computed(order.device))

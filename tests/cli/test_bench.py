@@ -173,7 +173,7 @@ def test_no_row_is_left(cli: Run, folder: Path):
     assert "moepic is left out: --split cuts" in ran.mistake
     assert "; hobbit is left out: system hobbit needs misses in int4" in ran.mistake
     alone = cli("bench", folder, "--cache", "50%", "--system", "moepic", *SHORT)
-    assert alone.mistake.startswith("--split cuts experts that are packed in segments")
+    assert alone.mistake.startswith("--split needs experts that are packed in segments")
 
 
 def test_splits_are_those_of_algorithm_1(cli: Run, monkeypatch: pytest.MonkeyPatch):

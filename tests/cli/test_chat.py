@@ -20,7 +20,7 @@ from greenroom.cli.terminal.session import Session, Terminal, closing_line, hist
 from greenroom.cli.terminal.summary import summary
 from greenroom.errors import GreenroomError
 from greenroom.server.chat.backend import Reply
-from greenroom.server.engine.tokens.reader import Delta
+from greenroom.server.engine.tokens.reader import AnswerDelta
 from tests.cli.conftest import START, Ran, Run
 from tests.server.api.test_operations import STATS
 from tests.server.conftest import Running, launch, saying, thinking
@@ -47,7 +47,10 @@ class Echo:
         if self.fail:
             raise self.fail
         reply = Reply(prompt_tokens=3, reused_tokens=1, new_tokens=2, ttft_s=0.5, hit_ratio=0.25)
-        for delta in (Delta(reasoning="hm"), Delta(text=messages[-1]["content"].upper())):
+        for delta in (
+            AnswerDelta(reasoning="hm"),
+            AnswerDelta(text=messages[-1]["content"].upper()),
+        ):
             reply.add(delta)
             on_delta(delta)
         return reply
@@ -132,7 +135,7 @@ def test_an_answer_cannot_speak_to_the_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     terminal = Terminal()
-    terminal.write(Delta(text="a\x1b]0;title\x07b\x9bc\n"))
+    terminal.write(AnswerDelta(text="a\x1b]0;title\x07b\x9bc\n"))
     assert capsys.readouterr().out == "a]0;titlebc\n"
 
 

@@ -97,7 +97,7 @@ def test_killed_in_the_middle(cli: Run, tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     refused = cli("run", out, "The green")
-    assert f"a half-made pack: `greenroom pack {source()} -o {out}" in refused.mistake
+    assert f"an unfinished pack: `greenroom pack {source()} -o {out}" in refused.mistake
     ran = cli(*arguments, "--json")
     assert 3 <= ran.json["kept"] < 16
     for name in ("greenroom.json", "experts.greenroom"):
@@ -134,7 +134,7 @@ def test_the_disk_is_full(cli: Run, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "experts.greenroom: cannot be written" in ran.mistake
-    assert "the same command goes on" in ran.mistake
+    assert "run the same command again" in ran.mistake
     assert not out.exists()
     assert cli(*arguments, "--json").json["kept"] > 0
     assert header(out) == header(packed("int8"))

@@ -14,7 +14,7 @@ from greenroom.cli.tune import _entry as tuned
 from greenroom.cli.tune import candidates
 from greenroom.config import LoadConfig
 from greenroom.core.cost import Link
-from greenroom.core.machine import Machine, Processor, Route, Table, name_of
+from greenroom.core.machine import Machine, Processor, Route, Table, machine_name
 from greenroom.errors import UsageError
 from greenroom.hf.load.describe import describe
 from greenroom.plan.costs import RunMeasurement
@@ -83,7 +83,7 @@ def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home
     model = describe(str(folder), LoadConfig())
     run = RunMeasurement(0.5, 0.1, 1.0, 1e9, 1.0)
     files.update_records(
-        model.fingerprint, name_of(host_facts()), lambda records: records.with_runs((run,))
+        model.fingerprint, machine_name(host_facts()), lambda records: records.with_runs((run,))
     )
     ran = cli("plan", folder, "--memory", "2GiB", "--json")
     assert "and 1 runs of this model on it" in ran.json["machine"]
@@ -97,7 +97,7 @@ def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
     best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
     found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
     store_setting(models.MODEL, models.MACHINE, found, "cpu")
-    left = files.load_records("abc", name_of(models.HOST)).nearest(21)
+    left = files.load_records("abc", machine_name(models.HOST)).nearest(21)
     assert left is not None
     assert left.options == {"policy": "lcp", "scope": "per-layer", "prefetch": "off"}
     assert (left.by, left.tpot, left.plain) == ("plan", 0.08, 0.1)
@@ -228,7 +228,7 @@ def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, h
     digest = describe(str(folder), LoadConfig()).fingerprint
     dense = describe(str(folder), LoadConfig()).dense_bytes
     files.update_records(
-        digest, name_of(host_facts()), lambda records: records.with_load((400 << 20) - dense)
+        digest, machine_name(host_facts()), lambda records: records.with_load((400 << 20) - dense)
     )
     model = describe(str(folder), LoadConfig())
     memory = model.memory(model.experts // 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.core.cache.cache import Cache
-from greenroom.core.events import Compute, Computed, Landed, Resized, Routed
+from greenroom.core.events import Computed, ComputeGroup, Landed, Resized, Routed
 from greenroom.core.home_devices import home_devices, slots_per_device, spread
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
@@ -94,17 +94,17 @@ def test_every_device_has_a_last_link_of_its_own():
     assert alone.view.sources == {0, 1, 2}
 
 
-def test_every_device_has_its_own_link_and_its_own_waves():
+def test_every_device_has_its_own_link_and_its_own_groups():
     s = Scheduler(pieces(devices=2), 4, policy("lru"), lanes=1)
     actions = s.on(Routed(0, 0, ids(0, 1, 2, 3)))  # homes: 0 1 0 1
     assert sorted((a.piece, a.link, a.slot % 2) for a in actions) == [(0, 0, 0), (1, 1, 1)]
-    (more, wave) = s.on(Landed(0, 1, 1))
-    assert (wave.experts.tolist(), wave.device, more.piece, more.link) == ([1], 1, 3, 1)
-    (more, wave) = s.on(Landed(0, 0, 0))  # beside the other device's
-    assert (wave.experts.tolist(), wave.device, more.piece, more.link) == ([0], 0, 2, 0)
+    (more, group) = s.on(Landed(0, 1, 1))
+    assert (group.experts.tolist(), group.device, more.piece, more.link) == ([1], 1, 3, 1)
+    (more, group) = s.on(Landed(0, 0, 0))  # beside the other device's
+    assert (group.experts.tolist(), group.device, more.piece, more.link) == ([0], 0, 2, 0)
     assert s.on(Landed(0, 3, 1)) == []  # its device is computing
-    (wave,) = [a for a in s.on(Computed(1)) if isinstance(a, Compute)]
-    assert (wave.experts.tolist(), wave.device) == ([3], 1)
+    (group,) = [a for a in s.on(Computed(1)) if isinstance(a, ComputeGroup)]
+    assert (group.experts.tolist(), group.device) == ([3], 1)
     with pytest.raises(RuntimeError, match="no group was ordered"):
         Scheduler(pieces(devices=2), 4, policy("lru")).on(Computed(1))
 

@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 
-from greenroom.core.cache.buffer import Use
+from greenroom.core.cache.buffer import BorrowState
 from greenroom.core.cache.reshape import kinds_of
 from greenroom.core.events import (
     Action,
     Cancelled,
-    Compute,
     Computed,
+    ComputeGroup,
     Failed,
     Finish,
     Landed,
@@ -37,10 +37,10 @@ def ids(*experts: int) -> np.ndarray:
 
 
 class Theatre:
-    """A driver in which anything may happen next: chunks land or fail and waves end in any order.
+    """A driver in which anything may happen next: chunks land or fail and groups end in any order.
 
     `memory[slot]` is the piece whose chunks have all landed there, as a real slot would hold it;
-    `seats[seat]` is the chunk that a staging seat holds.
+    `staging_slots[staging_slot]` is the chunk that a staging slot holds.
     """
 
     def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
@@ -49,9 +49,9 @@ class Theatre:
         self.lasts = {path[-1] for path in s.transfers.queue.paths}
         self.memory: dict[int, int] = {}
         self.landed: dict[tuple[int, int], int] = {}  # (piece, slot) -> chunks
-        self.seats: dict[int, tuple[int, int]] = {}
+        self.staging_slots: dict[int, tuple[int, int]] = {}
         self.moving: list[StartChunk] = []
-        self.waves: dict[int, Compute] = {}
+        self.groups: dict[int, ComputeGroup] = {}
         self.computed: list[int] = []
         self.finish: Finish | None = None
         self.now = 0.0
@@ -62,10 +62,10 @@ class Theatre:
             match action:
                 case StartChunk():
                     self._start(action)
-                case Compute():
-                    assert action.device not in self.waves
+                case ComputeGroup():
+                    assert action.device not in self.groups
                     self._computable(action)
-                    self.waves[action.device] = action
+                    self.groups[action.device] = action
                 case Move(piece, source, target):
                     assert self._holds(source, piece)
                     assert not self.moving
@@ -81,22 +81,24 @@ class Theatre:
     def _holds(self, slot: int, piece: int) -> bool:
         return self.memory[slot] == piece
 
-    def _computable(self, wave: Compute) -> None:
-        experts, slots = wave.experts, wave.slots
-        assert {*self.s.pieces.home_device[experts].tolist()} == {wave.device}
+    def _computable(self, group: ComputeGroup) -> None:
+        experts, slots = group.experts, group.slots
+        assert {*self.s.pieces.home_device[experts].tolist()} == {group.device}
         there = [self.memory.get(int(slot)) for slot in slots]
-        assert there == (experts + wave.part * self.s.pieces.experts).tolist()
-        self._after_its_top(experts, wave.part)
+        assert there == (experts + group.part * self.s.pieces.experts).tolist()
+        self._after_its_top(experts, group.part)
         assert not {m.slot for m in self.moving} & set(slots.tolist())
 
     def _start(self, action: StartChunk) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
         chunk = (action.piece, action.chunk)
         if action.link == 0 and self.chained:
-            assert action.seat not in {m.seat for m in self.moving}
-            self.seats[action.seat] = chunk
+            assert action.staging_slot not in {m.staging_slot for m in self.moving}
+            self.staging_slots[action.staging_slot] = chunk
         elif self.chained:
-            assert self.seats[action.seat] == chunk, "the seat was given away"
+            assert self.staging_slots[action.staging_slot] == chunk, (
+                "the staging slot was given away"
+            )
         self._at_home(action)
         if (
             action.link in self.s.view.sources and action.chunk == 0
@@ -110,7 +112,7 @@ class Theatre:
 
     def _spare(self, action: StartChunk) -> None:
         """Nothing is written to a slot that is being computed from."""
-        assert not any(action.slot in wave.slots for wave in self.waves.values())
+        assert not any(action.slot in group.slots for group in self.groups.values())
 
     def _at_home(self, action: StartChunk) -> None:
         """A piece goes to its own device, on that device's own link."""
@@ -133,10 +135,10 @@ class Theatre:
 
     def _check(self) -> None:
         """What lies in the buffer and is not moving is there, whole."""
-        for piece, held in self.s.placement.buffer.held.items():
+        for piece, held in self.s.placement.buffer.borrowed.items():
             assert self.s.placement.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
-            if held.use is Use.AHEAD:
-                assert self.memory.get(int(self.s.placement.place[held.slot])) == piece
+            if held.use is BorrowState.COMPLETE:
+                assert self.memory.get(int(self.s.placement.tier_slots[held.slot])) == piece
 
     def run(
         self,
@@ -147,23 +149,23 @@ class Theatre:
         prefill=False,
         tail_weights=None,
     ) -> None:
-        self.computed, self.finish, self.waves = [], None, {}
+        self.computed, self.finish, self.groups = [], None, {}
         self.tell(Routed(step, layer, experts, prefill=prefill, tail_weights=tail_weights))
         while self.finish is None:
-            choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
+            choices = ["land"] * len(self.moving) + ["compute"] * len(self.groups)
             assert choices, "deadlock"
             if cancel and self.rng.random() < 0.2:
-                cancel, self.waves = False, {}
+                cancel, self.groups = False, {}
                 self.tell(Cancelled())
             elif self.rng.choice(choices) == "compute":
-                wave = self.waves.pop(self.rng.choice(sorted(self.waves)))
-                self.computed += self._results(wave)
-                self.tell(Computed(wave.device))
+                group = self.groups.pop(self.rng.choice(sorted(self.groups)))
+                self.computed += self._results(group)
+                self.tell(Computed(group.device))
             else:
                 self.land()
 
-    def _results(self, wave: Compute) -> list[int]:
-        return (wave.experts + wave.part * self.s.pieces.experts).tolist()
+    def _results(self, group: ComputeGroup) -> list[int]:
+        return (group.experts + group.part * self.s.pieces.experts).tolist()
 
     def land(self) -> None:
         action = self.moving.pop(self.rng.randrange(len(self.moving)))
@@ -198,14 +200,14 @@ def carry_out(s: Scheduler, actions: list[Action], transfers_first: bool = False
         if any(isinstance(action, Finish) for action in actions):
             return done
         if transfers_first:
-            waiting.sort(key=lambda action: isinstance(action, Compute))
+            waiting.sort(key=lambda action: isinstance(action, ComputeGroup))
         match waiting.pop(0):
             case StartChunk() as chunk:
                 actions = s.on(Landed(chunk.lane, chunk.piece, chunk.link))
-            case Compute() as group:
+            case ComputeGroup() as group:
                 actions = s.on(Computed(group.device))
 
 
-def waves(actions: list[Action]) -> list[tuple[list[int], int]]:
+def groups(actions: list[Action]) -> list[tuple[list[int], int]]:
     """(experts, part) of each group that was ordered."""
-    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]
+    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, ComputeGroup)]

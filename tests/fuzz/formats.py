@@ -209,10 +209,10 @@ def _profile() -> list[bytes]:
 
 
 def read_profile(data: bytes, folder: Path) -> None:
-    from greenroom.core.machine import Machine, name_of
+    from greenroom.core.machine import Machine, machine_name
 
     machine = Machine.load(saved("machine.json", data, folder))
-    name_of(machine.host)
+    machine_name(machine.host)
     machine.costs(3 << 20, 1 << 20)
     machine.as_json()
 

@@ -37,7 +37,7 @@ def test_what_the_host_computes_is_near_to_the_model(name, kernels):
     )  # fmt: skip
     try:
         rates = model.greenroom.driver.scheduler.option(CoCompute).rates
-        rates.known(replace(rates._costs, host=Work.constant(1e-9)))
+        rates.set_costs(replace(rates._costs, host=Work.constant(1e-9)))
         model.generate(prompt(), **OPTIONS)
         with torch.inference_mode():
             got = model(prompt()).logits.float().cpu()

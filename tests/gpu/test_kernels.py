@@ -51,12 +51,12 @@ def placed(module: nn.Module, seed: int = 0) -> tuple[LayerExperts, list[int]]:
     return LayerExperts(module.cuda(), layout, slots), places
 
 
-def step(kernel, layer, places, case, waves=None) -> torch.Tensor:
+def step(kernel, layer, places, case, groups=None) -> torch.Tensor:
     x, index, weights = case
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = kernel.begin(layer, x.cuda(), routing, weights.cuda())
-    for wave in [range(len(routing.experts))] if waves is None else waves:
-        chosen = [int(routing.experts[i]) for i in wave]
+    for group in [range(len(routing.experts))] if groups is None else groups:
+        chosen = [int(routing.experts[i]) for i in group]
         kernel.compute_group(state, chosen, [places[e] for e in chosen])
     return kernel.combine(state)
 
@@ -81,7 +81,7 @@ def test_as_near_to_eager_as_grouped_mm(family, dtype):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4", "muse_spark", "nemotron_h"])
-def test_waves_order_and_slots_do_not_change_a_bit(family):
+def test_groups_order_and_slots_do_not_change_a_bit(family):
     for tokens in (1, 3, 70):
         case = inputs(torch.bfloat16, tokens, seed=3)
         layer, places = placed(experts(family, torch.bfloat16))
@@ -89,8 +89,10 @@ def test_waves_order_and_slots_do_not_change_a_bit(family):
         for seed in range(1, 6):
             order = np.random.default_rng(seed).permutation(count).tolist()
             other, slots = placed(experts(family, torch.bfloat16), seed=seed)
-            waves = [[i] for i in order] if seed % 2 else [order[: count // 2], order[count // 2 :]]
-            assert torch.equal(step(TritonKernel(), other, slots, case, waves), want)
+            groups = (
+                [[i] for i in order] if seed % 2 else [order[: count // 2], order[count // 2 :]]
+            )
+            assert torch.equal(step(TritonKernel(), other, slots, case, groups), want)
 
 
 @pytest.mark.parametrize("name", ENCODED)

@@ -49,12 +49,12 @@ def test_what_cannot_be_registered_is_said_and_breaks_nothing(engine):
     assert slots.bytes(0).min() == slots.bytes(0).max() == 7
 
 
-def test_a_slot_is_overwritten_only_when_its_wave_has_been_computed(engine):
+def test_a_slot_is_overwritten_only_when_its_group_has_been_computed(engine):
     slots, size = DeviceSlots(engine, 1, 4 * MIB, 1), 4 * MIB
     slots.write(0, run(size), np.full(size, 1, np.uint8), 0)
     slow = torch.randn(4096, 4096, device="cuda")
     for _ in range(3):
-        for _ in range(40):  # tens of milliseconds before the wave reads
+        for _ in range(40):  # tens of milliseconds before the group reads
             slow = slow @ slow / 4096
         read = slots.bytes(0).clone()
         slots.mark_computed([0])

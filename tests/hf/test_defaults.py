@@ -10,7 +10,7 @@ import pytest
 
 from greenroom.config import LoadConfig
 from greenroom.core.config.scheduler import option_names
-from greenroom.core.machine import name_of
+from greenroom.core.machine import machine_name
 from greenroom.hf.defaults import with_defaults
 from greenroom.hf.load import attach
 from greenroom.hf.load import describe as describing
@@ -80,7 +80,7 @@ def test_a_plan_foretells_slots_and_settings(
     assert first[0] == min(
         before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
     )
-    known = files.load_records(before.fingerprint, name_of(host_facts()))
+    known = files.load_records(before.fingerprint, machine_name(host_facts()))
     assert known.process == whole - before.dense_bytes
     after = describe(folder, config)
     assert (after.slots(memory), after.slots_when_full(memory)) == first == run()
@@ -88,7 +88,7 @@ def test_a_plan_foretells_slots_and_settings(
 
 def keep(fingerprint: str, capacity: int, machine: str | None = None, **options: str) -> None:
     found = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
-    name = machine or name_of(host_facts())
+    name = machine or machine_name(host_facts())
     files.update_records(fingerprint, name, lambda records: records.with_setting(found))
 
 

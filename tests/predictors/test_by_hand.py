@@ -124,13 +124,13 @@ def test_markov_learns_within_a_prompt_but_not_across_requests():
 def test_the_oracle_looks_into_the_next_pass():
     experts = [[[0], [1]], [[2], [3]]]
     routed = np.array(experts, np.uint8)
-    assert guesses("oracle:1", experts, routed=routed) == [
+    assert guesses("oracle:1", experts, routed_experts=routed) == [
         (0, -1, 0, [[0]]),  # nothing was before the first pass
         (0, 0, 1, [[1]]),
         (0, 1, 2, [[2]]),
         (1, 0, 1, [[3]]),
     ]
-    assert guesses("oracle:2", experts, routed=routed) == [
+    assert guesses("oracle:2", experts, routed_experts=routed) == [
         (0, -1, 0, [[0]]),
         (0, -1, 1, [[1]]),
         (0, 0, 2, [[2]]),
@@ -139,7 +139,9 @@ def test_the_oracle_looks_into_the_next_pass():
 
 
 def test_the_oracle_cannot_run_where_the_trace_ends():
-    it = predictor("oracle").build(PredictorSetup(TWO, routed=np.zeros((3, 2, 1), np.uint8)))
+    it = predictor("oracle").build(
+        PredictorSetup(TWO, routed_experts=np.zeros((3, 2, 1), np.uint8))
+    )
     with pytest.raises(UsageError, match="oracle has 3 tokens, but token 3 was asked for"):
         it.begin(PassStart(0, 2, 2, True))
 
@@ -147,15 +149,15 @@ def test_the_oracle_cannot_run_where_the_trace_ends():
 def test_the_256th_expert_is_an_expert_to_the_oracle_and_nothing_in_a_recording():
     shape = Shape((256,), 1)
     routed = np.full((1, 1, 1), 255, np.uint8)
-    assert guesses("oracle", routed, shape=shape, routed=routed) == [(0, -1, 0, [[255]])]
+    assert guesses("oracle", routed, shape=shape, routed_experts=routed) == [(0, -1, 0, [[255]])]
     recorded = {"x": Predicted(routed, 1)}
-    assert guesses("recorded", routed, shape=shape, recorded=recorded) == [(0, -1, 0, [[-1]])]
+    assert guesses("recorded", routed, shape=shape, predictions=recorded) == [(0, -1, 0, [[-1]])]
 
 
 def test_noise_takes_from_those_that_are_not_used():
     routed = np.tile(np.array([[[0, 1]]], np.uint8), (50, 1, 1))
     shape = Shape((3,), 2)
-    told = guesses("noisy-oracle:accuracy=0", routed, shape=shape, routed=routed)
+    told = guesses("noisy-oracle:accuracy=0", routed, shape=shape, routed_experts=routed)
     assert all(rows in ([[2, -1]], [[-1, 2]]) for *_, rows in told)
     assert len(told) == 50
 
@@ -166,7 +168,7 @@ def test_accuracies_of_promoe():
     assert promoe(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
     assert promoe(20) == 0.54
     routed = np.random.default_rng(0).integers(0, 4, (20_000, 2, 1)).astype(np.uint8)
-    it = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed=routed))
+    it = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed_experts=routed))
     told = replay(it, decode(routed), TWO)
     assert accuracy(told.experts, routed) == pytest.approx(promoe(2), abs=0.015)
 
@@ -174,12 +176,12 @@ def test_accuracies_of_promoe():
 def test_recorded_takes_the_predictions_that_are_named():
     one, two = (Predicted(np.full((1, 2, 1), i, np.uint8), 1) for i in (1, 2))
     both = {"one": one, "two": two}
-    assert guesses("recorded:of=two", [[[0], [0]]], recorded=both)[0] == (0, -1, 0, [[2]])
-    assert guesses("recorded", [[[0], [0]]], recorded={"one": one})[0] == (0, -1, 0, [[1]])
+    assert guesses("recorded:of=two", [[[0], [0]]], predictions=both)[0] == (0, -1, 0, [[2]])
+    assert guesses("recorded", [[[0], [0]]], predictions={"one": one})[0] == (0, -1, 0, [[1]])
     with pytest.raises(UsageError, match=r"several predictions: say of=one\|two"):
-        guesses("recorded", [[[0], [0]]], recorded=both)
+        guesses("recorded", [[[0], [0]]], predictions=both)
     with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
-        guesses("recorded:of=three", [[[0], [0]]], recorded=both)
+        guesses("recorded:of=three", [[[0], [0]]], predictions=both)
 
 
 def test_pregated_asks_the_router_of_the_layer_before():
@@ -199,8 +201,8 @@ def test_pregated_asks_the_router_of_the_layer_before():
 def test_pregated_is_the_oracle_of_one_layer_where_a_trace_is_replayed():
     experts = [[[0], [1]], [[2], [3]]]
     routed = np.array(experts, np.uint8)
-    assert guesses("pregated", experts, routed=routed) == guesses(
-        "oracle:1", experts, routed=routed
+    assert guesses("pregated", experts, routed_experts=routed) == guesses(
+        "oracle:1", experts, routed_experts=routed
     )
 
 

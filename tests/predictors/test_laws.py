@@ -138,7 +138,7 @@ def test_a_distance_beyond_the_model_is_refused(name):
 def test_recorded_says_again_what_a_trace_holds(name):
     trace = routing(6)
     first = replay(made(name, trace), trace, SHAPE)
-    again = predictor("recorded").build(PredictorSetup(SHAPE, recorded={"it": first}))
+    again = predictor("recorded").build(PredictorSetup(SHAPE, predictions={"it": first}))
     assert again.distance == (first.distance or None)
     second = replay(again, trace, SHAPE)
     assert second.distance == first.distance

@@ -34,7 +34,7 @@ def begins(tokens: int = 1) -> PassStart:
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> None:
     made = tensors(distance=distance)
-    it = predictor("learned").build(PredictorSetup(SHAPE, learned=made))
+    it = predictor("learned").build(PredictorSetup(SHAPE, tensors=made))
     assert it.distance == distance
     it.begin(begins(tokens))
     assert it.predict(-1) == []
@@ -83,7 +83,7 @@ def test_bfloat16_is_the_nearest() -> None:
 )
 def test_what_does_not_fit_is_refused_in_one_line(made: dict, words: str) -> None:
     with pytest.raises(PredictorError, match=words) as error:
-        predictor("learned").build(PredictorSetup(SHAPE, learned=made))
+        predictor("learned").build(PredictorSetup(SHAPE, tensors=made))
     assert "\n" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenroom.core.cache.buffer import Use
+from greenroom.core.cache.buffer import BorrowState
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart
@@ -95,7 +95,7 @@ class Rig:
         self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
         queue = self.scheduler.transfers.queue
         links = ("disk -> host", "host -> device")[: len(queue.lanes)]
-        memory = HostMemory(Engine(), chunks, queue.seats, kept) if len(links) > 1 else None
+        memory = HostMemory(Engine(), chunks, queue.staging_slots, kept) if len(links) > 1 else None
         self.driver = Driver(
             self.scheduler,
             self.store,
@@ -158,14 +158,14 @@ class Rig:
             assert not len(s.transfers.entries)
             assert not s.placement.cache.state.pinned.any()
             residents = s.residents().tolist()
-            held, free = s.placement.buffer.held, int(s.placement.cache.state.free_count.sum())
+            held, free = s.placement.buffer.borrowed, int(s.placement.cache.state.free_count.sum())
             assert len(held) + free + len(residents) == s.capacity == self.slots.capacity
-            assert sorted(s.placement.place) == list(range(s.capacity))
+            assert sorted(s.placement.tier_slots) == list(range(s.capacity))
             for piece in residents:
                 assert self.holds(s.placement.slot(piece), piece)
             for piece, each in held.items():
-                assert each.use is Use.AHEAD
-                assert self.holds(int(s.placement.place[each.slot]), piece)
+                assert each.use is BorrowState.COMPLETE
+                assert self.holds(int(s.placement.tier_slots[each.slot]), piece)
             c = s.counts
             over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
             assert over + len(held) == c.prefetches

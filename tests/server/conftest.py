@@ -18,7 +18,7 @@ from greenroom.config import ServeConfig
 from greenroom.server.http.request_log import RequestLog
 from greenroom.server.http.service import Service
 from greenroom.server.web.connection import Connection
-from greenroom.server.web.listen import Server, address, listening, server
+from greenroom.server.web.listen import Server, make_server, open_socket, url_of
 from tests.server.fakes import FakeEngine
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -136,8 +136,8 @@ def launch(
     lines: list[str] = []
     log = RequestLog(config.log_format, lines.append)
     service = Service(engine, config, NAME, key, log)
-    sock = listening(config.host, config.port)
-    made = server(service)
+    sock = open_socket(config.host, config.port)
+    made = make_server(service)
     limits = {"head_s": head_s, "slow_s": slow_s, "linger_s": linger_s}
     if limits := {name: value for name, value in limits.items() if value is not None}:
         made.config.http = type("Impatient", (Connection,), limits)
@@ -145,7 +145,7 @@ def launch(
     thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
     thread.start()
     wait_for(lambda: made.started)
-    return Running(service, made, address(sock), thread, lines)
+    return Running(service, made, url_of(sock), thread, lines)
 
 
 @pytest.fixture

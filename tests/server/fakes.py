@@ -106,7 +106,7 @@ class FakeEngine:
         prompt = len(request.ids)
         found = Finished(reason, prompt, self.reused, ticket.told, 0.0, first, took, 0.75, error)
         with self._lock:
-            self.totals.note(found)
+            self.totals.add(found)
         ticket.listener(found)
 
     def _scored(self, request: Request, token: int) -> Token:

@@ -22,7 +22,7 @@ from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store.disk import DiskStore
 from greenroom.server.engine.journal import Journal
-from greenroom.server.engine.loop import ContinuousEngine, Loaded
+from greenroom.server.engine.loop import ContinuousEngine, LoadedModel
 from greenroom.server.engine.requests import (
     Event,
     Finished,
@@ -100,7 +100,7 @@ class Served:
     ) -> None:
         self.store: Any = None
 
-        def load(progress: Callable[[float, str], None]) -> Loaded:
+        def load(progress: Callable[[float, str], None]) -> LoadedModel:
             progress(0.0, "loading")
             skeleton = ModelSkeleton.of(folder)
             sizes = kv_bytes(skeleton.model, block=512, room=context)
@@ -120,7 +120,7 @@ class Served:
                     Workspace(0, 0, 0, 0), context=context, min_slots=1,
                 )  # fmt: skip
                 model.greenroom.use_slot_budget(slot_budget.for_slots(leaving))
-            return Loaded(model, AutoTokenizer.from_pretrained(folder))
+            return LoadedModel(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)
         until = time.monotonic() + PATIENCE

@@ -202,7 +202,7 @@ def test_faster_links_and_more_lanes_are_never_slower_where_transfers_are_alone(
     by_speed = [seconds(slow, slow), seconds(slow, fast), seconds(fast, fast)]
     assert by_speed == sorted(by_speed, reverse=True)
     lanes = [seconds(Link(400.0, 0.1, n), Link(400.0, 0.1, n)) for n in (1, 2, 4)]
-    assert lanes == sorted(lanes, reverse=True)  # a lane brings two seats of staging
+    assert lanes == sorted(lanes, reverse=True)  # a lane brings two staging slots
 
 
 @pytest.mark.parametrize("links", [COSTS.links, TWO])

@@ -44,7 +44,7 @@ def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
     cache = Cache(Pieces.unsplit(trace.offsets.tolist(), [1, 1]), capacity, policy(name))
     for s in range(requests.layer.size):
         if s in changes:
-            cache.keep(changes[s])
+            cache.pin(changes[s])
         part = slice(int(requests.starts[s]), int(requests.starts[s + 1]))
         asked = requests.pieces[part].astype(np.int64)
         served = cache.serve(

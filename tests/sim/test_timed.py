@@ -77,7 +77,7 @@ def test_what_follows_a_wait_takes_longer():
     assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
     assert found.seconds == pytest.approx(11.25 + 4 * 0.125)
     assert found.stall == pytest.approx(found.seconds - found.compute)
-    assert costs.after(COOLED / 2) == pytest.approx(0.0625)
+    assert costs.seconds_after_wait(COOLED / 2) == pytest.approx(0.0625)
 
 
 def test_passes_of_requests():

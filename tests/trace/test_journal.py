@@ -229,10 +229,10 @@ def test_a_journal_of_another_version(tmp_path, monkeypatch):
 
 def test_a_recording_that_did_not_end_is_named(tmp_path):
     write(journal_path(tmp_path / "t"))
-    with pytest.raises(TraceError, match=r"a recording that did not end is at .*t\.journal"):
+    with pytest.raises(TraceError, match=r"an unfinished recording is at .*t\.journal"):
         load(tmp_path / "t")
     write(tmp_path / "empty", [])
-    with pytest.raises(TraceError, match="nothing was recorded before the recording ended"):
+    with pytest.raises(TraceError, match="the recording ended before its first token"):
         load(tmp_path / "empty")
 
 

@@ -27,8 +27,8 @@ def test_json_lines_have_prompts_chats_and_labels(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "there is no prompt in it"),
-        (b"\n \n", "there is no prompt in it"),
+        (b"", "it has no prompt"),
+        (b"\n \n", "it has no prompt"),
         (b"\xff\xfe", "not valid UTF-8"),
         (b'{"prompt": "a"}\nnonsense', "line 2: not a JSON object"),
         (b'{"prompt": "a"}\n[1]', "line 2: not a JSON object"),

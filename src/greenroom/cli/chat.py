@@ -17,7 +17,7 @@ from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
-    from greenroom.server.chat.backend import Talker
+    from greenroom.server.chat.backend import ChatBackend
 
 HELP = "talk to a model in the terminal, or to a server that has one"
 
@@ -57,33 +57,35 @@ def main(args: argparse.Namespace) -> None:
         talker.close()
 
 
-def _remote(args: argparse.Namespace, sampling: SamplingConfig) -> tuple[Talker, str]:
-    from greenroom.server.chat.remote import Remote
-    from greenroom.server.http.keys import key_of
+def _remote(args: argparse.Namespace, sampling: SamplingConfig) -> tuple[ChatBackend, str]:
+    from greenroom.server.chat.remote import RemoteBackend
+    from greenroom.server.http.keys import read_api_key
 
-    talker = Remote(args.url, key_of(args.api_key_file), sampling, args.model)
+    talker = RemoteBackend(args.url, read_api_key(args.api_key_file), sampling, args.model)
     return talker, f"{talker.model} at {args.url}"
 
 
 def _local(
     args: argparse.Namespace, load: LoadConfig, sampling: SamplingConfig
-) -> tuple[Talker, str]:
+) -> tuple[ChatBackend, str]:
     check_early(load)
     need_extra("chat")
     with model_progress(args.model) as progress:
         compile_ahead(args.model, load)
 
-        from greenroom.server.chat.local import Voice, loaded
+        from greenroom.server.chat.local import LocalBackend, wait_until_loaded
         from greenroom.server.engine.start import start
 
         quiet(progress)
         once = ServeConfig(max_batch=1, max_queue=1)
         engine = start(args.model, load, once, verbose=args.verbose)
         try:
-            loaded(engine, lambda share: progress.say(f"{args.model}: loading", share, 1))
+            wait_until_loaded(
+                engine, lambda share: progress.say(f"{args.model}: loading", share, 1)
+            )
             progress.clear()
             print(engine.summary, file=sys.stderr, flush=True)
-            talker = Voice(engine, sampling)
+            talker = LocalBackend(engine, sampling)
         except Exception:
             engine.stop(0.0)
             raise

@@ -127,15 +127,15 @@ def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> s
 
 def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
     """The setting of a run with --memory alone, and whether it was measured."""
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.plan.defaults import default_setting
     from greenroom.plan.settings import DEFAULT, Setting
 
     stored = None
     if slots < model.experts:
         stored = default_setting(
-            model.fingerprint, name_of(machine.host), model.experts_per_layer, model.top_k, slots,
-            device,
+            model.fingerprint, machine_name(machine.host), model.experts_per_layer, model.top_k,
+            slots, device,
         )  # fmt: skip
     if stored is None:
         return DEFAULT, False
@@ -146,12 +146,12 @@ def store_setting(model: Model, machine: Machine, best: Plan, device: str) -> No
     """Store a certain choice as the default of later runs."""
     from datetime import date
 
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.plan.history.files import update_records
     from greenroom.plan.history.records import StoredSetting
     from greenroom.plan.settings import PLAIN
 
-    name = name_of(machine.host)
+    name = machine_name(machine.host)
     plain = next(e for e in best.compared if e.setting == PLAIN)
     entry = StoredSetting(
         best.capacity, best.best.setting.options(), "plan", best.best.tpot, plain.tpot,

@@ -54,26 +54,26 @@ def main(args: argparse.Namespace) -> None:
 def _serve(
     args: argparse.Namespace, load: LoadConfig, config: ServeConfig, progress: Progress | None
 ) -> None:
-    from greenroom.server.http.keys import check_address, key_of
+    from greenroom.server.http.keys import check_address, read_api_key
 
-    key = key_of(config.api_key_file)
+    key = read_api_key(config.api_key_file)
     check_address(config.host, key)
     compile_ahead(args.model, load)
 
     from greenroom.server.engine.start import start
-    from greenroom.server.http.request_log import Records, RequestLog
+    from greenroom.server.http.request_log import LogForwarder, RequestLog
     from greenroom.server.http.service import Service
-    from greenroom.server.web.listen import address, listening, serve
+    from greenroom.server.web.listen import open_socket, serve, url_of
 
     quiet()
-    sock = listening(config.host, config.port)
-    url = address(sock)
+    sock = open_socket(config.host, config.port)
+    url = url_of(sock)
     log = RequestLog(config.log_format)
-    logger, records = logging.getLogger("greenroom"), Records(log)
+    logger, records = logging.getLogger("greenroom"), LogForwarder(log)
     logger.addHandler(records)
     if progress is not None:
         progress.clear()
-    log.say(f"greenroom: {url} answers once {args.model} is loaded")
+    log.log_message(f"greenroom: {url} answers once {args.model} is loaded")
     try:
         with sock:
             engine = start(args.model, load, config, verbose=args.verbose)
@@ -116,8 +116,8 @@ class ModelWatch:
         if (warm := self._warm) is not None and warm.done() and state == "ready":
             self._warm = None
             warm.result()  # raises if the tokenizer cannot be used
-            self._service.log.say(self._service.engine.summary)
-            self._service.log.say(try_it(self._service, self._url))
+            self._service.log.log_message(self._service.engine.summary)
+            self._service.log.log_message(try_it(self._service, self._url))
         if state == self._state:
             return
         before, self._state = self._state, state
@@ -127,7 +127,9 @@ class ModelWatch:
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)
         elif state == "failed":
-            self._service.log.say(f"greenroom: the model has failed, the server ends: {why}")
+            self._service.log.log_message(
+                f"greenroom: the model has failed, the server ends: {why}"
+            )
             self._end = time.monotonic() + FAILED_S
 
 

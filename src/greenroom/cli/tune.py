@@ -132,7 +132,7 @@ def store_winner(
     """
     import numpy as np
 
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.hf.defaults import device_of
     from greenroom.plan.history.files import update_records
     from greenroom.plan.history.records import OPTIONS, Records, StoredSetting
@@ -141,7 +141,7 @@ def store_winner(
     if load.read_limit is not None or load.host_memory is not None:
         return None
     device = device_of(harness.setup)
-    machine = name_of(host_facts())
+    machine = machine_name(host_facts())
     options = {name: getattr(best.config, name) for name in OPTIONS}
     if options["split"] == "off":  # plans store no value for it either
         del options["split"]

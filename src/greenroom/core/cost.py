@@ -1,4 +1,4 @@
-"""The cost model: what transfers and computation take on a machine. Seconds and bytes.
+"""The cost model: durations of transfers and computation on a machine, in seconds and bytes.
 
 Time is simulated, never slept. Links and processors are queues: a link carries one chunk after
 another, a processor computes one expert after another, and both go on side by side.
@@ -10,16 +10,16 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 CHUNK_BYTES = 4 << 20  # what the store cuts an expert into
-COOLED = 4e-3  # seconds of a wait after which a processor is as slow as it gets
+COOLED = 4e-3  # seconds; longer waits slow the processor down no further
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Carries one chunk after another; up to `lanes` may be asked for at a time.
+    """A link that carries one chunk after another; up to `lanes` chunks may be requested at once.
 
-    A chunk occupies the link for nbytes / bandwidth and is there `latency` after that. So one lane
-    alone waits out every latency, and enough lanes reach the full bandwidth. In a chain of links a
-    chunk is passed on when it has arrived whole.
+    A chunk occupies the link for nbytes / bandwidth and arrives `latency` after that. A single lane
+    therefore waits out every latency, and enough lanes reach the full bandwidth. In a chain of
+    links a chunk is passed on when all of it has arrived.
     """
 
     bandwidth: float
@@ -29,22 +29,22 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds that a computation takes for so many tokens: straight lines between points.
+    """Seconds of a computation by its tokens, interpolated linearly between points.
 
-    `points` are (tokens, seconds), tokens ascending. Below the first it takes what the first does
-    (the weights are read once in any case), above the last it grows in proportion.
+    `points` are (tokens, seconds), tokens ascending. Below the first point the time is constant
+    (the weights are read once in any case); above the last it grows in proportion.
     """
 
     points: tuple[tuple[int, float], ...]
 
     @classmethod
     def constant(cls, seconds: float) -> Work:
-        """The same time for one token; many tokens take it too."""
+        """A computation that takes the same time for any number of tokens."""
         return cls(((1, seconds), (1 << 62, seconds)))
 
-    def later(self, seconds: float) -> Work:
-        """The same, and so many seconds more for any number of tokens measured."""
-        return Work(tuple((tokens, taken + seconds) for tokens, taken in self.points))
+    def plus(self, seconds: float) -> Work:
+        """Copy the computation with `seconds` added at every point."""
+        return Work(tuple((tokens, duration + seconds) for tokens, duration in self.points))
 
     def seconds(self, tokens: int) -> float:
         above = bisect_left(self.points, (tokens, 0.0))
@@ -59,19 +59,19 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model's experts cost on a machine.
+    """Costs of a model's experts on a machine, in seconds.
 
     links:  from the store to the slots, in order: one (disk to memory) or a chain (disk to host
             to device), each with lanes of its own
     expert: one expert of one step, by the tokens that chose it
     dense:  the rest of one layer, by the tokens of the pass
-    handling: seconds of the processor for each expert that was fetched: its bytes are copied by
-            the same cores and through the same memory, and a wave of its own computes it
-    ahead:  seconds that a layer takes more while a predictor runs: it asks, and books
-    host:   one expert by the tokens that chose it, on the processor beside the place between two
-            links; None where nobody computes there
-    wake:   what follows a step takes so much longer for every second of each of its waits, up to
-            COOLED: threads have fallen asleep, and caches and clocks have cooled
+    handling: processor time for each fetched expert: the same cores copy its bytes, and it is
+            computed in a group of its own
+    ahead:  additional time of a layer while a predictor runs
+    host:   one expert, by its tokens, on the processor of the host memory between two links; None
+            where the host computes nothing
+    wake:   slowdown after a step, per second of each of its waits up to COOLED: threads have
+            fallen asleep, and caches and clock rates have dropped
     """
 
     links: tuple[Link, ...]
@@ -82,8 +82,8 @@ class Costs:
     host: Work | None = None
     wake: float = 0.0
 
-    def after(self, wait: float) -> float:
-        """Seconds that computing takes longer because of a wait of so many."""
+    def seconds_after_wait(self, wait: float) -> float:
+        """Additional seconds of computation after a wait of so many seconds."""
         return self.wake * min(wait, COOLED)
 
     @property

@@ -23,9 +23,8 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    `tail_weights` are those of each expert (see `gates`), where misses may be approximated. A pass
-    that reads (a block of) a prompt is `prefill`. Where all are to be `moved` the host computes
-    none.
+    `tail_weights` say how much each matters (see `gates`), where misses may be approximated. A pass
+    that reads (a block of) a prompt is `prefill`. With `device_only` the host computes none.
     """
 
     step: int
@@ -36,7 +35,7 @@ class Routed:
     weights: Weights | None = None
     prefill: bool = False
     tail_weights: Weights | None = None
-    moved: bool = False
+    device_only: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ class Failed:
 
 @dataclass(slots=True)
 class Computed:
-    """The wave that was ordered of a device, or of `HOST`, has been computed."""
+    """The group that was ordered of a device, or of `HOST`, has been computed."""
 
     device: int = 0
 
@@ -93,23 +92,23 @@ class Resized:
 
 
 @dataclass(slots=True)
-class Keep:
+class Pinned:
     """These pieces, and no longer those of before, stay once they are there."""
 
     pieces: Ints
 
 
-Event = Keep | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
+Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
 
 
 @dataclass(slots=True)
 class StartChunk:
     """Move chunk number `chunk` of a piece on its way to this slot, on a lane of a link.
 
-    In a chain of links it goes by staging seat `seat` (-1 with one link), or by slot `host` of the
-    tier between two links, where the piece has one. `begins`: nothing of the piece, on this way to
-    its slot, has moved before. `joins` is the slot of the copy that it is joined with (-1: none),
-    which has to go to its slot at once.
+    In a chain of links it goes by `staging_slot` (-1 with one link), or by `host_slot` of the tier
+    between two links, where the piece has one. `first_of_piece`: nothing of the piece, on this way
+    to its slot, has moved before. `copy_slot` is the slot of the low-precision copy that it is
+    joined with (-1: none); the copy has to be copied to `slot` at once.
     """
 
     lane: int
@@ -117,15 +116,15 @@ class StartChunk:
     slot: int
     chunk: int
     link: int = 0
-    seat: int = -1
+    staging_slot: int = -1
     demand: bool = True
-    host: int = -1
-    begins: bool = False
-    joins: int = -1
+    host_slot: int = -1
+    first_of_piece: bool = False
+    copy_slot: int = -1
 
 
 @dataclass(slots=True)
-class Compute:
+class ComputeGroup:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
     They are all on one device; with `HOST` in its place they are computed where they wait, from
@@ -163,4 +162,4 @@ class Finish:
     failed: int = -1
 
 
-Action = StartChunk | Compute | Move | Trim | Finish
+Action = StartChunk | ComputeGroup | Move | Trim | Finish

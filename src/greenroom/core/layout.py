@@ -1,12 +1,14 @@
-"""Where an expert's bytes lie on disk, and where they go in a slot.
+"""Layouts: the byte ranges of an expert on disk, and its tensors in a slot.
 
 A *catalog* answers two questions for every expert of a model: which contiguous byte ranges of
-which files hold it (its *extents*), and how these bytes are laid out in a slot (its *layout*).
-It knows no tensors: dtypes are names, as safetensors headers spell torch's ("bfloat16").
+which files hold the expert (its *extents*), and how these bytes are laid out in a slot (its
+*layout*). No tensors appear here: dtypes are names, as safetensors headers spell torch's
+("bfloat16").
 
-A matrix may lie in its slot in an *encoding*: the bytes that the checkpoint has, which kernels
-expand. It is then the tensor of its codes and its *companions*, tensors of the same slot that are
-called `<matrix>.scale`. What the bytes mean is said in runtime/encodings, one file a family.
+A matrix may be stored in its slot in an *encoding*: the bytes of the checkpoint, which kernels
+expand. Such a matrix consists of the tensor of its codes and of *companions*, which are tensors of
+the same slot called `<matrix>.scale`. The meaning of the bytes is defined in runtime/encodings, one
+file a family.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-FLOATS = ("float32", "bfloat16", "float16")  # what a model computes in
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes of computation
 ITEMSIZE = {
     "float32": 4,
     "bfloat16": 2,
@@ -28,7 +30,7 @@ ITEMSIZE = {
     "float8_e4m3fn": 1,
     "float8_e8m0fnu": 1,
 }
-PLAIN = "plain"  # a tensor of floats as it is
+PLAIN = "plain"  # the encoding of a tensor of floats
 # encoding -> (inputs in a block, bytes of its codes); companions are not counted
 BLOCKS = {
     "q8_0": (32, 34),
@@ -66,11 +68,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One matrix of an expert: how it is encoded, and the tensors of the slot that hold it.
+    """One matrix of an expert: its encoding, and the tensors of the slot that hold it.
 
-    shape: plain: the tensor's own, which is [inputs, outputs] where the module's flag says
-           `is_transposed`. Encoded: always [outputs, inputs], whatever the flag says
-    dtype: what the kernels expand it to, the model's own; that of a plain tensor is its own
+    shape: of a plain matrix the tensor's, which is [inputs, outputs] where the module has
+           `is_transposed`; of an encoded one always [outputs, inputs]
+    dtype: of a plain matrix the tensor's; of an encoded one the model's, to which kernels expand it
     parts: the codes, then the companions
     """
 
@@ -83,7 +85,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of an expert's intermediate channels, laid out by itself.
+    """A run of an expert's intermediate channels with a layout of its own.
 
     first:  its first channel
     offset: its first byte in the expert's slot; offsets of its tensors count from there
@@ -96,12 +98,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The tensors of one expert of a layer, and the bytes that a slot needs for them.
+    """The tensors of one expert of a layer in its slot, and their bytes.
 
     encodings: of the matrices that are not plain
-    dtype:     what these are expanded to
-    segments:  where an expert lies in several, one after another; `tensors` then say what it would
-               be as a whole, and `nbytes` are those of all segments
+    dtype:     to which these are expanded
+    segments:  of an expert that is stored in several, one after another; `tensors` then describe
+               the unsplit expert, and `nbytes` counts all segments
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -117,10 +119,10 @@ class SlotLayout:
         encodings: Mapping[str, str] | None = None,
         dtype: str = "",
     ) -> SlotLayout:
-        """Lay (name, shape, dtype) tensors one after another, each aligned."""
+        """Build a layout of (name, shape, dtype) tensors, one after another, each aligned."""
         specs, end = [], 0
-        for name, shape, kind in tensors:
-            spec = TensorSpec(name, shape, kind, end)
+        for name, shape, tensor_dtype in tensors:
+            spec = TensorSpec(name, shape, tensor_dtype, end)
             specs.append(spec)
             end = -(-(end + spec.nbytes) // ALIGNMENT) * ALIGNMENT
         return cls(tuple(specs), end, encodings or {}, dtype)
@@ -129,7 +131,7 @@ class SlotLayout:
         return next(spec for spec in self.tensors if spec.name == name)
 
     def weight(self, name: str) -> WeightSpec:
-        """A matrix by its parameter's name."""
+        """The matrix of a parameter, by its name."""
         codes, encoding = self[name], self.encodings.get(name, PLAIN)
         if encoding == PLAIN:
             return WeightSpec(name, PLAIN, codes.shape, codes.dtype, (codes,))
@@ -142,7 +144,7 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of an extent that go to one place in the slot: a two-dimensional strided block.
+    """A copy of a two-dimensional strided block of elements from an extent to the slot.
 
     Element (i, j) is read at byte `source + i * source_strides[0] + j * source_strides[1]` of the
     extent and written at byte `target + i * target_strides[0] + j * target_strides[1]` of the slot.
@@ -158,7 +160,7 @@ class Copy:
 
     @property
     def contiguous(self) -> bool:
-        """True where the block is one run of bytes on both sides, in one dtype."""
+        """True where source and target are one run of bytes each, in one dtype."""
         size, n = ITEMSIZE[self.source_dtype], self.shape[1]
         return (
             self.source_dtype == self.target_dtype
@@ -172,9 +174,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One contiguous byte range of a file and what to do with it.
+    """A contiguous byte range of a file, and the copies of it to a slot.
 
-    An extent of contiguous copies may be read in chunks cut anywhere; another one is read whole.
+    An extent of contiguous copies may be read in chunks cut anywhere; others are read in one go.
     """
 
     file: int
@@ -189,7 +191,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All experts of a checkpoint.
+    """The catalog of a checkpoint's experts.
 
     `offsets[layer] + expert` is an expert's dense id; `layers[layer]` is the name of its experts
     module; `locate(layer, expert)` gives its extents, in file order.
@@ -203,7 +205,7 @@ class Catalog:
 
     @property
     def experts(self) -> int:
-        """How many experts there are over all layers."""
+        """The number of experts in all layers."""
         return self.offsets[-1]
 
     @property
@@ -212,7 +214,7 @@ class Catalog:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that can take any expert, a multiple of the alignment."""
+        """Bytes of a slot that fits any expert, a multiple of the alignment."""
         return max(layout.nbytes for layout in self.layouts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A machine's profile: links between places where experts can be, and processors beside them.
+"""Machine profiles: links between memories, and the processors that compute from them.
 
 `greenroom doctor` measures one and `simulate --machine` takes it. The file is JSON:
 
@@ -9,8 +9,8 @@
                      "expert": {"nbytes": [3145728], "tokens": [1, 16], "seconds": [[2e-4, 6e-4]]},
                      "dense": {...the same...}}]}
 
-Bandwidths are bytes a second, latencies and times seconds. What else is in it (`host`, `measured`)
-is for people.
+Bandwidths are in bytes a second, latencies and times in seconds. The objects `host` and `measured`
+describe the machine and its measurement to people.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from greenroom.json_file import (
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
-BEYOND = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, beside its tables
+NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides its tables
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Measured times: seconds[i][j] for weights of nbytes[i] and tokens[j], both ascending."""
+    """Measured times: seconds[i][j] for weights of nbytes[i] and for tokens[j], both ascending."""
 
     nbytes: tuple[int, ...]
     tokens: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, nbytes: int) -> Work:
-        """For weights of another size: between two sizes on a line, beyond them in proportion."""
+        """The computation for weights of `nbytes`, interpolated; beyond the table in proportion."""
         if nbytes <= 0:
             return Work.constant(0.0)
         near = min(max(nbytes, self.nbytes[0]), self.nbytes[-1])
@@ -57,13 +57,13 @@ class Table:
         return Work(tuple(zip(self.tokens, times, strict=True)))
 
     def scaled(self, factor: float) -> Table:
-        """So many times as long, for every size and number of tokens."""
+        """A table whose times are all multiplied by `factor`."""
         return replace(self, seconds=tuple(tuple(s * factor for s in row) for row in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A link from one place to the next."""
+    """A link from one memory to the next, by their names."""
 
     source: str
     target: str
@@ -72,12 +72,15 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Computes from the slots in `memory`: experts, and the dense layers, by size and tokens.
+    """A processor that computes experts and dense layers from the slots in `memory`.
 
-    What a model that runs takes beyond its matrices: `layer` seconds for each layer of a pass
-    (attention, norms, router, Python), `ahead` seconds more while a predictor runs, `fetch` seconds
-    for each expert that comes and `copy` seconds for each byte of it; `wake` seconds more for each
-    second of a wait before (see `Costs`). They are 0 in a profile that knows nothing of them.
+    Times of a running model beyond its matrices, in seconds (0 where they were not measured):
+
+    layer: of each layer of a pass (attention, norms, router, Python)
+    ahead: of each layer while a predictor runs, in addition
+    fetch: for each fetched expert
+    copy:  for each byte of a fetched expert
+    wake:  slowdown per second of a wait before (see `Costs`)
     """
 
     name: str
@@ -93,7 +96,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Places (disk, host, device), the links between them, and who computes where."""
+    """A machine: memories (disk, host, device), the links between them, and its processors."""
 
     routes: tuple[Route, ...]
     processors: tuple[Processor, ...]
@@ -108,31 +111,34 @@ class Machine:
         processor: str | None = None,
         store: str | None = None,
     ) -> Costs:
-        """The costs of a model with experts, and dense weights a layer, of so many bytes.
+        """The costs of a model with experts of `expert_bytes`.
 
-        `processor` computes (default: the first), `store` is where the experts wait (default: the
-        first link's source). UnknownName lists the names; UsageError where no links join the two.
+        dense_bytes: of the dense weights of a layer
+        processor:   computes (default: the first one)
+        store:       holds all experts (default: the source of the first link)
+
+        UnknownName lists the valid names; UsageError where no links join store and processor.
         """
         chosen = self.processor(processor)
         links = self.path(self.routes[0].source if store is None else store, chosen.memory)
-        beside = self._beside(chosen.memory)
+        host = self._host_processor(chosen.memory)
         return Costs(
             links,
             chosen.expert.at(expert_bytes),
-            chosen.dense.at(dense_bytes).later(chosen.layer),
+            chosen.dense.at(dense_bytes).plus(chosen.layer),
             chosen.fetch + chosen.copy * expert_bytes,
             chosen.ahead,
-            beside.expert.at(expert_bytes) if beside is not None and len(links) > 1 else None,
+            host.expert.at(expert_bytes) if host is not None and len(links) > 1 else None,
             chosen.wake,
         )
 
-    def _beside(self, memory: str) -> Processor | None:
-        """Who computes in the place from which a memory is filled."""
-        before = [route.source for route in self.routes if route.target == memory]
-        return next((p for p in self.processors if p.memory in before), None)
+    def _host_processor(self, memory: str) -> Processor | None:
+        """The processor of the memory from which `memory` is filled; None where there is none."""
+        sources = [route.source for route in self.routes if route.target == memory]
+        return next((p for p in self.processors if p.memory in sources), None)
 
     def processor(self, name: str | None = None) -> Processor:
-        """By name; the first without one."""
+        """The processor of that name; the first one without a name."""
         if name is None:
             return self.processors[0]
         named = {p.name: p for p in self.processors}
@@ -141,7 +147,7 @@ class Machine:
         return named[name]
 
     def path(self, source: str, target: str) -> tuple[Link, ...]:
-        """The links from one place to another, in order. A place has at most one link onward."""
+        """The links from one memory to another, in order; a memory has at most one link onward."""
         onward = {route.source: route for route in self.routes}
         places = {*onward, *(route.target for route in self.routes)}
         if source not in places:
@@ -158,7 +164,7 @@ class Machine:
         return tuple(links)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of a profile's file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -172,21 +178,21 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a profile. ProfileError says what is wrong with it."""
-        found = read_json(
+        """Read a profile. ProfileError says what is wrong."""
+        profile = read_json(
             path, FORMAT, "is no machine profile", "greenroom doctor -o", ProfileError
         )
-        if (version := found.value("version", None)) != VERSION:
+        if (version := profile.value("version", None)) != VERSION:
             raise ProfileError(
                 f"{path} is a machine profile of version {show_value(version)}, this Greenroom"
                 f" reads version {VERSION}: measure again with greenroom doctor -o {path}"
             )
         try:
             return cls(
-                found.list_of("links", _route),
-                found.list_of("processors", _processor),
-                _host(found.object("host", {})),
-                found.object("measured", {}).values,
+                profile.list_of("links", _route),
+                profile.list_of("processors", _processor),
+                _host(profile.object("host", {})),
+                profile.object("measured", {}).values,
             )._checked()
         except Malformed as error:
             raise ProfileError(f"{path} is damaged: {error}") from error
@@ -197,11 +203,11 @@ class Machine:
         return self
 
 
-def _host(found: JsonObject) -> Mapping[str, Any]:
-    """What is for people, of which these are computed with."""
+def _host(entry: JsonObject) -> Mapping[str, Any]:
+    """The description of the host; the numbers that Greenroom uses are checked."""
     for name in ("memory_bytes", "available_bytes", "cores", "load"):
-        found.number(name, 0)
-    return found.values
+        entry.number(name, 0)
+    return entry.values
 
 
 def _route(value: Any, where: str) -> Route:
@@ -220,12 +226,12 @@ def _processor(value: Any, where: str) -> Processor:
     return Processor(
         entry.name("name"), entry.name("memory"),
         _table(entry.object("expert"), where), _table(entry.object("dense"), where),
-        **{name: entry.number(name, 0.0) for name in BEYOND},
+        **{name: entry.number(name, 0.0) for name in NUMBERS},
     )  # fmt: skip
 
 
-def name_of(host: Mapping[str, Any]) -> str:
-    """What tells a machine from others: its processor, cores and memory (in GiB)."""
+def machine_name(host: Mapping[str, Any]) -> str:
+    """The name of a machine: its processor, cores and memory (in GiB)."""
     memory = round(int(host.get("memory_bytes", 0)) / 2**30)
     return f"{host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores, {memory} GiB"
 

@@ -1,7 +1,7 @@
-"""Pieces: what is stored, moved and kept.
+"""Pieces: the units that are stored, moved and cached.
 
-A piece is a whole expert, the top or the bottom segment of one, a low-precision copy, or what such
-a copy lacks of its expert.
+A piece is an unsplit expert, the top or the bottom segment of a split one, a low-precision copy, or
+the remainder of an expert that such a copy lacks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from greenroom.errors import UsageError
 Ints = NDArray[np.int64]
 
 
-# For bottoms, as a multiple of top-k: slots of one step, and slots of what is fetched for the next.
+# Slots for bottoms, as a multiple of top-k: those of one step, and prefetched ones of the next.
 SECONDARY_SLOTS_PER_CHOICE = 2
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the experts of a model are cut in two: a top that may stay, a bottom that is fetched.
+    """A split of a model's experts: tops may stay resident, bottoms are fetched when needed.
 
-    tops, bottoms: bytes of each, by layer; a bottom of 0 bytes is none, its experts stay whole
-    seats:         slots for bottoms, each as large as the largest
+    tops, bottoms: bytes of each, by layer; a layer with bottoms of 0 bytes is not split
+    secondary_slots: slots for bottoms, each as large as the largest
     """
 
     tops: tuple[int, ...]
@@ -46,7 +46,7 @@ class Split:
     def of(
         cls, nbytes: int, shares: float | Sequence[float], layers: int, secondary_slots: int
     ) -> Split:
-        """Experts of so many bytes, cut at the eighth that is nearest to each layer's share."""
+        """Split experts of `nbytes` at the eighth nearest to each layer's share."""
         each = [shares] * layers if isinstance(shares, float) else list(shares)
         if len(each) != layers:
             raise UsageError(f"the split has {len(each)} numbers, the model has {layers} layers")
@@ -55,7 +55,7 @@ class Split:
 
     @property
     def unsplit_bytes(self) -> int:
-        """Bytes of a slot that any whole expert would fit: what capacities are counted in."""
+        """Bytes of a slot that fits any unsplit expert; capacities are counted in such slots."""
         return max(a + b for a, b in zip(self.tops, self.bottoms, strict=True))
 
     @property
@@ -66,16 +66,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Copies:
-    """Low-precision copies beside the exact experts of a model.
+    """Low-precision copies of a model's experts, which are stored in addition to them.
 
     exact, low: bytes of an expert and of its copy, by layer
-    rest:       by layer what the copy lacks of the expert, where the two are nested; else empty
-    seats:      slots for copies, each as large as the largest
+    remainder: bytes of an expert that its copy lacks, by layer; empty unless copies are nested
+    secondary_slots: slots for copies, each as large as the largest
     """
 
     exact: tuple[int, ...]
     low: tuple[int, ...]
-    rest: tuple[int, ...]
+    remainder: tuple[int, ...]
     secondary_slots: int
 
     def __post_init__(self) -> None:
@@ -90,24 +90,24 @@ class Copies:
     def of(
         cls, nbytes: int, share: float, layers: int, secondary_slots: int, *, nested: bool
     ) -> Copies:
-        """Experts of so many bytes, whose copies take this share of them."""
+        """Copies of experts of `nbytes`, which take this share of an expert's bytes."""
         low = max(1, round(nbytes * share))
-        rest = (nbytes - low,) * layers if nested else ()
-        return cls((nbytes,) * layers, (low,) * layers, rest, secondary_slots)
+        remainder = (nbytes - low,) * layers if nested else ()
+        return cls((nbytes,) * layers, (low,) * layers, remainder, secondary_slots)
 
     @property
     def reserved(self) -> int:
-        """Slots of whole experts whose memory the copies have."""
+        """Slots of exact experts whose memory the copies take."""
         return -(-self.secondary_slots * max(self.low) // max(self.exact))
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """All pieces of a model under dense ids: their layer, bytes and chunks by id.
+    """All pieces of a model under dense ids: layer, bytes and chunks of each.
 
-    The first pieces have the experts' ids: whole and exact experts, or their tops. Then comes a
-    bottom or a low-precision copy of each, then, where copies are nested, what each copy lacks.
-    `home[id]` is the device that the piece is moved to and kept on, of so many `devices`.
+    The first pieces have the experts' ids: unsplit and exact experts, or tops. A bottom or a
+    low-precision copy of each comes next; then, where copies are nested, the remainder of each. The
+    slot of piece `id` is on device `home_device[id]`, one of `devices`.
     """
 
     offsets: tuple[int, ...]
@@ -127,10 +127,10 @@ class Pieces:
         chunks: Sequence[int] | None = None,
         devices: int = 1,
     ) -> Pieces:
-        """One piece an expert, so that piece ids are expert ids.
+        """Pieces of unsplit experts: one each, so that piece ids are expert ids.
 
-        `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[piece]` says
-        in how many transfers a piece comes (one each where it is not given).
+        `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[piece]` is
+        the number of a piece's transfers (default: 1).
         """
         return cls._of(offsets, (nbytes,), chunks, devices)
 
@@ -138,15 +138,15 @@ class Pieces:
     def with_split(
         cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """A top and a bottom of each expert, on one device; `chunks` as in `unsplit`."""
+        """Pieces of split experts on one device: tops and bottoms. `chunks` as in `unsplit`."""
         return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
 
     @classmethod
     def with_copies(
         cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """The exact experts and their copies, on one device; `chunks` as in `unsplit`."""
-        kinds = (copies.exact, copies.low, copies.rest)[: 3 if copies.rest else 2]
+        """Pieces of exact experts and their copies, on one device. `chunks` as in `unsplit`."""
+        kinds = (copies.exact, copies.low, copies.remainder)[: 3 if copies.remainder else 2]
         return replace(cls._of(offsets, kinds, chunks), copies=copies)
 
     @classmethod
@@ -157,7 +157,7 @@ class Pieces:
         chunks: Sequence[int] | None,
         devices: int = 1,
     ) -> Pieces:
-        """Pieces of several kinds, each of which every expert has; `nbytes[kind][layer]`."""
+        """Pieces of several kinds, of which every expert has one each; `nbytes[kind][layer]`."""
         layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         ones = np.ones(len(nbytes) * layer.size, np.int64)
         return cls(
@@ -171,12 +171,12 @@ class Pieces:
 
     @property
     def experts(self) -> int:
-        """How many experts there are; their ids are those of their first pieces."""
+        """The number of experts; an expert's id is that of its first piece."""
         return self.offsets[-1]
 
     @property
     def primary(self) -> Pieces:
-        """The pieces that a policy decides about: whole and exact experts, or their tops."""
+        """The pieces that an eviction policy manages: unsplit and exact experts, or tops."""
         n = self.experts
         return replace(
             self, layer=self.layer[:n], nbytes=self.nbytes[:n], chunks=self.chunks[:n],
@@ -184,12 +184,12 @@ class Pieces:
         )  # fmt: skip
 
     def secondary_of(self, expert: int) -> int:
-        """The piece that is an expert's bottom segment or its copy; -1 where it has none."""
-        extra = self.experts + expert
-        return extra if extra < len(self) and self.nbytes[extra] else -1
+        """The id of an expert's bottom segment or low-precision copy; -1 where it has none."""
+        piece = self.experts + expert
+        return piece if piece < len(self) and self.nbytes[piece] else -1
 
     def slots_per_device(self, capacity: int) -> list[int]:
-        """Slots of each device, of so many on all of them. BudgetError where one has none."""
+        """Slots of each device, `capacity` in all. BudgetError where a device would have none."""
         if self.devices == 1:
             return [capacity]
         return slots_per_device(

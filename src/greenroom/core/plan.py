@@ -56,14 +56,14 @@ class Plan(NamedTuple):
         return Plan(*rows), int((kind == EXACT).sum())
 
 
-class Candidate(NamedTuple):
+class PromotionCandidate(NamedTuple):
     """An expert that an option wants resident while a link is idle, for its layer's next step."""
 
     expert: int
     layer: int
 
 
-class Group(NamedTuple):
+class ComputedGroup(NamedTuple):
     """Experts of a step that a processor has computed together.
 
     `tokens` [n] is how many each of them has; `form` is EXACT, LOW or SKIP.
@@ -131,10 +131,10 @@ class Option:
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         """A lane of a link has ended a chunk of so many bytes."""
 
-    def computed(self, group: Group, seconds: float, view: View) -> None:
+    def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         """A processor has computed a group of experts in so many seconds."""
 
-    def candidates(self, view: View) -> Sequence[Candidate]:
+    def candidates(self, view: View) -> Sequence[PromotionCandidate]:
         """Experts to admit while a link is idle, the best first. One that has a slot already, or
         is on its way, is dismissed."""
         return ()

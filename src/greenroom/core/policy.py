@@ -183,18 +183,18 @@ class Policy:
         return {o.name: self.values.get(o.name, o.default) for o in self.options}
 
     def with_options(self, text: str) -> Policy:
-        """This policy with the options `name=value[,name=value...]`. UsageError for a wrong one."""
-        known = {o.name: o for o in self.options}
+        """Copy the policy with options `name=value[,name=value...]`. UsageError for a wrong one."""
+        options = {o.name: o for o in self.options}
         values: dict[str, int | float | str] = {}
         for item in text.split(","):
             name, equals, value = item.partition("=")
-            if not known:
+            if not options:
                 raise UsageError(f"policy {self.name} has no options: {text!r}")
-            if name not in known:
-                raise UnknownName(f"option of {self.name}", name, known)
+            if name not in options:
+                raise UnknownName(f"option of {self.name}", name, options)
             if not equals or name in values:
                 raise UsageError(f"options of {self.name} are given once, as name=value: {item!r}")
-            values[name] = known[name].parse(self.name, value)
+            values[name] = options[name].parse(self.name, value)
         return replace(self, name=f"{self.name}:{text}", values=values)
 
     def setup(

@@ -1,11 +1,11 @@
-"""What a predictor is: it is told what happened, and says which experts come next.
+"""The interface of predictors: they observe routing and predict which experts come next.
 
 A predictor knows no tensors, clocks or slots. Its drivers (a run, a simulation, a recording) call
-`begin` when a pass begins, then for every layer `observe` with what the layer's router chose, and
-after each of these `predict` for what the predictor expects from there.
+`begin` when a pass begins. For every layer they call `observe` with the choices of the layer's
+router, and then `predict` for the layers ahead.
 
-Layers are counted on beyond the end of a pass: layer `layers + j` is layer j of the pass that
-comes next. So the first layers of a token are predicted from the last layers of the one before.
+Layers are counted on beyond the end of a pass: layer `layers + j` is layer j of the next pass. So
+the first layers of a token are predicted from the last layers of the token before.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Inputs = NDArray[np.float32]
 
 
 class PassStart(NamedTuple):
-    """What is known before a pass: T tokens of a request go in.
+    """The start of a pass with T tokens of a request.
 
-    `first` is the position of its first token among all tokens since the start (of the run, or of
-    the trace), by which predictors that read a trace find their place.
+    `first` is the position of its first token among all tokens since the start of the run or of
+    the trace, by which predictors that read a trace find their place.
     """
 
     request: int
@@ -35,9 +35,9 @@ class PassStart(NamedTuple):
 
 
 class LayerRouting(NamedTuple):
-    """What a layer's router chose: T tokens, K experts each, ids within the layer, rank order.
+    """The choices of a layer's router: K experts of T tokens, in rank order, ids within the layer.
 
-    `inputs` are the hidden states that the router was given, where the predictor asks for them.
+    `inputs` are the hidden states that entered the router, where the predictor needs them.
     """
 
     layer: int
@@ -49,8 +49,8 @@ class LayerRouting(NamedTuple):
 class LayerPrediction(NamedTuple):
     """Experts that a predictor expects in a layer, likeliest first; ids within the layer.
 
-    One row a token of this pass; one row, where the layer lies in the next pass (that of the token
-    that follows the last one). -1 fills rows in which fewer are expected.
+    There is one row a token of this pass; or a single row where the layer is in the next pass, for
+    its first token. -1 fills rows in which fewer experts are expected.
     """
 
     layer: int  # 0 .. 2 * layers - 1: beyond the last, a layer of the next pass
@@ -58,7 +58,7 @@ class LayerPrediction(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a predictor must know of a model."""
+    """The shape of a model's routing."""
 
     experts_per_layer: tuple[int, ...]
     top_k: int
@@ -69,12 +69,12 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Experts that a guess names: twice those of a token, as far as there are so many."""
+        """Experts in a prediction: twice top-k, at most all of the smallest layer."""
         return min(2 * self.top_k, *self.experts_per_layer)
 
 
 class Gates(Protocol):
-    """The routers of a model, asked out of turn."""
+    """The routers of a model, callable outside of a forward pass."""
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
         """The experts that a layer's router would choose, likeliest first: [T, H] -> [T, width]."""
@@ -82,30 +82,30 @@ class Gates(Protocol):
 
 
 class Predictor(Protocol):
-    """One predictor of one model, while it runs.
+    """A predictor of one model, while it runs.
 
-    `distance` is how many layers ahead `predict` looks, None where it is free to look at any.
+    `distance` is how many layers ahead `predict` looks; None where it may predict any layer.
     """
 
     name: str
     distance: int | None
 
     def begin(self, at: PassStart) -> None:
-        """A pass begins. A prediction may follow before its first layer."""
+        """Begin a pass. A prediction may follow before its first layer."""
         ...
 
-    def observe(self, seen: LayerRouting) -> None:
-        """A layer's routing is known."""
+    def observe(self, routing: LayerRouting) -> None:
+        """Observe a layer's routing."""
         ...
 
     def predict(self, layer: int) -> list[LayerPrediction]:
-        """What is expected after this layer (-1: before the first one of the pass)."""
+        """Predict experts after this layer (-1: before the first one of the pass)."""
         ...
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """What was learned and is worth keeping, as plain arrays; empty where there is nothing."""
+        """The learned state that may be saved between runs; empty where there is none."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Begin with what an earlier run learned. ValueError where it does not fit this model."""
+        """Begin with the state of an earlier run. ValueError where it does not fit this model."""
         ...

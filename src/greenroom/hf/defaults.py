@@ -7,7 +7,7 @@ from dataclasses import replace
 from greenroom.config import LoadConfig, changed_options, scope_of, split_of
 from greenroom.core.cache.scope import Scope, least_capacity
 from greenroom.core.layout import Catalog
-from greenroom.core.machine import name_of
+from greenroom.core.machine import machine_name
 from greenroom.core.pieces import Split
 from greenroom.hf.history.split_counts import NAME as SPLIT
 from greenroom.hf.history.split_counts import SplitCounts
@@ -33,7 +33,7 @@ def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) 
         return setup
     sizes = setup.catalog.experts_per_layer
     found = default_setting(
-        setup.fingerprint, name_of(host_facts()), sizes, top_k, room, device_of(setup)
+        setup.fingerprint, machine_name(host_facts()), sizes, top_k, room, device_of(setup)
     )
     if found is None:
         return setup

@@ -37,9 +37,9 @@ def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[F
     )
     tables = []
     for number, experts in enumerate(np.diff(offsets).tolist()):
-        mine = depths[layer == number]
-        hits = np.bincount(mine[mine > 0], minlength=experts + 1)
-        tables.append(mine.size - np.cumsum(hits).astype(np.float64))
+        layer_depths = depths[layer == number]
+        hits = np.bincount(layer_depths[layer_depths > 0], minlength=experts + 1)
+        tables.append(layer_depths.size - np.cumsum(hits).astype(np.float64))
     return tables
 
 
@@ -57,13 +57,13 @@ def exposed_tables(
     tables = []
     for number, experts in enumerate(np.diff(offsets).tolist()):
         steps = (stream.layer == number) & (sizes > 0)
-        mine = depths[np.repeat(steps, sizes)]
+        layer_depths = depths[np.repeat(steps, sizes)]
         starts = np.cumsum(sizes[steps]) - sizes[steps]
-        asked, table = sizes[steps], []
+        requests, table = sizes[steps], []
         for slots in range(experts + 1):
-            missed = (mine > slots) | (mine == 0)
-            misses = np.add.reduceat(missed, starts, dtype=np.int64) if starts.size else asked
-            table.append(np.maximum(0.0, misses * load - (asked - misses) * compute).sum())
+            missed = (layer_depths > slots) | (layer_depths == 0)
+            misses = np.add.reduceat(missed, starts, dtype=np.int64) if starts.size else requests
+            table.append(np.maximum(0.0, misses * load - (requests - misses) * compute).sum())
         tables.append(np.array(table))
     return tables
 
@@ -74,7 +74,7 @@ def optimal_slots(tables: Tables, capacity: int) -> list[int]:
     capacity = _check(tables, capacity)
     best = np.full(capacity + 1, np.inf)  # by slots given so far
     best[0] = 0.0
-    taken = []
+    choices = []
     for table in tables:
         after, chosen = np.full(capacity + 1, np.inf), np.zeros(capacity + 1, np.int64)
         for slots in range(1, min(table.size, capacity + 1)):
@@ -82,12 +82,12 @@ def optimal_slots(tables: Tables, capacity: int) -> list[int]:
             better = np.flatnonzero(sums < after[slots:]) + slots
             after[better], chosen[better] = sums[better - slots], slots
         best = after
-        taken.append(chosen)
-    left, found = capacity, []
-    for chosen in reversed(taken):
-        found.append(int(chosen[left]))
-        left -= found[-1]
-    return found[::-1]
+        choices.append(chosen)
+    left, sizes = capacity, []
+    for chosen in reversed(choices):
+        sizes.append(int(chosen[left]))
+        left -= sizes[-1]
+    return sizes[::-1]
 
 
 def marginal_slots(tables: Tables, capacity: int) -> list[int]:
@@ -101,12 +101,12 @@ def marginal_slots(tables: Tables, capacity: int) -> list[int]:
         for layer, table in enumerate(tables)
         for gain, slots in _hull(table[1:])
     ]
-    found = [1] * len(tables)
+    sizes = [1] * len(tables)
     for _, layer, slots in sorted(steps):
-        given = min(slots, left)
-        found[layer] += given
-        left -= given
-    return found
+        added = min(slots, left)
+        sizes[layer] += added
+        left -= added
+    return sizes
 
 
 def _hull(table: Floats) -> list[tuple[float, int]]:

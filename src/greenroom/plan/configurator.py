@@ -111,14 +111,16 @@ def expert_split(
 ) -> list[LayerAllocation]:
     """The function ExpertSplit: each layer's ratio, in order, since one's window is left by the
     layer before."""
-    window, found = latency.head + latency.attention, []
+    window, allocations = latency.head + latency.attention, []
     for layer, budget in zip(layers, budgets, strict=True):
         cached, ratio, loaded = best_split(layer, budget, window, latency)
         hide = loaded * latency.moe / layer.top_k
         miss = (layer.top_k - loaded) * latency.load
         window = latency.moe - min(hide, miss) + latency.attention
-        found.append(LayerAllocation(budget, cached, ratio, loaded, max(0.0, miss - hide), window))
-    return found
+        allocations.append(
+            LayerAllocation(budget, cached, ratio, loaded, max(0.0, miss - hide), window)
+        )
+    return allocations
 
 
 def configure(
@@ -133,22 +135,22 @@ def configure(
     if budget <= 0:
         raise BudgetError(f"there is no budget to allocate: {budget:g} experts")
     step = zeta * budget
-    given = np.full(len(layers), budget / len(layers))
+    budgets = np.full(len(layers), budget / len(layers))
     while True:
-        now = expert_split(layers, given, latency)
-        more = expert_split(layers, given + step, latency)
-        less = expert_split(layers, np.maximum(given - step, 1e-9), latency)
+        now = expert_split(layers, budgets, latency)
+        more = expert_split(layers, budgets + step, latency)
+        less = expert_split(layers, np.maximum(budgets - step, 1e-9), latency)
         gains = np.array([a.exposed - b.exposed for a, b in zip(now, more, strict=True)])
         losses = np.array([b.exposed - a.exposed for a, b in zip(now, less, strict=True)])
         to = int(np.argmax(gains))
-        losses[(given - step <= 1e-9) | (np.arange(given.size) == to)] = np.inf
+        losses[(budgets - step <= 1e-9) | (np.arange(budgets.size) == to)] = np.inf
         giver = int(np.argmin(losses))
         if np.isinf(losses[giver]):
             return now
-        moved = given.copy()
+        moved = budgets.copy()
         moved[to] += step
         moved[giver] -= step
         after = expert_split(layers, moved, latency)
         if sum(each.exposed for each in after) >= sum(each.exposed for each in now):
             return now
-        given = moved
+        budgets = moved

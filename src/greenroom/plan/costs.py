@@ -36,9 +36,9 @@ class RunMeasurement:
     predicted: bool = False
 
     @classmethod
-    def from_json(cls, found: Any, where: str = "a run") -> RunMeasurement:
+    def from_json(cls, entry: Any, where: str = "a run") -> RunMeasurement:
         """Malformed where it is none."""
-        return cls(**JsonObject(found, where).fields_of(cls))
+        return cls(**JsonObject(entry, where).fields_of(cls))
 
     def computed(self, wake: float) -> float:
         """Seconds that are no stall, and not longer because of one: what was fetched was waited
@@ -52,8 +52,8 @@ def machine_costs(
     """The costs that the profile says, with as many reads at a time as a run has."""
     dense = model.read_bytes // model.layers
     costs = machine.costs(model.expert_bytes, dense, processor=processor)
-    first, *rest = costs.links
-    return replace(costs, links=(replace(first, lanes=readers), *rest))
+    first, *later_links = costs.links
+    return replace(costs, links=(replace(first, lanes=readers), *later_links))
 
 
 def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
@@ -62,12 +62,12 @@ def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Cos
     A reader waits for its turn, and reads then: each chunk takes both, but turns are waited for
     while other lanes read.
     """
-    first, *rest = costs.links
+    first, *later_links = costs.links
     if limit is None or limit >= first.bandwidth:
         return costs
     chunk = min(expert_bytes, CHUNK_BYTES)
-    held = Link(limit, first.latency + chunk / first.bandwidth, first.lanes)
-    return replace(costs, links=(held, *rest))
+    throttled = Link(limit, first.latency + chunk / first.bandwidth, first.lanes)
+    return replace(costs, links=(throttled, *later_links))
 
 
 def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement]) -> Costs:
@@ -76,24 +76,26 @@ def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement])
     The base is what a token takes without any miss; all of it but the experts' own work is the
     layers', in the profile's proportion of one token to many.
     """
-    alone = [run for run in runs if not run.predicted] or list(runs)
+    reactive_runs = [run for run in runs if not run.predicted] or list(runs)
     if not runs:
         return costs
-    fetched = np.array([run.fetched for run in alone])
-    computed = np.array([run.computed(costs.wake) for run in alone])
+    fetched = np.array([run.fetched for run in reactive_runs])
+    computed = np.array([run.computed(costs.wake) for run in reactive_runs])
     base, handling = _line(fetched, computed, costs.handling)
     costs = replace(costs, handling=handling)
     ahead = _ahead([run for run in runs if run.predicted], base, model, costs)
     experts = model.top_k * model.layers * costs.expert.seconds(1)
-    own = max(base - experts, 0.1 * base)
+    dense_seconds = max(base - experts, 0.1 * base)
     expert = costs.expert
-    if base - own < experts:  # the profile's experts take longer than all there is
-        expert = scale_work(expert, (base - own) / experts)
+    if base - dense_seconds < experts:  # the profile's experts take longer than all there is
+        expert = scale_work(expert, (base - dense_seconds) / experts)
     dense = costs.dense.seconds(1)
-    layer = own / model.layers
+    layer = dense_seconds / model.layers
     work = scale_work(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
-    first, *rest = costs.links
-    return replace(costs, links=(_link(first, runs), *rest), expert=expert, dense=work, ahead=ahead)
+    first, *later_links = costs.links
+    return replace(
+        costs, links=(_link(first, runs), *later_links), expert=expert, dense=work, ahead=ahead
+    )
 
 
 def scale_work(work: Work, factor: float) -> Work:

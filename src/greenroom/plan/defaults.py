@@ -25,19 +25,21 @@ def default_setting(
     None where nothing is stored (GREENROOM_LEARNED=off), or where the slots have no room for a
     token's experts of a layer.
     """
-    found = files.load_records(fingerprint, machine).nearest(slots, device)
-    if (found is not None and found.by != "quick") or not files.enabled():
-        return found
-    own = recent_trace(files.load_routing(fingerprint), sizes)
-    tokens = decoded_tokens(own) if own is not None and has_enough_tokens(own) else 0
-    if found is not None and (not tokens or tokens < 2 * found.tokens):  # that has half of it seen
-        return found
-    trace = own if own is not None and tokens else synthetic_trace(sizes, top_k)
+    stored = files.load_records(fingerprint, machine).nearest(slots, device)
+    if (stored is not None and stored.by != "quick") or not files.enabled():
+        return stored
+    recent = recent_trace(files.load_routing(fingerprint), sizes)
+    tokens = decoded_tokens(recent) if recent is not None and has_enough_tokens(recent) else 0
+    if stored is not None and (
+        not tokens or tokens < 2 * stored.tokens
+    ):  # that has half of it seen
+        return stored
+    trace = recent if recent is not None and tokens else synthetic_trace(sizes, top_k)
     if slots < max(top_k, trace.top_k):
         return None
-    made = quick_plan(trace, slots)
+    chosen = quick_plan(trace, slots)
     entry = StoredSetting(
-        slots, made.setting.options(), "quick", made.misses, max(made.plain, 1e-9),
+        slots, chosen.setting.options(), "quick", chosen.misses, max(chosen.plain, 1e-9),
         date.today().isoformat(), device, tokens,
     )  # fmt: skip
     try:

@@ -131,15 +131,15 @@ class Estimator:
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         every = list(zip(self.workload.traces, self._streams, strict=True))
         runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
-        means = [float(run.gaps.mean()) for run, _ in runs]
+        mean_gaps = [float(run.gaps.mean()) for run, _ in runs]
         (first, tokens), trace = runs[0], self.workload.traces[0]
         return Estimate(
             setting,
             capacity,
             self.model.memory(capacity),
-            means[0],
-            min(means) * (1 - self.band),
-            max(means) * (1 + self.band),
+            mean_gaps[0],
+            min(mean_gaps) * (1 - self.band),
+            max(mean_gaps) * (1 + self.band),
             float(np.median(first.ttft)) if trace.pass_prefill.any() else None,
             first.misses / max(1, first.requests),
             first.bytes_moved / tokens,
@@ -152,19 +152,19 @@ class Estimator:
     ) -> tuple[SimulatedTimes, int]:
         """(times of a simulation, of which gaps and TTFT are of the whole trace; the tokens that
         the rest is of)."""
-        made = choose(setting.policy, capacity, self.model.experts)
+        eviction = choose(setting.policy, capacity, self.model.experts)
         reactive = time_trace(
-            trace, steps, capacity, made, self.costs, self.model.expert_bytes,
+            trace, steps, capacity, eviction, self.costs, self.model.expert_bytes,
             scope=scope_of(setting.scope),
         )  # fmt: skip
-        found = reactive, trace.tokens
+        result = reactive, trace.tokens
         if setting.split != OFF or setting.miss_precision != OFF or self.host:
-            found = self._played(replace(setting, prefetch=OFF), capacity, trace, reactive)
+            result = self._played(replace(setting, prefetch=OFF), capacity, trace, reactive)
         if setting.prefetch == OFF:
-            return found
-        ahead = self._played(setting, capacity, trace, found[0])
+            return result
+        ahead = self._played(setting, capacity, trace, result[0])
         guarded = setting.prefetch == AUTO
-        return found if guarded and ahead[0].gaps.sum() >= found[0].gaps.sum() else ahead
+        return result if guarded and ahead[0].gaps.sum() >= result[0].gaps.sum() else ahead
 
     def _played(
         self, setting: Setting, capacity: int, trace: Trace, other: SimulatedTimes
@@ -174,7 +174,7 @@ class Estimator:
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
         assert not isinstance(shares, str)  # a plan has shares to split at
-        found = simulate_events(
+        simulated = simulate_events(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name,
             EventOptions(
@@ -183,10 +183,10 @@ class Estimator:
                 host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
             ),
         ).times  # fmt: skip
-        n = found.gaps.size
-        factor = float(found.gaps.sum() / other.gaps[:n].sum())
-        gaps = np.append(found.gaps, other.gaps[n:] * factor)
-        return replace(found, gaps=gaps, ttft=other.ttft), part.tokens
+        n = simulated.gaps.size
+        factor = float(simulated.gaps.sum() / other.gaps[:n].sum())
+        gaps = np.append(simulated.gaps, other.gaps[n:] * factor)
+        return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """What stands for a run's predictor over a trace: its recording where there is one."""
@@ -200,8 +200,8 @@ class Estimator:
 
 def _config(setting: Setting) -> SchedulerConfig:
     """The scheduler's options of a setting."""
-    known = option_names()
-    chosen = {name: value for name, value in setting.options().items() if name in known}
+    names = option_names()
+    chosen = {name: value for name, value in setting.options().items() if name in names}
     return with_options(NO_OPTIONS, **chosen)
 
 

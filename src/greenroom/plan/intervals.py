@@ -12,10 +12,10 @@ DRAWS, LEVEL = 2000, 0.05
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high): the 95 % interval of a bootstrap over the values; of one value there is
     none, and all three are it."""
-    taken = np.asarray(values, np.float64)
-    drawn = np.random.default_rng(0).integers(0, taken.size, (DRAWS, taken.size))
-    low, high = np.quantile(taken[drawn].mean(1), (LEVEL / 2, 1 - LEVEL / 2)).tolist()
-    return float(taken.mean()), low, high
+    sample = np.asarray(values, np.float64)
+    indices = np.random.default_rng(0).integers(0, sample.size, (DRAWS, sample.size))
+    low, high = np.quantile(sample[indices].mean(1), (LEVEL / 2, 1 - LEVEL / 2)).tolist()
+    return float(sample.mean()), low, high
 
 
 def ratio_interval(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:

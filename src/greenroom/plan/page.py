@@ -33,15 +33,15 @@ def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command:
 
 def target_message(target: Target) -> str:
     """What became of a target, in one line."""
-    asked = show_time(target.seconds)
+    target_time = show_time(target.seconds)
     if target.blocked is not None:
         return (
-            f"a TPOT of {asked} is out of reach: {target.blocked}; the nearest is"
+            f"a TPOT of {target_time} is out of reach: {target.blocked}; the nearest is"
             f" {show_time(target.nearest.tpot)} with {show_bytes(target.nearest.memory)}"
         )
     assert target.least is not None
     return (
-        f"a TPOT of {asked} takes at least {show_bytes(target.least.memory)}"
+        f"a TPOT of {target_time} takes at least {show_bytes(target.least.memory)}"
         f" ({target.least.capacity:,} experts in memory)"
     )
 

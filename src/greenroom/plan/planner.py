@@ -66,19 +66,19 @@ def plan(
     estimator: Estimator,
     memory: int,
     target: float | None = None,
-    taken: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
+    default_setting: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
 ) -> Plan:
     """`taken` gives the default setting of a run with so many slots, and whether it was measured.
     BudgetError where the model does not fit, UsageError for a target that is no time."""
     if target is not None and not 0 < target < float("inf"):
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
-    usual, measured = taken(capacity)
+    usual, measured = default_setting(capacity)
     compared = compare_settings(estimator, capacity, usual)
     best, sure = choose_setting(estimator, compared, usual, beaten=not measured)
     points = memory_curve(estimator, best.setting, memory)
-    found = None if target is None else reach_target(estimator, best, memory, target)
-    return Plan(memory, capacity, best, sure, compared, points, found)
+    target_result = None if target is None else reach_target(estimator, best, memory, target)
+    return Plan(memory, capacity, best, sure, compared, points, target_result)
 
 
 def compare_settings(
@@ -87,9 +87,11 @@ def compare_settings(
     """The grid and `usual` at one size, fastest first; prefetching is added to the best of it."""
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
-    found = [estimator.of(s, capacity) for s in candidate_settings() if estimator.fits(s, capacity)]
-    found.sort(key=lambda each: each.tpot)
-    best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
+    estimates = [
+        estimator.of(s, capacity) for s in candidate_settings() if estimator.fits(s, capacity)
+    ]
+    estimates.sort(key=lambda each: each.tpot)
+    best = [replace(each.setting, prefetch=AUTO) for each in estimates[:FINALISTS]]
     more = [*best, DEFAULT, usual, *_sized(estimator, best[0], capacity)]
     if estimator.co_compute:
         more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
@@ -97,8 +99,8 @@ def compare_settings(
     if estimator.precision != OFF:
         lower = {"miss_precision": estimator.precision, "low_below": estimator.low_below}
         more += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
-    found += [estimator.of(setting, capacity) for setting in dict.fromkeys(more)]
-    return tuple(sorted(found, key=lambda each: each.tpot))
+    estimates += [estimator.of(setting, capacity) for setting in dict.fromkeys(more)]
+    return tuple(sorted(estimates, key=lambda each: each.tpot))
 
 
 def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
@@ -116,16 +118,19 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     of the first half of what is recorded, where that cuts any."""
     if not estimator.model.segments:
         return []
-    found = [replace(best, scope="shared", split=split) for split in SPLITS]
+    candidates = [replace(best, scope="shared", split=split) for split in SPLITS]
     half = _first_half(estimator)
     if half is None or half.pass_prefill.all():
-        return found
+        return candidates
     latency = TokenLatency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
     chosen = CacheConfiguration.of(recorded_activity(half.head(WATCHED)), capacity, latency)
     if chosen.split is None:
-        return found
+        return candidates
     scope = ",".join(f"{budget:.4g}" for budget in chosen.scope)
-    return [*found, replace(best, scope=scope, split=",".join(f"{r:.3g}" for r in chosen.split))]
+    return [
+        *candidates,
+        replace(best, scope=scope, split=",".join(f"{r:.3g}" for r in chosen.split)),
+    ]
 
 
 def _first_half(estimator: Estimator) -> Trace | None:
@@ -189,13 +194,13 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
     """
     model, setting = estimator.model, _of_any_size(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least_slots
-    whole = estimator.of(setting, model.experts)
-    if whole.tpot > target:
+    all_resident = estimator.of(setting, model.experts)
+    if all_resident.tpot > target:
         blocked = (
             f"with every expert in memory a token still takes"
-            f" {whole.tpot * 1e3:.0f} ms to compute: the processor blocks it"
+            f" {all_resident.tpot * 1e3:.0f} ms to compute: the processor blocks it"
         )
-        return Target(target, None, whole, blocked)
+        return Target(target, None, all_resident, blocked)
     below, meets = least - 1, model.experts
     while meets - below > max(1, model.experts // 128):
         middle = (below + meets) // 2
@@ -203,10 +208,10 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
             meets = middle
         else:
             below = middle
-    found = estimator.of(setting, meets)
-    if found.memory <= memory:
-        return Target(target, found, found, None)
+    smallest = estimator.of(setting, meets)
+    if smallest.memory <= memory:
+        return Target(target, smallest, smallest, None)
     waits = f"a token waits {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms for experts"
-    enough = f"{show_bytes(found.memory)} would do"
+    enough = f"{show_bytes(smallest.memory)} would do"
     blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {enough}"
-    return Target(target, found, replace(best, memory=memory), blocked)
+    return Target(target, smallest, replace(best, memory=memory), blocked)

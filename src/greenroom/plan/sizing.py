@@ -55,14 +55,14 @@ def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
     """
     if predictions is not None and predictions not in trace.predictions:
         raise UnknownName("predictions", predictions, trace.predictions)
-    made = trace.predictions.get(predictions or next(iter(trace.predictions), ""))
+    prediction = trace.predictions.get(predictions or next(iter(trace.predictions), ""))
     activity, decoded = Activity(trace.experts_per_layer.tolist()), ~trace.pass_prefill
     tokens = np.repeat(decoded | ~decoded.any(), np.diff(trace.pass_starts))
     for token in np.flatnonzero(tokens).tolist():
         for layer, experts in enumerate(trace.experts[token].astype(np.int64)):
             expected = None
-            if made is not None:
-                row = made.experts[token, layer]
+            if prediction is not None:
+                row = prediction.experts[token, layer]
                 expected = row[row < np.iinfo(row.dtype).max].astype(np.int64)
             activity.token(layer, experts, expected)
     return activity
@@ -73,13 +73,13 @@ def predicted_activity(trace: Trace, prefetch: str) -> Activity:
     the trace. UsageError where it needs what the trace does not have."""
     activity = Activity(trace.experts_per_layer.tolist())
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch)
-    whole, expected = bool(trace.pass_prefill.all()), dict[int, Ints]()
+    prompts_only, expected = bool(trace.pass_prefill.all()), dict[int, Ints]()
     for at, steps in passes(trace, stream(trace, "runtime")):
         events = foresight.begin(at) if foresight else []
         for step in steps:
             expected |= {e.layer: e.experts - trace.offsets[e.layer] for e in events}
             assert step.chosen is not None
-            if whole or not at.prefill:
+            if prompts_only or not at.prefill:
                 for row in step.chosen:
                     activity.token(step.layer, row, expected.pop(step.layer, None))
             events = foresight.routed(LayerRouting(step.layer, step.chosen)) if foresight else []

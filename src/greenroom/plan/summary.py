@@ -81,18 +81,18 @@ def _of_device(device: Mapping[str, Any], size: int) -> str:
 
 def model_summary(model: Model, available: int) -> list[str]:
     """Whether it fits, and at which budget. `available` is what this machine has now, in bytes."""
-    whole, least = model.memory(model.experts), model.least_memory
+    full, least = model.memory(model.experts), model.least_memory
     return [
         f"{model.name}: {model.experts:,} experts in {model.layers} layers, top-{model.top_k},"
         f" {show_bytes(model.experts * model.slot_bytes)} of them;"
         f" {show_bytes(model.dense_bytes)} of dense parts.",
-        f"It runs with {show_bytes(least)} of memory and more; with {show_bytes(whole)} all of it"
-        f" is in memory. {show_bytes(available)} are there now:" + _fits(available, least, whole),
+        f"It runs with {show_bytes(least)} of memory and more; with {show_bytes(full)} all of it"
+        f" is in memory. {show_bytes(available)} are there now:" + _fits(available, least, full),
     ]
 
 
-def _fits(available: int, least: int, whole: int) -> str:
-    if available >= whole:
+def _fits(available: int, least: int, full: int) -> str:
+    if available >= full:
         return " all of it fits."
     if available >= least:
         return " it runs, and experts that do not fit wait on disk."
@@ -110,26 +110,26 @@ def bottleneck(plan: Plan) -> str:
     )
 
 
-def curve_row(found: Estimate) -> tuple[str, ...]:
+def curve_row(estimate: Estimate) -> tuple[str, ...]:
     """A row of the curve: memory, experts in it, TPOT, its range, tokens a second, TTFT."""
     return (
-        show_bytes(found.memory),
-        f"{found.capacity:,}",
-        show_time(found.tpot),
-        f"{show_time(found.low)} to {show_time(found.high)}",
-        f"{1 / found.tpot:.3g}",
-        show_time(found.ttft),
+        show_bytes(estimate.memory),
+        f"{estimate.capacity:,}",
+        show_time(estimate.tpot),
+        f"{show_time(estimate.low)} to {show_time(estimate.high)}",
+        f"{1 / estimate.tpot:.3g}",
+        show_time(estimate.ttft),
     )
 
 
-def comparison_row(found: Estimate) -> tuple[str, ...]:
+def comparison_row(estimate: Estimate) -> tuple[str, ...]:
     """A row of the settings that were compared: flags, TPOT, its range, misses, bytes read."""
     return (
-        found.setting.flags(),
-        show_time(found.tpot),
-        f"{show_time(found.low)} to {show_time(found.high)}",
-        f"{found.miss_ratio:.1%}",
-        show_bytes(found.token_bytes),
+        estimate.setting.flags(),
+        show_time(estimate.tpot),
+        f"{show_time(estimate.low)} to {show_time(estimate.high)}",
+        f"{estimate.miss_ratio:.1%}",
+        show_bytes(estimate.token_bytes),
     )
 
 

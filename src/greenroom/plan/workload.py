@@ -38,14 +38,14 @@ class Workload:
 def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
     """A recording of the model itself; TraceError where it is of another, UsageError where it has
     no decode pass."""
-    theirs = tuple(trace.experts_per_layer.tolist())
-    if theirs != model.experts_per_layer or trace.top_k != model.top_k:
+    shape = tuple(trace.experts_per_layer.tolist())
+    if shape != model.experts_per_layer or trace.top_k != model.top_k:
         raise TraceError(
-            f"{where} is a trace of another model ({_shape(theirs, trace.top_k)}):"
+            f"{where} is a trace of another model ({_shape(shape, trace.top_k)}):"
             f" {model.name} has {_shape(model.experts_per_layer, model.top_k)}"
         )
-    made = trace.meta.get("fingerprint")
-    if made and model.fingerprint and made != model.fingerprint:
+    fingerprint = trace.meta.get("fingerprint")
+    if fingerprint and model.fingerprint and fingerprint != model.fingerprint:
         raise TraceError(
             f"{where} is a trace of another model of this shape,"
             f" {trace.meta.get('model', 'unnamed')}: record {model.name} itself (trace record)"
@@ -111,9 +111,9 @@ def _cut(trace: Trace, sizes: Sequence[int]) -> Trace:
     for layer, count in enumerate(sizes):
         rows = experts[:, layer]
         for row in np.flatnonzero((rows >= count).any(axis=1)):
-            kept = rows[row][rows[row] < count]
-            free = np.setdiff1d(np.arange(count), kept)
-            rows[row] = np.append(kept, random.permutation(free)[: trace.top_k - kept.size])
+            valid = rows[row][rows[row] < count]
+            free = np.setdiff1d(np.arange(count), valid)
+            rows[row] = np.append(valid, random.permutation(free)[: trace.top_k - valid.size])
     return replace(trace, experts=experts, experts_per_layer=np.array(sizes, np.int64))
 
 

@@ -82,13 +82,13 @@ class Learned(FromInputs):
     name = "learned"
 
     def __init__(self, setting: PredictorSetup) -> None:
-        if setting.learned is None:
+        if setting.tensors is None:
             raise UsageError(
                 "predictor learned needs the file of `greenroom train-predictor`, and runs beside"
                 " the model that it was trained for"
             )
         super().__init__(setting)
-        self._networks, self._ahead = networks_of(setting.learned, setting.shape)
+        self._networks, self._ahead = networks_of(setting.tensors, setting.shape)
         self.distance = self._ahead
 
     def _rank(self, target: int, rows: Inputs) -> Ids:

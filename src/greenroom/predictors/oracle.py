@@ -17,12 +17,12 @@ NO_ID = -1
 
 def truth(setting: PredictorSetup, name: str) -> NDArray[Any]:
     """[tokens, layers, top_k] what will be used. UsageError where there is no trace."""
-    if setting.routed is None:
+    if setting.routed_experts is None:
         raise UsageError(
             f"predictor {name} must know the whole trace beforehand:"
             " it runs where a trace is replayed only"
         )
-    return setting.routed
+    return setting.routed_experts
 
 
 def build(setting: PredictorSetup) -> Recorded:

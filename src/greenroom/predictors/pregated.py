@@ -34,9 +34,9 @@ def build(setting: PredictorSetup) -> Predictor:
     setting = replace(setting, distance=1)
     if setting.gates is not None:
         return Pregated(setting)
-    if setting.routed is None:
+    if setting.routed_experts is None:
         raise UsageError("predictor pregated needs a model whose routers are known ahead")
-    return Recorded("pregated", setting.routed, NO_ID, setting)
+    return Recorded("pregated", setting.routed_experts, NO_ID, setting)
 
 
 pregated = PredictorKind(

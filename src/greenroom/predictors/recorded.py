@@ -65,7 +65,7 @@ class Recorded(NullPredictor):
 
 def build(setting: PredictorSetup) -> Recorded:
     """The predictions of that name; without one, the only ones that there are."""
-    there, name = setting.recorded, str(setting.options["of"])
+    there, name = setting.predictions, str(setting.options["of"])
     if not there:
         raise UsageError("predictor recorded needs a trace with predictions: this one has none")
     if not name and len(there) > 1:

@@ -31,7 +31,7 @@ BINDING = "_greenroom"  # attribute of an experts module: its Binding
 class Binding:
     """What one experts module needs to be served.
 
-    `computed` is told of the slots of each wave that has been ordered, where the device computes it
+    `computed` is called with the slots of each ordered group, where the device computes it
     later.
     """
 
@@ -66,7 +66,7 @@ def experts_forward(
     """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
 
     The resident experts are computed in one call, then those in flight as they land; the sum over
-    a token's experts is taken in a fixed order, so waves do not change a bit. A backward pass that
+    a token's experts is taken in a fixed order, so groups do not change a bit. A backward pass that
     comes to the result raises UnsupportedCall.
     """
     if not torch.is_grad_enabled():
@@ -174,7 +174,7 @@ def _step(
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     step.residual = residual
 
-    def wave(experts: Any, slots: Any, *part: int) -> None:
+    def group(experts: Any, slots: Any, *part: int) -> None:
         kernel.compute_group(step, experts.tolist(), slots.tolist(), *part)
         if binding.mark_computed is not None:
             binding.mark_computed(slots.tolist())
@@ -193,7 +193,7 @@ def _step(
     binding.driver.step(
         binding.layer,
         routing.experts,
-        wave,
+        group,
         rows,
         sums,
         tail_weights=expert_tail_weights(chosen, weights, routing.experts)

@@ -45,14 +45,14 @@ class CopySizes:
     def pieces(
         self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int
     ) -> Pieces | None:
-        """The trace's experts and their copies; None where there are no copies."""
+        """Build the pieces of experts and their copies; None where there are no copies."""
         if not self.low:
             return None
-        seats = int(self.share * capacity / self.low)
-        seats = min(int(trace.offsets[-1]), max(trace.top_k, seats))
+        copies_count = int(self.share * capacity / self.low)
+        copies_count = min(int(trace.offsets[-1]), max(trace.top_k, copies_count))
         nested = self.nested
-        copies = Copies.of(expert_bytes, self.low, trace.layers, seats, nested=nested)
-        kinds = (copies.exact, copies.low, copies.rest)[: 3 if nested else 2]
+        copies = Copies.of(expert_bytes, self.low, trace.layers, copies_count, nested=nested)
+        kinds = (copies.exact, copies.low, copies.remainder)[: 3 if nested else 2]
         sizes = np.repeat(kinds, trace.experts_per_layer, axis=1).reshape(-1)
         chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
         return Pieces.with_copies(trace.offsets.tolist(), copies, chunks)
@@ -68,7 +68,7 @@ def check_weights(trace: Trace) -> None:
 
 
 def tail_weights_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
-    """Of each expert of a step, in ascending order, how much it matters; tokens begin .. end."""
+    """Compute the tail weight of each expert that tokens begin .. end use, ids ascending."""
     assert trace.weights is not None
     chosen = trace.experts[begin:end, layer].astype(np.int64)
     return expert_tail_weights(chosen, trace.weights[begin:end, layer], np.unique(chosen))

@@ -11,8 +11,8 @@ from greenroom.core.cost import Costs
 from greenroom.core.events import (
     HOST,
     Action,
-    Compute,
     Computed,
+    ComputeGroup,
     Event,
     Finish,
     Landed,
@@ -104,7 +104,7 @@ class Clock:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._tell(predicted)
         while not finished:
-            idle = self.scheduler.step is not None and not self.scheduler.step.waves
+            idle = self.scheduler.step is not None and not self.scheduler.step.groups
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now
@@ -133,10 +133,10 @@ class Clock:
             match action:
                 case StartChunk():
                     self._send(action)
-                case Compute(experts, _, device, part):
+                case ComputeGroup(experts, _, device, part):
                     seconds = self._seconds(experts, part, device)
                     seconds += self._handling(experts, part, device)
-                    self._slowed += self.costs.after(self._waited)
+                    self._slowed += self.costs.seconds_after_wait(self._waited)
                     self._waited = 0.0
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
@@ -152,9 +152,9 @@ class Clock:
         self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
         if action.link in self._from_store:
             self.bytes_moved += nbytes
-        if action.begins:
+        if action.first_of_piece:
             self.fetched.append(action.piece)
-            joins = action.joins >= 0  # what a copy lacks of an expert: that is there then
+            joins = action.copy_slot >= 0  # what a copy lacks of an expert: that is there then
             self._fresh.add(action.piece % self.pieces.experts if joins else action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
@@ -164,7 +164,7 @@ class Clock:
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
     def _seconds(self, experts: Ints, part: int, device: int) -> float:
-        """What a wave takes: its experts one after another, a part of one in proportion."""
+        """What a group takes: its experts one after another, a part of one in proportion."""
         work = self.costs.host if device == HOST else self.costs.expert
         assert work is not None
         step, share = self._step, self._share(part)
@@ -174,7 +174,7 @@ class Clock:
         return share * sum(work.seconds(n) for n in rows.tolist())
 
     def _handling(self, experts: Ints, part: int, device: int) -> float:
-        """What those of a wave cost that were fetched for it, or ahead of it. The host computes
+        """What those of a group cost that were fetched for it, or ahead of it. The host computes
         them where they were read."""
         if device == HOST:
             return 0.0

@@ -57,10 +57,10 @@ def _curve(
     below = hits.cumsum(axis=1)
     requests = stream.pieces.size
     capacities = np.arange(least, wide, dtype=np.int64)
-    given = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
-    slots = np.minimum(np.array(given, np.int64), layer.size)
-    found = below[np.arange(groups), slots].sum(axis=1)
-    return MissCurve(capacities, requests - found, requests)
+    shares = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
+    slots = np.minimum(np.array(shares, np.int64), layer.size)
+    hit_counts = below[np.arange(groups), slots].sum(axis=1)
+    return MissCurve(capacities, requests - hit_counts, requests)
 
 
 lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=True)
@@ -73,10 +73,10 @@ def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
 
 
 def _depths(stream: Stream, group_of: Ints, reset: bool, future: bool) -> Ints:
-    found = np.empty(stream.pieces.size, np.int64)
+    depths = np.empty(stream.pieces.size, np.int64)
     for steps in step_ranges(stream, reset):
         part = slice(*stream.starts[list(steps)])
         pieces = stream.pieces[part]
         following = next_uses(pieces, group_of.size) if future else np.empty(0, pieces.dtype)
-        found[part] = stack_depths(pieces, group_of, following)
-    return found
+        depths[part] = stack_depths(pieces, group_of, following)
+    return depths

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.build import build_scheduler
-from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.cache.scope import Scope
 from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
-from greenroom.core.events import Keep
+from greenroom.core.events import Pinned
 from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassStart
@@ -92,16 +92,16 @@ class EventRun:
 
     def as_json(self) -> dict[str, Any]:
         options = self.options
-        lesser, co_compute = options.approximation is not None, options.config.uses_host()
+        approximated, co_compute = options.approximation is not None, options.config.uses_host()
         left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
-        left_out += (() if lesser else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
+        left_out += (() if approximated else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
         left_out += () if co_compute or options.config.proposes() else OF_FOLLOWERS
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
             "ahead": self.ahead,
             **counts,
-            **({"inexact_share": self._inexact()} if lesser else {}),
+            **({"inexact_share": self._inexact()} if approximated else {}),
             "accuracy": self.accuracy,
             "goodpred": self.goodpred,
         }
@@ -130,21 +130,21 @@ def simulate_events(
     if prefetch == OFF and not (both or options.config.proposes()):
         ahead = 0
     elif ahead is None:
-        ahead = slots_ahead(trace.top_k) if capacity < trace.offsets[-1] else 0
+        ahead = default_borrow_limit(trace.top_k) if capacity < trace.offsets[-1] else 0
     if prefetch != OFF:
-        costs = replace(costs, dense=costs.dense.later(costs.ahead))
+        costs = replace(costs, dense=costs.dense.plus(costs.ahead))
 
     def empty(**learned: Any) -> Scheduler:
         seed = options.seed
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
-        made = build_scheduler(
+        scheduler = build_scheduler(
             pieces, capacity, policy, options.config, costs=costs if both else None,
             expert_bytes=expert_bytes, scope=options.scope, lanes=costs.lanes, ahead=ahead,
             seed=seed, host=tier, **learned,
         )  # fmt: skip
         if options.stay:
-            made.on(Keep(np.asarray(options.stay, np.int64)))
-        return made
+            scheduler.on(Pinned(np.asarray(options.stay, np.int64)))
+        return scheduler
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
     every = passes(trace, stream, tail_weights=options.approximation is not None)
@@ -152,12 +152,12 @@ def simulate_events(
     spent = _play(every, clock, empty if options.reset else None)
     view = clock.scheduler.view
     counts = view.counted()
-    found = SimulatedTimes(
+    times = SimulatedTimes(
         counts.requests, counts.misses, *times_by_request(trace, spent), clock.now, clock.stall,
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
     accuracy = view.accuracy
-    return EventRun(found, counts, view.loans, accuracy.share(), accuracy.good(), options)
+    return EventRun(times, counts, view.borrow_limit, accuracy.share(), accuracy.good(), options)
 
 
 def _play(
@@ -183,7 +183,7 @@ def _play(
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
     """What is moved: whole experts, tops and bottoms, or experts and their copies."""
-    chunk_bytes, devices, found = options.chunk_bytes, options.devices, None
+    chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
@@ -192,13 +192,13 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)
-        found = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
     elif options.split is not None:
         if devices > 1:
             raise UsageError("split experts are on one device: leave out --devices")
-        found = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
-    if found is not None:
-        return found
+        parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
+    if parts is not None:
+        return parts
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
     nbytes = [expert_bytes] * trace.layers
     return Pieces.unsplit(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)

@@ -23,7 +23,9 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
             f"predictor {choice.name} needs token ids, which this trace does not have: record them"
             " with --token-ids"
         )
-    setting = PredictorSetup(shape, seed, routed=trace.experts, recorded=trace.predictions)
+    setting = PredictorSetup(
+        shape, seed, routed_experts=trace.experts, predictions=trace.predictions
+    )
     return Foresight(choice.build(setting), trace.offsets.tolist())
 
 
@@ -34,25 +36,25 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
         return resolve_predictor(trace, automatic_predictor(trace))
     if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
         return choice
-    if (found := _recording(trace, choice)) is None:
+    if (recording := _recording(trace, choice)) is None:
         raise UsageError(
             f"predictor {choice.name} runs beside a model, and this trace does not hold its"
             f" predictions: record them (trace record --predict {choice.name})"
             + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
         )
-    return predictor(f"recorded:of={found}")
+    return predictor(f"recorded:of={recording}")
 
 
 def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
     """These predictors, each once, `auto` as what it is here. UsageError where the trace has not
     what one needs: before anything takes long."""
-    found = dict.fromkeys(
+    resolved = dict.fromkeys(
         automatic_predictor(trace) if name == AUTO.name else name for name in names
     )
-    for name in found:
+    for name in resolved:
         if name != OFF:
             foresight_of(trace, name, seed)
-    return list(found)
+    return list(resolved)
 
 
 def automatic_predictor(trace: Trace) -> str:
@@ -63,12 +65,12 @@ def automatic_predictor(trace: Trace) -> str:
 
 def _recording(trace: Trace, choice: PredictorChoice) -> str | None:
     """The trace's predictions that a predictor made: of its kind, distance and options."""
-    for name, made in trace.predictions.items():
+    for name, prediction in trace.predictions.items():
         try:
             by = predictor(name)
         except UsageError:  # not one of ours
             continue
         alike = by.kind is choice.kind and by.options == choice.options
-        if alike and choice.distance in (None, made.distance):
+        if alike and choice.distance in (None, prediction.distance):
             return name
     return None

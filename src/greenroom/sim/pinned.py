@@ -22,7 +22,7 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
     if not 0 < share < 1:
         raise UsageError(f"the share of experts to pin must be above 0 and below 1: {share:g}")
     offsets = trace.offsets.tolist()
-    found = {}
+    tasks_by_name = {}
     for task in tasks:
         if task not in trace.labels:
             raise UnknownName("task", task, sorted(set(trace.labels)))
@@ -33,8 +33,8 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
             a + np.argsort(-pattern[a:b], kind="stable")[: max(1, round(share * (b - a)))]
             for a, b in pairwise(offsets)
         ]
-        found[task] = Task(np.sort(np.concatenate(ids)), pattern)
-    return Pins(found, tuple(offsets))
+        tasks_by_name[task] = Task(np.sort(np.concatenate(ids)), pattern)
+    return Pins(tasks_by_name, tuple(offsets))
 
 
 def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
@@ -46,12 +46,12 @@ def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, 
     """
     if len(pins.tasks) == 1:
         return [(0, pins.first)]
-    found = []
+    changes = []
     for begin, end in pairwise(trace.first_passes.tolist()):
         decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
         prompt = int(decodes[0]) if decodes.size else end - begin
         at = begin + prompt if prompt else min(begin + WINDOW, end)
         counts = trace.uses(trace.pass_starts[begin], trace.pass_starts[at])
         step = int(np.searchsorted(stream.token, at))
-        found.append((step, pins.tasks[pins.nearest(counts)].experts))
-    return found
+        changes.append((step, pins.tasks[pins.nearest(counts)].experts))
+    return changes

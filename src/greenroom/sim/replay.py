@@ -74,7 +74,7 @@ def replay(
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
-        own = policy.build_state(setup)
+        memory = policy.build_state(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
         for first, last, stay in _pinned_ranges(pinned, begin, end):
@@ -84,7 +84,7 @@ def replay(
             if open_to.min() < 1:
                 raise BudgetError(f"{stay.size} pinned experts leave no slot for the others")
             misses += loop(
-                state, own, stream, first, last, pin == "step", missed, open_to, first == begin
+                state, memory, stream, first, last, pin == "step", missed, open_to, first == begin
             )
     return ReplayResult(stream.pieces.size, misses, missed if detail else None)
 
@@ -139,7 +139,7 @@ def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
 
 def loop(
     state: CacheState,
-    own: Any,
+    memory: Any,
     stream: Stream,
     begin: int,
     end: int,
@@ -161,14 +161,14 @@ def loop(
         now = LogicalTime(clock, token, stream.request[s] + 0, layer, a)
         if stream.request[s] != request or (anew and s == begin):
             request = stream.request[s] + 0
-            on_request(state, own, now)
-        on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
+            on_request(state, memory, now)
+        on_step(state, memory, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
         pinned = False
         for i in range(a, b):
             piece = stream.pieces[i] + 0
             at = LogicalTime(clock, token, request, layer, i)
             if state.slot_of[piece] >= 0:
-                on_hit(state, own, piece, at)
+                on_hit(state, memory, piece, at)
                 continue
             misses += 1
             if missed.size:
@@ -183,7 +183,7 @@ def loop(
                 if pinned:
                     for j in range(a, b):
                         state.pinned[stream.pieces[j]] += 1
-            miss(state, own, piece, at)
+            miss(state, memory, piece, at)
         if pinned:
             for j in range(a, b):
                 state.pinned[stream.pieces[j]] -= 1

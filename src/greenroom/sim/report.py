@@ -58,13 +58,13 @@ def report(
         provenance_card(command, facts),
     ]  # fmt: skip
     points = {n for curve in drawn for n, _ in curve.points}
-    beside = [point for point in floor if point[0] in points]
+    shared_points = [point for point in floor if point[0] in points]
     data = {
         "experts": experts,
         "tokens": tokens,
         "curves": [
             {"name": c.name, "points": list(c.points)}
-            for c in (*drawn, least._replace(points=beside))
+            for c in (*drawn, least._replace(points=shared_points))
         ],
         "counts": [list(row) for row in counts],
     }
@@ -107,21 +107,21 @@ def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int)
 
 def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
     """The best cell at the middle one of the capacities, and what is left to gain."""
-    asked = sorted({row["capacity"] for row in rows})
-    capacity = asked[(len(asked) - 1) // 2]
-    there = [row for row in rows if row["capacity"] == capacity]
+    capacities = sorted({row["capacity"] for row in rows})
+    capacity = capacities[(len(capacities) - 1) // 2]
+    candidates = [row for row in rows if row["capacity"] == capacity]
     at = f"at {capacity / experts:.0%} ({capacity:,} experts)"
-    tiles = [(f"{there[0]['requests']:,}", "requests")]
+    tiles = [(f"{candidates[0]['requests']:,}", "requests")]
     if any("prefetches" in row for row in rows):
-        quickest = min(there, key=lambda row: float(row["seconds"]))
+        quickest = min(candidates, key=lambda row: float(row["seconds"]))
         tiles += [
             (_name(quickest), f"least time {at}"),
             (show_time(quickest["seconds"]), "its time there, of all requests"),
             (f"{quickest['stall_s'] / (quickest['seconds'] or 1):.2%}", "of it stalled"),
         ]
     else:
-        able = [row for row in there if row["policy"] != "opt"]  # it knows the future
-        best = min(able or there, key=lambda row: float(row["miss_ratio"]))
+        able = [row for row in candidates if row["policy"] != "opt"]  # it knows the future
+        best = min(able or candidates, key=lambda row: float(row["miss_ratio"]))
         tiles += [
             (str(best["policy"]), f"fewest misses {at}"),
             (f"{best['miss_ratio']:.2%}", "its miss ratio there"),
@@ -135,12 +135,12 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
 
 def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> list[dict[str, Any]]:
     """The rows by capacity, those without prefetching with their misses above the floor."""
-    found = []
+    result = []
     for row in sorted(rows, key=lambda row: int(row["capacity"])):  # stable: policies as named
         least = floor[row["capacity"]] * row["requests"]
         above = row["misses"] / least - 1 if least else 0.0
-        found.append({**row, "above_floor": None if "prefetches" in row else above})
-    return found
+        result.append({**row, "above_floor": None if "prefetches" in row else above})
+    return result
 
 
 def html_page(title: str, main: str, tail: str = "") -> str:

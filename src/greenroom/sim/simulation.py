@@ -50,14 +50,14 @@ class Simulation(Sequence[Row]):
         """
         if field not in self._rows[0]:
             raise UnknownName("field", field, self._rows[0])
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        curves: dict[str, tuple[list[int], list[float]]] = {}
         for row in sorted(self._rows, key=lambda row: int(row["capacity"])):
             prefetch = row.get("prefetch", OFF)
             name = row["policy"] if prefetch == OFF else f"{row['policy']}, {prefetch}"
-            sizes, values = found.setdefault(name, ([], []))
+            sizes, values = curves.setdefault(name, ([], []))
             sizes.append(int(row["capacity"]))
             values.append(row[field])
-        return found
+        return curves
 
     def __repr__(self) -> str:
         return rows_text(self._heading, *table_of(self._rows, self._experts))
@@ -143,8 +143,8 @@ def _simulate(
     return Simulation(trace, sweep(study_of(config, trace, machine), cells, workers=workers))
 
 
-def _joined(what: str, given: str | int | Sequence[str | int]) -> str:
+def _joined(what: str, value: str | int | Sequence[str | int]) -> str:
     """One value or several, as the command line has them."""
-    if not isinstance(given, str | int) and not given:
+    if not isinstance(value, str | int) and not value:
         raise UsageError(f"{what} is an empty list: give at least one")
-    return str(given) if isinstance(given, str | int) else ",".join(map(str, given))
+    return str(value) if isinstance(value, str | int) else ",".join(map(str, value))

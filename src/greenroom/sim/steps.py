@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import COOLED, Costs, Work
 from greenroom.core.pieces import Ints
-from greenroom.core.transfers.queue import staging_seats
+from greenroom.core.transfers.queue import count_staging_slots
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -34,7 +34,7 @@ def step_times(
 
     An expert comes in `chunks` chunks, equal but for the last.
     """
-    found: Floats = _step_times(
+    times: Floats = _step_times(
         starts,
         missed,
         rows,
@@ -43,13 +43,13 @@ def step_times(
         np.array([link.bandwidth for link in costs.links]),
         np.array([link.latency for link in costs.links]),
         np.array(costs.lanes),
-        staging_seats(costs.lanes),
+        count_staging_slots(costs.lanes),
         costs.handling,
         costs.wake,
         expert_bytes,
         chunks,
     )
-    return found
+    return times
 
 
 def _seconds(work: Work, most: int) -> Floats:
@@ -67,7 +67,7 @@ def _step_times(
     bandwidth: Floats,
     latency: Floats,
     lanes: Ints,
-    seats: int,
+    staging_slots: int,
     handling: float,
     wake: float,
     expert_bytes: int,
@@ -77,30 +77,30 @@ def _step_times(
     free = np.zeros(bandwidth.size)  # when each link has carried what it was given
     landed = np.zeros((lanes.size, lanes.max()))  # when each lane's last chunk is there, in turn
     turn = np.zeros(lanes.size, np.int64)
-    seated = np.zeros(seats)  # when each seat's last chunk has left it, in turn
+    seated = np.zeros(staging_slots)  # when each seat's last chunk has left it, in turn
     size = expert_bytes // chunks
     for s in range(dense.size):
         free[:] = 0.0
         landed[:], seated[:], turn[:] = 0.0, 0.0, 0
-        seat, stall, slowed, now = 0, 0.0, 0.0, 0.0
-        for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
+        staging_slot, stall, slowed, now = 0, 0.0, 0.0, 0.0
+        for i in range(starts[s], starts[s + 1]):  # the first group: what is there
             if not missed[i]:
                 now += expert[rows[i] if rows.size else 1]
         compute = now
         for i in range(starts[s], starts[s + 1]):
             if not missed[i]:
                 continue
-            there = 0.0
+            ready = 0.0
             for chunk in range(chunks):
                 nbytes = size + (expert_bytes % chunks if chunk == chunks - 1 else 0)
-                there = seated[seat] if lanes.size > 1 else 0.0
+                ready = seated[staging_slot] if lanes.size > 1 else 0.0
                 for k in range(bandwidth.size):
-                    free[k] = max(there, landed[k, turn[k]], free[k]) + nbytes / bandwidth[k]
-                    landed[k, turn[k]] = there = free[k] + latency[k]
+                    free[k] = max(ready, landed[k, turn[k]], free[k]) + nbytes / bandwidth[k]
+                    landed[k, turn[k]] = ready = free[k] + latency[k]
                     turn[k] = (turn[k] + 1) % lanes[k]
-                seated[seat] = there
-                seat = (seat + 1) % seats
-            wait = max(0.0, there - now)
+                seated[staging_slot] = ready
+                staging_slot = (staging_slot + 1) % staging_slots
+            wait = max(0.0, ready - now)
             stall += wait
             now += wait
             seconds = expert[rows[i] if rows.size else 1] + handling

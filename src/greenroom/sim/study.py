@@ -89,11 +89,11 @@ class Study(EventOptions):
                     "prefetching, splits, misses that get less, a host tier and several devices"
                     " need the experts of a step to be safe: pin step"
                 )
-            found = simulate_events(
+            simulated = simulate_events(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, self,
             )  # fmt: skip
-            done, timed = found.times, {"prefetch": cell.prefetch, **found.as_json()}
+            done, timed = simulated.times, {"prefetch": cell.prefetch, **simulated.as_json()}
         return {
             "policy": chosen.name,
             "order": self.order,
@@ -134,35 +134,35 @@ def capacities(text: str, experts: int) -> list[int]:
 
 def _capacity(text: str, experts: int) -> int:
     try:
-        given = Fraction(text[:-1].strip()) if text.endswith("%") else int(text)
+        amount = Fraction(text[:-1].strip()) if text.endswith("%") else int(text)
     except (ValueError, ZeroDivisionError) as error:
         raise UsageError(f"--capacity {text!r}: write slots as 64, a share as 25%") from error
-    if isinstance(given, int):
-        if not 1 <= given <= experts:
-            raise UsageError(f"--capacity {given}: must be from 1 to all {experts} experts")
-        return given
-    if not 0 < given <= 100:
+    if isinstance(amount, int):
+        if not 1 <= amount <= experts:
+            raise UsageError(f"--capacity {amount}: must be from 1 to all {experts} experts")
+        return amount
+    if not 0 < amount <= 100:
         raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
-    if given * experts < 100:
+    if amount * experts < 100:
         raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
-    return int(given * experts / 100)
+    return int(amount * experts / 100)
 
 
 def split_names(text: str) -> list[str]:
     """`lru,moe-infinity:matching=request,capacity=50,opt`: an option belongs to the name before."""
-    found: list[str] = []
+    result: list[str] = []
     for item in text.split(","):
-        if found and ":" in found[-1] and "=" in item and ":" not in item:
-            found[-1] += f",{item.strip()}"
+        if result and ":" in result[-1] and "=" in item and ":" not in item:
+            result[-1] += f",{item.strip()}"
         else:
-            found.append(item.strip())
-    return found
+            result.append(item.strip())
+    return result
 
 
-def curve_capacities(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
+def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
     """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    points = {int(share * experts) for share in shares} | set(asked)
+    points = {int(share * experts) for share in shares} | set(requested)
     yield from sorted(point for point in points if point >= least)
 
 
@@ -241,9 +241,9 @@ def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
     return slots[0]
 
 
-def nbytes(given: str | None, trace: Trace, name: str) -> int:
+def nbytes(option: str | None, trace: Trace, name: str) -> int:
     """A size from the option, which was checked, else from the trace's meta, else 0."""
-    if given is not None:
-        return 0 if given.strip() == "0" else Amount.parse(given, name).of(0)
-    found = trace.meta.get(name)
-    return int(found) if isinstance(found, int | float) and found > 0 else 0
+    if option is not None:
+        return 0 if option.strip() == "0" else Amount.parse(option, name).of(0)
+    size = trace.meta.get(name)
+    return int(size) if isinstance(size, int | float) and size > 0 else 0

@@ -50,16 +50,16 @@ def sweep(
         compiling(cell.policy, number, len(first))
         study.warm(cell)
     played = sum(cell.prefetch != OFF for cell in cells)
-    apart = min(workers, played) if study.requests.layer.size >= LONG else 1
+    processes = min(workers, played) if study.requests.layer.size >= LONG else 1
     others = active_children()
     pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
     try:
         waiting: dict[Future[Row], int] = {}
         with defer_interrupts():  # a process that is half begun would say so
-            if apart > 1:
-                pools.append(ProcessPoolExecutor(apart, get_context("spawn"), _begin, (study,)))
+            if processes > 1:
+                pools.append(ProcessPoolExecutor(processes, get_context("spawn"), _begin, (study,)))
             for i, cell in enumerate(cells):
-                if apart > 1 and cell.prefetch != OFF:
+                if processes > 1 and cell.prefetch != OFF:
                     waiting[pools[-1].submit(_go, cell)] = i
                 else:
                     waiting[pools[0].submit(study.run, cell)] = i

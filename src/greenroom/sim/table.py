@@ -78,13 +78,13 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
 
 def _entry(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """A cell with what is computed of its fields; prefetches end in shares of those that began."""
-    found = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
+    entry = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
     if row.get("seconds"):
-        found["stalled"] = row["stall_s"] / row["seconds"]
+        entry["stalled"] = row["stall_s"] / row["seconds"]
     for name in ("useful", "late", "wasted"):
         if name in row:
-            found[name] = row[name] / row["prefetches"] if row["prefetches"] else None
-    return found
+            entry[name] = row[name] / row["prefetches"] if row["prefetches"] else None
+    return entry
 
 
 def _number(value: float) -> str:

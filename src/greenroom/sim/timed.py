@@ -63,11 +63,11 @@ class SimulatedTimes:
 
 
 def _spread(name: str, values: Floats) -> dict[str, float | None]:
-    found = values.size > 0
+    measured = values.size > 0
     return {
-        f"{name}_s": float(np.median(values)) if found else None,
-        f"{name}_mean_s": float(np.mean(values)) if found else None,
-        f"{name}_p95_s": float(np.percentile(values, 95)) if found else None,
+        f"{name}_s": float(np.median(values)) if measured else None,
+        f"{name}_mean_s": float(np.mean(values)) if measured else None,
+        f"{name}_p95_s": float(np.percentile(values, 95)) if measured else None,
     }
 
 
@@ -130,9 +130,9 @@ def _decisions(
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
     if pin != "step" or sizes.max(initial=0) > least:
         return replay_steps(stream, offsets, capacity, policy, scope, pin, **how)
-    found = replay(stream, offsets, capacity, policy, scope=scope, pin=pin, detail=True, **how)
-    assert found.missed is not None
-    return found.missed, None
+    result = replay(stream, offsets, capacity, policy, scope=scope, pin=pin, detail=True, **how)
+    assert result.missed is not None
+    return result.missed, None
 
 
 def replay_steps(
@@ -156,9 +156,9 @@ def replay_steps(
             cache = Cache(pieces, capacity, policy, scope, seed, stream)
         before = request
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        asked = stream.pieces[part].astype(np.int64)
+        requested = stream.pieces[part].astype(np.int64)
         served = cache.serve(
-            asked,
+            requested,
             int(stream.now[s]),
             pin,
             token=int(stream.token[s]),
@@ -167,7 +167,7 @@ def replay_steps(
             weights=stream.weights[part],
         )
         if served.pinned:
-            cache.release(asked)
+            cache.release(requested)
         missed[part], slots[part] = served.hits == 0, served.slots
     return missed, slots
 
@@ -190,11 +190,13 @@ class StepTimer:
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
         """[3]: seconds, stall, compute. A slot of -1 is one that no other request has."""
-        own = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
-        given = np.unique(np.where(slots < 0, own, slots), return_inverse=True)[1]
+        fresh = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
+        slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
-        self._clock.scheduler.placement.place = np.arange(step.experts.size)
-        self.served = Served(given, hits, np.full_like(given, -1), False, int((hits == 0).sum()))
+        self._clock.scheduler.placement.tier_slots = np.arange(step.experts.size)
+        self.served = Served(
+            slot_numbers, hits, np.full_like(slot_numbers, -1), False, int((hits == 0).sum())
+        )
         clock = self._clock
         before = clock.now, clock.stall, clock.compute
         clock.run(step)
@@ -210,15 +212,15 @@ def _seconds(
 ) -> Floats:
     """[S, 3]: seconds, stall and compute of each step."""
     tokens = np.diff(trace.pass_starts)[stream.token]
-    found = step_times(
+    results = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks
     )
     if slots is None:
-        return found
+        return results
     for s in range(stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        own = slots[part][slots[part] >= 0]
-        if np.unique(own).size < own.size:
+        assigned = slots[part][slots[part] >= 0]
+        if np.unique(assigned).size < assigned.size:
             step = TraceStep(
                 0,
                 int(stream.layer[s]),
@@ -226,5 +228,5 @@ def _seconds(
                 stream.rows[part].astype(np.int64) if stream.rows.size else None,
                 int(tokens[s]),
             )
-            found[s] = each.step(step, missed[part], slots[part])
-    return found
+            results[s] = each.step(step, missed[part], slots[part])
+    return results

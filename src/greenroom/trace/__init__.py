@@ -1,4 +1,4 @@
-"""Traces: recorded routing, its file, its requests in an order, its locality, and synthetic ones.
+"""Traces of routing: reading, writing, ordering, measuring and synthesising them.
 
 trace = load("olmoe-1b-7b.npz")
 requests = stream(trace, "runtime")

@@ -1,4 +1,4 @@
-"""A safetensors file of NumPy arrays: written a piece at a time, read by mapping it.
+"""Safetensors files of NumPy arrays, written part by part and read by mapping.
 
 Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
 maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
@@ -26,19 +26,19 @@ from greenroom.json_file import INT64, JsonObject, Malformed, integer, parse
 
 METADATA = "__metadata__"
 MOST_AXES = 16
-LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
+LONGEST = 100_000_000  # bytes of JSON; the format's own limit
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
     "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
     "F16": np.float16, "F32": np.float32, "F64": np.float64,
 }  # fmt: skip
 _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
-_ALIGNMENT = 64  # bytes, of the first tensor
+_ALIGNMENT = 64  # bytes, of the first tensor's offset
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor to be written: its parts, one after another, are its bytes."""
+    """A tensor to be written. Its bytes are those of its parts, one after another."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Tensor:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Tensor:
-        """An array in memory."""
+        """Wrap an array that is in memory."""
         return cls(array.dtype, array.shape, [array])
 
     @property
     def array(self) -> NDArray[Any]:
-        """All parts in memory."""
+        """The whole tensor as one array in memory."""
         return np.concatenate([np.asarray(part, self.dtype) for part in self.parts])
 
     @property
@@ -61,7 +61,10 @@ class Tensor:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its final name when all is written, and leaves nothing when it fails."""
+    """Open a draft that is renamed to `path` at the end, or removed on failure.
+
+    OutputError where it cannot be written.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -78,7 +81,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A new file, or none: OutputError where it cannot be written."""
+    """Write a safetensors file atomically. OutputError where it cannot be written."""
     width = {name: np.dtype(tensor.dtype).itemsize for name, tensor in tensors.items()}
     ordered = sorted(tensors.items(), key=lambda item: (-width[item[0]], item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -107,11 +110,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 def read(
     path: Path, what: str = "trace", damaged: type[GreenroomError] = TraceError
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """(tensors as read-only views of the mapped file, metadata).
+    """Map a safetensors file: (tensors as read-only views, metadata).
 
-    `damaged` is raised, which says that the file is not a `what`, where it cannot be right.
+    Raises `damaged`, saying that the file is not a `what`, where its contents cannot be right.
     """
-    with open(path, "rb") as file:  # once: another file may take its place meanwhile
+    with open(path, "rb") as file:  # opened once: another process may replace the file meanwhile
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
@@ -120,8 +123,8 @@ def read(
         mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
     try:
         header = JsonObject(parse(written, LONGEST))
-        own = header.object(METADATA, {})
-        metadata = {name: own.text(name) for name in own}
+        meta = header.object(METADATA, {})
+        metadata = {name: meta.text(name) for name in meta}
         table = {name: _entry(header.object(name)) for name in header if name != METADATA}
     except Malformed as error:
         raise damaged(f"{path}: not a {what}, or its header is damaged: {error}") from error
@@ -132,7 +135,7 @@ def read(
     for name, (dtype, shape, begin, stop) in table.items():
         raw = mapped[data + begin : data + stop]
         if dtype == np.bool_ and raw.size and raw.max() > 1:
-            raise damaged(f"{path}: {name} holds what is neither true nor false")
+            raise damaged(f"{path}: {name} has values that are neither true nor false")
         arrays[name] = np.require(raw.view(dtype).reshape(shape), requirements="A")
     return arrays, metadata
 
@@ -143,7 +146,9 @@ def _entry(entry: JsonObject) -> tuple[np.dtype[Any], tuple[int, ...], int, int]
     dtype, shape = np.dtype(DTYPES[kind]), entry.list_of("shape", integer)
     offsets = entry.list_of("data_offsets", integer)
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // dtype.itemsize:
-        raise Malformed("a shape has too many axes, or is larger than anything")
+        raise Malformed("a shape has too many axes, or more elements than 64 bits can count")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
-        raise Malformed(f"{list(shape)} of {kind} does not take the bytes {list(offsets[:3])}")
+        raise Malformed(
+            f"shape {list(shape)} of {kind} does not fit data_offsets {list(offsets[:3])}"
+        )
     return dtype, shape, *offsets

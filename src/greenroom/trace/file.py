@@ -1,4 +1,4 @@
-"""Traces on disk: our own file (see docs/trace-format.md), and the npz of published recordings."""
+"""Loading and saving traces: our own format (docs/trace-format.md), journals and npz files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from greenroom.trace.trace import Trace
 
 
 def load(path: str | Path) -> Trace:
-    """Read a trace: our own format, a journal of a recording that did not end, or an npz.
+    """Read a trace: our own format, the journal of an unfinished recording, or an npz.
 
     Arrays of our own format stay in the file until they are used. TraceError, in one line, where
-    the file is missing, damaged, of another version, or holds what cannot be.
+    the file is missing, damaged, of another version, or has impossible contents.
     """
     path = Path(path)
     try:
@@ -29,13 +29,14 @@ def load(path: str | Path) -> Trace:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         grows = journal.journal_path(path)
-        also = f"; a recording that did not end is at {grows}" if grows.is_file() else ""
+        also = f"; an unfinished recording is at {grows}" if grows.is_file() else ""
         raise TraceError(f"{path}: cannot be read: {reason}{also}") from error
-    except TraceError as error:  # of the trace's own checks, which do not know the file
-        said = str(error)
-        raise TraceError(said if said.startswith(str(path)) else f"{path}: {said}") from error
+    except TraceError as error:  # from checks of the trace, which do not know the file's name
+        message = str(error)
+        named = message if message.startswith(str(path)) else f"{path}: {message}"
+        raise TraceError(named) from error
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Write a trace: beside, then renamed, so that it is there whole or not at all."""
+    """Write a trace atomically: to a draft file that is renamed at the end."""
     container.write(Path(path), *to_tensors(trace))

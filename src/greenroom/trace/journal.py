@@ -1,6 +1,6 @@
-"""A recording while it grows: segments that are appended whole, so that a kill loses one at most.
+"""Journal of a growing recording. Segments are appended; a kill loses one at most.
 
-The format is that of `segments`.
+`segments` has the format.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from greenroom.trace.segments import (
 from greenroom.trace.tensors import Contents, to_trace, with_metadata
 from greenroom.trace.trace import Trace, starts_of
 
-# The names of a segment's arrays in the trace file, where they are others.
+# Arrays of a segment that have another name in the trace file.
 _TITLES = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
 
 
 def journal_path(path: Path) -> Path:
-    """Where a recording grows until it is whole."""
+    """The path of the journal from which the trace at `path` will be made."""
     return path.with_name(path.name + ".journal")
 
 
 class Journal:
-    """Appends segments to `path`. A new file, or one with the same header, which is gone on with.
+    """Appends segments to a new file, or to a journal with the same header.
 
-    `requests` is how many requests are whole in it, and `tokens` theirs; what there was of a
-    further one is dropped.
-    TraceError where the file holds another recording, OutputError where one is under way in it.
+    `requests` counts the complete requests in it, and `tokens` their tokens; an incomplete request
+    at its end is dropped. TraceError where the file is of another recording, OutputError where
+    another process is writing to it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -69,14 +69,14 @@ class Journal:
         if not os.fstat(self._file.fileno()).st_size:
             self._write(MAGIC + pack_record({"version": VERSION, **asdict(self.header)}, b""))
             return
-        found, end = read_header(self.path)
-        if found != self.header:
+        existing, end = read_header(self.path)
+        if existing != self.header:
             raise TraceError(
                 f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
                 " or delete it"
             )
         tokens = 0
-        for segment, stop in read_segments(self.path, found, end):
+        for segment, stop in read_segments(self.path, existing, end):
             tokens += segment.tokens
             if segment.last:
                 self.requests, self.tokens, end = segment.request + 1, tokens, stop
@@ -84,7 +84,7 @@ class Journal:
         self._file.seek(end)
 
     def append(self, segment: Segment) -> None:
-        """Add a segment; it is with the system when this returns, and outlives this process."""
+        """Append a segment. Once this returns the segment survives the end of this process."""
         arrays, header = segment.arrays, self.header
         names = header.fields()
         info = {
@@ -103,40 +103,40 @@ class Journal:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            with suppress(OSError):  # no half record: a later one would be lost behind it
+            with suppress(OSError):  # a record behind half a record would be lost
                 self._file.truncate(begin)
                 self._file.seek(begin)
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def finish(self, path: Path) -> None:
-        """Make the trace file of what was appended, a segment at a time, and remove the journal."""
+        """Write the trace file, one segment at a time, and remove the journal."""
         self._file.close()
         convert(self.path, path)
         os.unlink(self.path)
 
     def close(self) -> None:
-        """Leave the journal as it is."""
+        """Close the journal's file, and leave it on disk."""
         self._file.close()
 
 
 def convert(source: Path, path: Path) -> None:
-    """Write the trace file of a journal. Memory is that of one segment."""
+    """Write the trace file of a journal, with one segment in memory at a time."""
     container.write(path, *_contents(source))
 
 
 def read(path: Path) -> Trace:
-    """The trace of all whole segments; TraceError where there is none."""
+    """Read the trace of all complete segments; TraceError where there is none."""
     return _in_memory(path, _contents(path))
 
 
 def trace_of_segments(header: Header, recorded: Iterable[Segment]) -> Trace:
-    """The trace of segments in memory."""
+    """Build a trace from segments in memory."""
     source = Path("recording")
     return _in_memory(source, contents(source, header, lambda: recorded))
 
 
-def _in_memory(path: Path, found: Contents) -> Trace:
-    tensors, metadata = found
+def _in_memory(path: Path, contents: Contents) -> Trace:
+    tensors, metadata = contents
     return to_trace(path, {name: tensor.array for name, tensor in tensors.items()}, metadata)
 
 
@@ -146,9 +146,9 @@ def _contents(path: Path) -> Contents:
 
 
 def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) -> Contents:
-    """What the trace file of the segments that `read` gives holds.
+    """Build the tensors and metadata of the trace file from the segments of `read`.
 
-    A large tensor's parts are those of the segments, which are read again for each.
+    A tensor's parts are those of the segments; the journal is read once more for each tensor.
     """
     lengths: dict[int, int] = {}
     labels: dict[int, str] = {}
@@ -163,13 +163,15 @@ def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) 
         for name, array in segment.arrays.items():
             rows, *width = shapes.get(name, (0, *array.shape[1:]))
             if array.shape[1:] != tuple(width):
-                raise TraceError(f"{path}: damaged: {name} changes its shape on the way")
+                raise TraceError(
+                    f"{path}: damaged: {name} has different shapes in different segments"
+                )
             shapes[name] = rows + len(array), *width
         if "sampled" in segment.arrays:
             sampled.append(segment.arrays["sampled"] + tokens)
         tokens, complete = tokens + segment.tokens, segment.last
     if not tokens:
-        raise TraceError(f"{path}: nothing was recorded before the recording ended")
+        raise TraceError(f"{path}: the recording ended before its first token: delete it")
     tensors = {
         "experts_per_layer": Tensor.of(np.array(header.experts_per_layer, np.int64)),
         "request_starts": Tensor.of(starts_of(np.array(list(lengths.values())))),

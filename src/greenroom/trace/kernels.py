@@ -1,4 +1,4 @@
-"""Compiled loops over requests: depths in the stacks of LRU and OPT, and windows of tokens."""
+"""Compiled loops over requests: stack depths of LRU and OPT, and windows of tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Ints = NDArray[np.int64]
 
 @jit
 def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
-    """The depth of each request in its group's stack, [N]: the fewest slots with which it is a hit;
-    0 for the first one of a piece. `group_of` [P] is each piece's group.
+    """Compute the stack depth of each request, [N]: the fewest slots that make it a hit.
 
-    A stack holds a number for each piece: the index of its next request where `following` [N] says
-    it (OPT), else one that falls with the index of its last request (LRU). The piece requested goes
-    to the top; on the way down to where it was, of two pieces that with the smaller number stays
-    and the other moves on.
+    The depth is 0 for the first request of a piece. `group_of` [P] is each piece's group; a group
+    has one stack. A stack holds a number for each piece: the index of its next request, taken from
+    `following` [N] (OPT), or without `following` a number that falls with the index of its last
+    request (LRU). The requested piece goes to the top. From there down to its old place, of two
+    pieces the one with the smaller number stays and the other moves on.
     """
     count, future = group_of.size, following.size > 0
-    found = np.zeros(pieces.size, np.int64)
+    depths = np.zeros(pieces.size, np.int64)
     groups = group_of.max() + 1
     first, size = np.zeros(groups + 1, np.int64), np.zeros(groups, np.int64)
     for group in group_of:
@@ -33,41 +33,41 @@ def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) 
     for i in range(pieces.size):
         piece = pieces[i]
         group = group_of[piece]
-        wanted, moving = -1 - last[piece], -1 - i
+        target, moving = -1 - last[piece], -1 - i
         last[piece] = i
         if future:
-            wanted, moving = i, following[i]
-        top, held, depth = first[group], size[group], 0
-        while depth < held and (depth == 0 or moving != wanted):
-            here = stack[top + depth]
-            if depth == 0 or here == wanted:
-                stack[top + depth], moving = moving, here
+            target, moving = i, following[i]
+        top, height, depth = first[group], size[group], 0
+        while depth < height and (depth == 0 or moving != target):
+            entry = stack[top + depth]
+            if depth == 0 or entry == target:
+                stack[top + depth], moving = moving, entry
             else:
-                stack[top + depth], moving = min(here, moving), max(here, moving)
+                stack[top + depth], moving = min(entry, moving), max(entry, moving)
             depth += 1
-        if depth > 0 and moving == wanted:
-            found[i] = depth
+        if depth > 0 and moving == target:
+            depths[i] = depth
         else:
-            stack[top + held] = moving
+            stack[top + height] = moving
             size[group] += 1
-    return found
+    return depths
 
 
 @jit
 def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) -> int:
-    """Every window of m tokens inside a request; `ids` [tokens, n], distinct in a row.
+    """Count uses in every window of m tokens inside a request; return the number of windows.
 
-    `values` [m + 1] counts how many (window, expert) pairs have each number of uses; `ranks`
-    [experts] sums over windows the uses of the most used expert, the second, ... The number of
-    windows is returned.
+    `ids` [tokens, n] are distinct in a row. Adds the (window, expert) pairs with each number of
+    uses to `values` [m + 1], and the uses of a window's most used expert, of its second, and so on
+    to `ranks` [experts].
     """
-    experts, found = ranks.size, 0
+    experts, windows_seen = ranks.size, 0
     for r in range(starts.size - 1):
         begin, end = starts[r], starts[r + 1]
         if end - begin < m:
             continue
-        uses = np.zeros(experts, np.int64)  # of each expert in the window
-        many = np.zeros(m + 1, np.int64)  # experts with this many uses
+        uses = np.zeros(experts, np.int64)  # uses of each expert in the window
+        many = np.zeros(m + 1, np.int64)  # how many experts have each number of uses
         many[0] = experts
         for token in range(begin, end):
             for expert in ids[token]:
@@ -76,7 +76,7 @@ def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) 
                 many[uses[expert]] += 1
             if token - begin < m - 1:
                 continue
-            found += 1
+            windows_seen += 1
             rank = 0
             for value in range(m, 0, -1):
                 values[value] += many[value]
@@ -88,4 +88,4 @@ def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) 
                 many[uses[expert]] -= 1
                 uses[expert] -= 1
                 many[uses[expert]] += 1
-    return found
+    return windows_seen

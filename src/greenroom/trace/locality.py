@@ -1,6 +1,6 @@
-"""How local a trace is: what a cache of experts can hope for, before any is simulated.
+"""Locality of a trace: measures of reuse that bound a cache of experts.
 
-All of it is about layers and tokens alone; passes play no part. Means over layers weigh all alike.
+All measures are of layers and tokens; passes play no part. Means give each layer equal weight.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from greenroom.trace.tensors import number_labels
 from greenroom.trace.trace import Trace
 
 Floats = NDArray[np.float64]
-LONGEST_GAP = 4096  # tokens; longer ones are counted together
+LONGEST_GAP = 4096  # tokens; longer gaps are counted together
 _BLOCK = 1 << 14  # tokens that are compared at a time
 
 
 def adjacent_overlap(trace: Trace) -> Floats:
-    """[layers] the share of a token's experts that the token before it used too.
+    """Compute the share of a token's experts that the previous token used too, [layers].
 
-    Over the tokens that have one before them in their request; 0 where there is none. Routing that
-    is uniform and independent gives top_k / experts.
+    It is taken over the tokens with a previous token in their request; 0 where there are none.
+    Uniform independent routing gives top_k / experts.
     """
     follows = np.ones(trace.tokens, np.bool_)
     follows[trace.request_starts[:-1]] = False
@@ -42,7 +42,7 @@ def adjacent_overlap(trace: Trace) -> Floats:
 
 
 def overlap_by_label(trace: Trace) -> dict[str, float]:
-    """The mean over layers of `adjacent_overlap`, for the requests of each label."""
+    """Compute `adjacent_overlap`, as a mean over layers, for the requests of each label."""
     routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
     labels, numbers = number_labels(trace.labels)
     return {
@@ -52,17 +52,20 @@ def overlap_by_label(trace: Trace) -> dict[str, float]:
 
 
 def uniform_overlap(trace: Trace) -> float:
-    """What `adjacent_overlap` would be under uniform routing, as a mean over layers."""
+    """Expected `adjacent_overlap` of uniform routing, as a mean over layers."""
     return float(np.mean(trace.top_k / trace.experts_per_layer))
 
 
 def popularity(trace: Trace) -> list[NDArray[np.int64]]:
-    """For each layer [experts] how often each expert was used."""
+    """Count the uses of each expert, [experts] for each layer."""
     return np.split(trace.uses(), trace.offsets[1:-1])
 
 
 def skew(trace: Trace) -> list[Floats]:
-    """For each layer the CDF of its popularity: [experts] the share of its most used 1, 2, ..."""
+    """Compute the CDF of popularity for each layer.
+
+    Returns for each layer [experts]: the share of uses of its most used 1, 2, ... experts.
+    """
     return [np.cumsum(np.sort(counts)[::-1]) / counts.sum() for counts in popularity(trace)]
 
 
@@ -70,43 +73,45 @@ Reuse = tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]
 
 
 def reuse(trace: Trace) -> Reuse:
-    """(distances, gaps) of each layer, over the whole trace; experts of a token as stored.
+    """Compute histograms of reuse distances and of reuse gaps, for each layer.
 
+    Returns (distances, gaps), over the whole trace, with a token's experts in stored order.
     distances [experts + 1]: uses by the number of distinct other experts of the layer since the
-    last use of the same one; the last entry counts first uses. An LRU cache of c slots a layer hits
-    those below c. gaps [LONGEST_GAP + 1]: by tokens since the last use.
+    last use of the same expert; the last entry counts first uses. An LRU cache of c slots a layer
+    hits the uses below c. gaps [LONGEST_GAP + 1]: uses by tokens since the last use.
     """
     layer_of = np.repeat(np.arange(trace.layers), trace.experts_per_layer)
     requests = stream(trace, "natural").pieces
     depths = kernels.stack_depths(requests, layer_of, np.empty(0, requests.dtype))
-    found: Reuse = [], []
+    result: Reuse = [], []
     for layer, experts in enumerate(trace.experts_per_layer.tolist()):
         depth = depths.reshape(trace.experts.shape)[:, layer].ravel()
-        found[0].append(np.roll(np.bincount(depth, minlength=experts + 1), -1))
+        result[0].append(np.roll(np.bincount(depth, minlength=experts + 1), -1))
         ids = trace.experts[:, layer].ravel()
         order = np.argsort(ids, kind="stable")
         again = ids[order][1:] == ids[order][:-1]
         gaps = np.minimum(np.diff(order // trace.top_k)[again], LONGEST_GAP)
-        found[1].append(np.bincount(gaps, minlength=LONGEST_GAP + 1))
-    return found
+        result[1].append(np.bincount(gaps, minlength=LONGEST_GAP + 1))
+    return result
 
 
 def median(counts: NDArray[np.int64]) -> float:
-    """The lower median of values 0, 1, ... that occur so often; nan where none does."""
+    """Lower median of the values 0, 1, ... that occur `counts` times; nan of no values."""
     total = counts.sum()
     return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Local routing consistency over all windows of `length` tokens ("Not All Models Suit Expert
-    Offloading"; our reading of its abstract, checked against what its published code measures).
+    """Local routing consistency over all windows of `length` tokens.
 
-    SRP, [layers]: the best F1 between what tokens use and a group of experts that is fixed for
-    their segment. The best groups take the experts used at least t times in the segment, for one t.
-    SCH, `sch[c - 1]`: the share of uses that a cache hits which holds, for each segment, the c
-    experts that it uses most: a mean over layers for `per_layer` (c slots a layer), and `shared`
-    for c slots over all layers.
+    The measures are those of "Not All Models Suit Expert Offloading": our reading of its abstract,
+    checked against its published code.
+    srp [layers]: the best F1 between the experts that tokens use and a group of experts that is
+    fixed for their segment. The best group has the experts used at least t times in the segment,
+    for the best t.
+    per_layer[c - 1], shared[c - 1]: SCH, the share of uses that hit a cache of the c most used
+    experts of each segment: c slots a layer (mean over layers), or c slots for all layers.
     """
 
     length: int
@@ -117,9 +122,9 @@ class Segments:
 
 
 def segments(trace: Trace, length: int) -> Segments:
-    """SRP and SCH of segments of this length; nan where no request is that long."""
+    """Compute SRP and SCH of segments of this length; nan where no request is that long."""
     if length < 1:
-        raise UsageError(f"a segment has at least one token, not {length}")
+        raise UsageError(f"a segment needs at least one token, got {length}")
     most, uses = trace.experts_per_layer.tolist(), length * trace.top_k
     srp = np.full(trace.layers, np.nan)
     per_layer = np.zeros((trace.layers, max(most)))
@@ -147,17 +152,20 @@ def _windows(
 
 
 def _best_f1(values: NDArray[np.int64]) -> float:
-    """`values[v]` (window, expert) pairs have v uses; the best threshold's F1 = 2 hits / both."""
+    """F1 of the best threshold: 2 hits / (predicted + used).
+
+    `values[v]` counts (window, expert) pairs with v uses.
+    """
     length = len(values) - 1
-    hits = np.cumsum((values * np.arange(length + 1))[:0:-1])[::-1]  # of thresholds 1 ... length
-    taken = np.cumsum(values[:0:-1])[::-1] * length
-    return float(np.max(2 * hits / (taken + hits[0])))
+    hits = np.cumsum((values * np.arange(length + 1))[:0:-1])[::-1]  # for thresholds 1 ... length
+    predicted = np.cumsum(values[:0:-1])[::-1] * length
+    return float(np.max(2 * hits / (predicted + hits[0])))
 
 
 def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> dict[str, Any]:
-    """The figures that `trace info` prints: JSON types only, shares in [0, 1].
+    """Return the locality figures of `trace info`, in JSON types.
 
-    SCH is given for caches of `multiples` times top_k experts a layer.
+    Shares are in [0, 1]. SCH is given for caches of `multiples` times top_k experts a layer.
     """
     curves, (uses, gaps) = skew(trace), reuse(trace)
     distances = [counts[:-1] for counts in uses]
@@ -199,7 +207,7 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
 
 
 def _number(x: float) -> float | None:
-    """JSON has no nan."""
+    """Round; None for nan, which JSON does not have."""
     return None if np.isnan(x) else round(x, 6)
 
 

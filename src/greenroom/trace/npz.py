@@ -1,6 +1,6 @@
-"""The npz of published recordings: NumPy arrays in a zip file, read without trusting its sizes.
+"""Reader of published recordings in npz: NumPy arrays in a zip file of untrusted sizes.
 
-NumPy's own reader reserves what a header asks for. Here an array's bytes are read first.
+NumPy's own reader allocates the size in a header. Here an array's bytes are read first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from greenroom.trace.tensors import checked_meta
 from greenroom.trace.trace import MOST_EXPERTS, Trace, smallest_ids
 
 NEEDED, OPTIONAL = ("experts", "offsets", "phase", "meta"), ("labels", "weights", "token_ids")
-ENCRYPTED = 1  # of a zip entry's flags
-DENSEST = 100  # bytes of arrays for a byte of the file, beyond the first ones
+ENCRYPTED = 1  # bit of a zip entry's flags
+DENSEST = 100  # bytes of arrays that a byte of the file may expand to, beyond the first FREE
 FREE = 64 << 20  # bytes
-KINDS = "biufU"  # of the arrays' types
+KINDS = "biufU"  # kinds of dtype that arrays may have
 _HEADERS = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
 
 
 def read(path: Path) -> Trace:
-    """`experts`, `offsets` (of requests), `labels`, `phase`, `meta`; `weights`, `token_ids`."""
+    """Read a trace from an npz with the arrays NEEDED, and some of OPTIONAL.
+
+    `offsets` are those of requests. TraceError where it is no trace.
+    """
     arrays = _arrays(path)
     if missing := [name for name in NEEDED if name not in arrays]:
         raise TraceError(f"{path}: an npz without {', '.join(missing)}: not a routing trace")
@@ -63,17 +66,17 @@ def read(path: Path) -> Trace:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of NEEDED and OPTIONAL that are there. TraceError where one cannot be read."""
+    """Read the arrays of NEEDED and OPTIONAL. TraceError where one cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             room = FREE + DENSEST * os.path.getsize(path)
             entries = {entry.filename: entry for entry in archive.infolist()}
-            found = {}
+            arrays = {}
             for name in (*NEEDED, *OPTIONAL):
                 if (entry := entries.get(f"{name}.npy")) is not None:
                     room -= entry.file_size
-                    found[name] = _array(archive, entry, room)
-            return found
+                    arrays[name] = _array(archive, entry, room)
+            return arrays
     except Malformed as error:
         raise TraceError(f"{path}: a damaged or truncated npz: {error}") from error
     except Exception as error:  # a damaged zip file fails in a dozen ways
@@ -82,15 +85,17 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArray[Any]:
-    """One array; `room` is what is left of the bytes that arrays of the file may take."""
+    """Read one array; `room` is how many bytes its file's arrays may still take."""
     name = entry.filename
     if entry.flag_bits & ENCRYPTED or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
         raise Malformed(f"{name} is encrypted, or compressed in a way that NumPy does not use")
     if room < 0:
-        raise Malformed(f"{name} would take {entry.file_size} bytes, too many for this file")
+        raise Malformed(
+            f"{name} expands to {entry.file_size} bytes, too many for a file of this size"
+        )
     with archive.open(entry) as stream:
         if (version := format.read_magic(stream)) not in _HEADERS:
-            raise Malformed(f"{name} is of a later version of NumPy's format")
+            raise Malformed(f"{name} has a version of NumPy's format that is not supported")
         shape, by_columns, dtype = _HEADERS[version](stream)
         data = stream.read(entry.file_size)
     if dtype.kind not in KINDS:
@@ -101,7 +106,7 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArr
 
 
 def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:
-    """An array in our type, None where it is not there."""
+    """Convert an array to our type; None where the file has none of this name."""
     if name not in arrays:
         return None
     if arrays[name].dtype.kind not in kinds:
@@ -115,19 +120,19 @@ def _strings(arrays: dict[str, NDArray[Any]], name: str) -> list[str]:
     if array.dtype.kind == "U":
         codes = np.ascontiguousarray(array).view(f"{array.dtype.byteorder}u4")
         if np.any((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes < 0xE000))):
-            raise TraceError(f"{name} holds what is no text")
+            raise TraceError(f"{name} has characters that are not valid Unicode")
     return [str(each) for each in array.tolist()]
 
 
 def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:
-    found = _strings(arrays, name)
-    if len(found) != 1:
-        raise TraceError(f"{name} must be one text, not {len(found)}")
-    return found[0]
+    strings = _strings(arrays, name)
+    if len(strings) != 1:
+        raise TraceError(f"{name} must be one text, not {len(strings)}")
+    return strings[0]
 
 
 def _sizes(value: Any) -> int | list[int]:
-    """Experts of each layer, or of all."""
+    """Read the number of experts: a list by layer, or one number for all."""
     if isinstance(value, list):
         return [integer(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
     return integer(value, "experts_per_layer", 1, MOST_EXPERTS)

@@ -1,4 +1,4 @@
-"""A trace's requests in an order: what the caches and the simulator are fed with.
+"""Orders of a trace's requests, in which caches and the simulator serve them.
 
 The orders are defined in docs/design.md; they differ in what a step is (see core/stream.py).
 """
@@ -16,16 +16,19 @@ from greenroom.errors import UnknownName
 from greenroom.trace.trace import Trace, starts_of
 
 Counted = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
-_BINS = 1 << 18  # passes x experts that are counted at a time: they fit in a core's cache
+_BINS = 1 << 18  # passes x experts counted at a time: these bins fit in a core's cache
 
 
 def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> Stream:
-    """The requests of a trace's first `limit` tokens (all without it). UnknownName for the order.
+    """Put the requests of a trace in an order; with `limit`, of its first `limit` tokens.
 
-    `natural`: for each token, each layer, its experts as stored, one step; `rounds`: for each
-    token, each rank, each layer, one step a request (papers: layered paging, 5.1); `runtime`: for
-    each pass, each layer, the distinct experts of the pass's tokens, ascending, one step, with
-    `rows` and weights summed over those tokens.
+    natural: for each token, for each layer, one step of its experts in stored order
+    rounds:  for each token, for each rank, for each layer, one step of one expert (layered paging,
+             section 5.1)
+    runtime: for each pass, for each layer, one step of the distinct experts of the pass's tokens,
+             ascending, with `rows` and weights summed over those tokens
+
+    UnknownName for another order.
     """
     if order not in ORDERS:
         raise UnknownName("order", order, ORDERS)
@@ -35,7 +38,7 @@ def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> St
 
 
 def _by_token(trace: Trace, in_rounds: bool) -> Stream:
-    """A token's experts layer by layer, or in rounds: rank by rank, one a step."""
+    """Order a token's experts by layer, or in rounds: by rank, one expert a step."""
     layer, size = np.arange(trace.layers, dtype=np.int32), trace.top_k
     pieces = trace.experts + trace.offsets[:-1, None].astype(np.int32)
     weights = np.empty((0, 0, 0)) if trace.weights is None else trace.weights
@@ -61,7 +64,7 @@ def _by_token(trace: Trace, in_rounds: bool) -> Stream:
 
 def _runtime(trace: Trace) -> Stream:
     passes, layers = trace.passes, trace.layers
-    size = max(1, _BINS // int(trace.offsets[-1]))  # passes that are counted together
+    size = max(1, _BINS // int(trace.offsets[-1]))  # passes counted at a time
     parts = [_count(trace, at, min(at + size, passes)) for at in range(0, passes, size)]
     pieces, counts, rows, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Stream(
@@ -78,7 +81,7 @@ def _runtime(trace: Trace) -> Stream:
 
 
 def _count(trace: Trace, first: int, last: int) -> Counted:
-    """(pieces, pieces a step, rows, weights) of some passes: a bin for each pass and expert."""
+    """Count (pieces, pieces a step, rows, weights) of passes, in a bin for each pass and expert."""
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]
     if end - begin == last - first:
@@ -95,13 +98,13 @@ def _count(trace: Trace, first: int, last: int) -> Counted:
     )
     weights = np.empty(0, np.float32)
     if trace.weights is not None:
-        given = trace.weights[begin:end].ravel()
-        weights = np.bincount(bins.ravel(), given, counts.size)[used].astype(np.float32)
+        gate_weights = trace.weights[begin:end].ravel()
+        weights = np.bincount(bins.ravel(), gate_weights, counts.size)[used].astype(np.float32)
     return pieces.astype(np.int32), steps, counts[used].astype(np.int32), weights
 
 
 def _sorted(trace: Trace, begin: int, end: int) -> Counted:
-    """`_count` of passes of one token each, where only the order within a step is to be found."""
+    """`_count` of passes of one token each: only experts within a step have to be sorted."""
     experts = trace.experts[begin:end]
     order = np.argsort(experts, axis=2)
     dense = np.take_along_axis(experts, order, 2) + trace.offsets[:-1, None].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Prompts from a file: a line of text each, or JSON lines with a prompt or a chat."""
+"""Reader of prompt files: a line of text each, or JSON lines with a prompt or a chat."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request asks: a text or the messages of a chat, and its label."""
+    """A prompt: a text or the messages of a chat, and its label."""
 
     content: str | Messages
     label: str
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file; UsageError, naming the line, where one cannot be read.
+    """Read the prompts of a file. UsageError names the line that cannot be read.
 
-    Plain text has a prompt on each line; empty lines are passed over, and the label is the file's
-    name without its ending. Where the first line is a JSON object, each line is one, with `prompt`
-    (text) or `messages` (a list of `{"role", "content"}`), and `label` if it has one.
+    Plain text has a prompt on each line; empty lines are skipped, and the label is the file's name
+    without its suffix. Where the first line is a JSON object, each line is one, with `prompt`
+    (text) or `messages` (a list of `{"role", "content"}`), and an optional `label`.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
-        raise UsageError(f"{path}: there is no prompt in it")
+        raise UsageError(f"{path}: it has no prompt: write one on each line")
     if path.suffix == ".jsonl" or _is_object(filled[0][1]):
         return [_of_json(f"{path}, line {number}", line, path.stem) for number, line in filled]
     return [Prompt(line.strip(), path.stem) for _, line in filled]
@@ -50,11 +50,11 @@ def _is_object(line: str) -> bool:
 
 def _of_json(where: str, line: str, label: str) -> Prompt:
     try:
-        found = JsonObject(parse(line))
-        label = str(found.value("label", label))
+        entry = JsonObject(parse(line))
+        label = str(entry.value("label", label))
     except Malformed as error:
         raise UsageError(f"{where}: not a JSON object: {error}") from error
-    match found.values:
+    match entry.values:
         case {"prompt": str(text)} if text.strip():
             return Prompt(text, label)
         case {"messages": [_, *_] as messages} if all(_is_message(m) for m in messages):
@@ -64,7 +64,7 @@ def _of_json(where: str, line: str, label: str) -> Prompt:
     )
 
 
-def _is_message(found: Any) -> bool:
-    return isinstance(found, dict) and all(
-        isinstance(found.get(name), str) for name in ("role", "content")
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(name), str) for name in ("role", "content")
     )

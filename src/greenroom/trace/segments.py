@@ -1,9 +1,9 @@
-"""The records of a recording that grows: how its header and segments are written and read.
+"""Records of a journal: the header and the segments of a growing recording.
 
 Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
-three numbers in 4 bytes each, little endian. The first record is the header: what every segment
-has in common. Each further one is a segment: some passes of one request. What follows the last
-record whose checksum is right was being written when the recording ended, and is ignored.
+three numbers in 4 bytes each, little endian. The first record is the header, which all segments
+share. Each further record is a segment: some passes of one request. Bytes after the last record
+with a valid checksum were being written when the recording ended, and are ignored.
 """
 
 from __future__ import annotations
@@ -47,25 +47,28 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is recorded: of which layers, and which of the optional fields."""
+    """The header of a recording: its layers, and which optional fields it has."""
 
     experts_per_layer: tuple[int, ...]
     weights: bool = False
     token_ids: bool = False
-    gate_inputs: float = 0.0  # the share of tokens that is sampled
+    gate_inputs: float = 0.0  # the share of tokens whose gate inputs are recorded
     meta: dict[str, Any] = field(default_factory=dict)
     predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
 
     def fields(self) -> list[str]:
-        """The arrays of a segment, in the order in which they are stored."""
+        """List the arrays of a segment, in stored order."""
         optional = {"weights": self.weights, "token_ids": self.token_ids}
         optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
-        chosen = [name for name, wanted in optional.items() if wanted]
+        chosen = [name for name, recorded in optional.items() if recorded]
         return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The type of an array. A prediction's largest value says that nothing was expected; a
-        segment that is not written yet may have -1 there."""
+        """Return the type of an array.
+
+        A prediction's largest value means that nothing was predicted; a segment in memory may have
+        -1 there.
+        """
         if name in _TYPES:
             return np.dtype(_TYPES[name])
         most = max(self.experts_per_layer) + name.startswith(PREDICTED)
@@ -74,12 +77,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some passes of one request. `sampled` counts tokens from the segment's first."""
+    """Some passes of one request; its array `sampled` counts tokens from the segment's first."""
 
     request: int
     label: str
     passes: list[tuple[int, bool]]  # (tokens, prefill)
-    last: bool  # the request ends here
+    last: bool  # whether the request ends here
     arrays: dict[str, NDArray[Any]]
 
     @property
@@ -88,7 +91,7 @@ class Segment:
 
 
 def pack_record(info: dict[str, Any], data: bytes) -> bytes:
-    """A record."""
+    """Encode a record: sizes, JSON, arrays, checksum."""
     text = json.dumps(info, separators=(",", ":")).encode()
     check = zlib.crc32(data, zlib.crc32(text))
     sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
@@ -96,12 +99,14 @@ def pack_record(info: dict[str, Any], data: bytes) -> bytes:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """(header, where the first segment begins)."""
+    """Read the header of a journal: (header, offset of the first segment)."""
     try:
         with open(path, "rb") as file:
             record = _next(file) if file.read(4) == MAGIC else None
             if record is None:
-                raise TraceError(f"{path}: a recording that ended before it began: delete it")
+                raise TraceError(
+                    f"{path}: the recording ended before its header was written: delete the file"
+                )
             return _header(path, record.info), file.tell()
     except Malformed as error:
         raise TraceError(f"{path}: the journal's header is damaged: {error}") from error
@@ -129,7 +134,7 @@ def _experts(value: Any, where: str) -> int:
 
 
 def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
-    """Each whole segment, and where it ends. TraceError where one cannot be right."""
+    """Yield each complete segment and the offset of its end. TraceError for impossible contents."""
     due, last = 0, True  # requests ascend, and the segments of one lie together
     with open(path, "rb") as file:
         file.seek(begin)
@@ -145,7 +150,7 @@ def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segm
 
 
 def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
-    """A segment of a request from `least` to `most`."""
+    """Decode a segment, whose request must lie between `least` and `most`."""
     info = record.info
     passes = list(info.list_of("passes", _pass))
     segment = Segment(
@@ -160,7 +165,7 @@ def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
 
 
 def _pass(value: Any, where: str) -> tuple[int, bool]:
-    """(tokens, prefill)."""
+    """Decode (tokens, prefill)."""
     if not isinstance(value, list) or len(value) != 2:
         raise Malformed(f"{where} must be [tokens, prefill], got {show_value(value)}")
     return integer(value[0], where, least=1), flag(value[1], where)
@@ -183,14 +188,16 @@ def _arrays(
 
 
 def _check_shapes(segment: Segment, layers: int) -> None:
-    """Malformed where a segment's arrays are not of its tokens, or not of its layers."""
+    """Malformed where the shape of an array does not match the segment's tokens or layers."""
     sampled = segment.arrays.get("sampled", np.empty(0, np.int64))
     for name, array in segment.arrays.items():
         of_sample = name in ("sampled", "inputs")
         rows = sampled.size if of_sample else segment.tokens
-        wanted = (rows,) if name in ("sampled", "token_ids") else (rows, layers, *array.shape[2:3])
-        if array.shape != wanted or not (of_sample or array.size):
-            raise Malformed(f"{name} is {list(array.shape)}, but {list(wanted)} is right")
+        expected = (
+            (rows,) if name in ("sampled", "token_ids") else (rows, layers, *array.shape[2:3])
+        )
+        if array.shape != expected or not (of_sample or array.size):
+            raise Malformed(f"{name} is {list(array.shape)}, but must be {list(expected)}")
 
 
 class _Record(NamedTuple):
@@ -199,7 +206,7 @@ class _Record(NamedTuple):
 
 
 def _next(file: BinaryIO) -> _Record | None:
-    """The next record, or None where there is no whole one. Malformed where it holds no object."""
+    """Read the next record; None where no complete one follows. Malformed for other JSON."""
     sizes = file.read(8)
     text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
     if text_size + data_size + 4 > os.fstat(file.fileno()).st_size - file.tell():

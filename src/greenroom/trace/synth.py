@@ -1,4 +1,4 @@
-"""Synthetic traces, of a seed: the Zipf traces of layered paging, and requests that have topics."""
+"""Synthetic traces: the Zipf traces of layered paging, and requests with topics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEEP = 1e6  # added to a score: more than any draw
 
 
 def zipf(options: ZipfConfig) -> Trace:
-    """The trace of these options: the same for the same ones."""
+    """Draw experts by a Zipf distribution. Equal options give equal traces."""
     random = np.random.default_rng(options.seed)
     chance = -options.a * np.log(np.arange(1, options.experts + 1) + options.b)
     experts = _empty(options)
@@ -29,7 +29,7 @@ def zipf(options: ZipfConfig) -> Trace:
 
 
 def topics(options: TopicsConfig) -> Trace:
-    """The trace of these options: the same for the same ones."""
+    """Draw experts by each request's topic. Equal options give equal traces."""
     random = np.random.default_rng(options.seed)
     size = (options.topics, options.layers, options.experts)
     tastes = random.normal(size=size)
@@ -39,7 +39,7 @@ def topics(options: TopicsConfig) -> Trace:
         topic = int(random.integers(options.topics))
         labels.append(f"topic-{topic}")
         _sticky(experts[begin:end], options.skew * tastes[topic], options.stickiness, random)
-        # Of constant variance: tastes move, and do not grow.
+        # The two factors keep the variance of tastes constant.
         drift = options.drift
         tastes = np.sqrt(1 - drift) * tastes + np.sqrt(drift) * random.normal(size=size)
     return _trace("topics", options, experts, labels)
@@ -48,7 +48,7 @@ def topics(options: TopicsConfig) -> Trace:
 def _sticky(
     rows: NDArray[Any], taste: Floats, stickiness: float, random: np.random.Generator
 ) -> None:
-    """Fill a request's tokens, one after another; `taste` [layers, experts] are logits."""
+    """Draw the experts of a request's tokens in turn; `taste` [layers, experts] are logits."""
     layers = np.arange(len(taste))[:, None]
     for token, row in enumerate(rows):
         scores = taste + random.gumbel(size=taste.shape)
@@ -59,9 +59,10 @@ def _sticky(
 
 
 def _best(scores: Floats, top_k: int) -> NDArray[np.int64]:
-    """The experts of the k highest scores, highest first. Gumbel noise on logits draws by softmax.
+    """Return the experts of the k highest scores, highest first.
 
-    So the first is drawn by its probability, the second among the rest, and so on.
+    With Gumbel noise on logits this draws by softmax: the first expert by its probability, the
+    second among the others, and so on.
     """
     order: NDArray[np.int64] = np.argsort(-scores, axis=-1)[..., :top_k]
     return order

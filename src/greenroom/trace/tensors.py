@@ -1,4 +1,7 @@
-"""A trace as the tensors and the metadata of its file, and back (see docs/trace-format.md)."""
+"""Conversion of traces to the tensors and metadata of their file, and back.
+
+docs/trace-format.md has the format.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,18 @@ Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
 def number_labels(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
-    """(distinct labels by first appearance, the number of each label)."""
+    """Number the labels: (distinct labels by first appearance, the number of each label)."""
     numbers: dict[str, int] = {}
-    found = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return list(numbers), np.array(found, np.int32)
+    numbered = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return list(numbers), np.array(numbered, np.int32)
 
 
-def checked_meta(found: JsonObject) -> dict[str, Any]:
-    """What a recording says of itself; Malformed where sizes in it are no numbers."""
+def checked_meta(meta: JsonObject) -> dict[str, Any]:
+    """Return the metadata of a recording; Malformed where a size in it is not a number."""
     for name in ("expert_bytes", "dense_bytes"):
-        if found.value(name, None) is not None:
-            found.number(name)
-    return found.values
+        if meta.value(name, None) is not None:
+            meta.number(name)
+    return meta.values
 
 
 def with_metadata(
@@ -53,7 +56,7 @@ def with_metadata(
     meta: Mapping[str, Any],
     distances: Mapping[str, int],
 ) -> Contents:
-    """These tensors with that of the labels, and the metadata of a trace file."""
+    """Add the tensor of labels to `tensors`, and build the metadata of a trace file."""
     names, numbers = number_labels(labels)
     tensors["request_labels"] = Tensor.of(numbers)
     return tensors, {
@@ -66,20 +69,22 @@ def with_metadata(
 
 
 def to_tensors(trace: Trace) -> Contents:
-    """What the file of a trace holds."""
+    """Convert a trace to the tensors and metadata of its file."""
     arrays: dict[str, NDArray[Any] | None] = {
         name: getattr(trace, name) for name in ("experts", "experts_per_layer", *OFFSETS, *OPTIONAL)
     }
     if (sample := trace.gate_inputs) is not None:
         arrays |= {"gate_inputs.tokens": sample.tokens, "gate_inputs.values": sample.values}
-    arrays |= {PREDICTED + name: made.experts for name, made in trace.predictions.items()}
+    arrays |= {
+        PREDICTED + name: prediction.experts for name, prediction in trace.predictions.items()
+    }
     tensors = {name: Tensor.of(array) for name, array in arrays.items() if array is not None}
-    distances = {name: made.distance for name, made in trace.predictions.items()}
+    distances = {name: prediction.distance for name, prediction in trace.predictions.items()}
     return with_metadata(tensors, trace.labels, trace.meta, distances)
 
 
 def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Trace:
-    """The trace of a file's tensors and metadata; TraceError where they are not a trace's."""
+    """Build the trace of a file's tensors and metadata; TraceError where it is not a trace."""
     if metadata.get("format") != FORMAT:
         raise TraceError(f"{path}: a safetensors file, but not a trace")
     if metadata.get("version") != str(VERSION):
@@ -113,6 +118,6 @@ def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[s
             meta=checked_meta(JsonObject(parse(metadata["meta"]))),
         )
     except KeyError as error:
-        raise TraceError(f"{path}: damaged: it has no {error.args[0]}") from error
+        raise TraceError(f"{path}: damaged: {error.args[0]} is missing") from error
     except Malformed as error:
         raise TraceError(f"{path}: its metadata are damaged: {error}") from error

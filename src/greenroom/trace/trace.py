@@ -1,4 +1,4 @@
-"""The trace: which experts each token used, in the passes and requests in which it was computed."""
+"""The trace: the experts that each token used, by pass and by request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from greenroom.core.pieces import Ints
 from greenroom.errors import TraceError
 
 Experts = NDArray[Any]  # uint8 or uint16
-MOST_EXPERTS = 1 << 16  # of a layer
-_BLOCK = 1 << 16  # tokens that are checked at a time: bounds the memory of a check
+MOST_EXPERTS = 1 << 16  # in a layer
+_BLOCK = 1 << 16  # tokens checked at a time, which bounds the memory of a check
 
 
 @dataclass(frozen=True, eq=False)
 class GateInputs:
-    """Hidden states as the experts were given them, of a sample of the tokens."""
+    """Hidden states that a sample of the tokens gave to the experts."""
 
     tokens: Ints  # [S] ascending
     values: NDArray[np.float32]  # [S, layers, hidden]
@@ -28,9 +28,9 @@ class GateInputs:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a predictor expected `distance` layers before: experts, the likeliest first.
+    """Predictions that a predictor made `distance` layers ahead, likeliest expert first.
 
-    An id that is the largest of its type (255 or 65535) means that there was no prediction.
+    The largest id of the type (255 or 65535) means that there was no prediction.
     """
 
     experts: Experts  # [tokens, layers, width] ids within the layer
@@ -41,9 +41,9 @@ class Prediction:
 class Trace:
     """The routing of R requests in P passes. Arrays may be read-only views of a mapped file.
 
-    `experts` are ids within their layer, in the order in which they were recorded (rank order
-    where the gate gives one). A request's tokens lie together, and so do a pass's; a request begins
-    with a pass. `weights` are gate weights. TraceError where any of this is not so.
+    `experts` are ids within their layer, in recorded order (rank order where the gate gives one).
+    The tokens of a request are adjacent, and so are those of a pass; a request begins with a pass.
+    `weights` are gate weights. TraceError where any of this does not hold.
     """
 
     experts: Experts  # [tokens, layers, top_k]
@@ -83,21 +83,21 @@ class Trace:
 
     @cached_property
     def offsets(self) -> Ints:
-        """[layers + 1]: the dense id of an expert is `offsets[layer] + expert`."""
+        """Offsets of layers, [layers + 1]: an expert's dense id is `offsets[layer] + expert`."""
         return starts_of(self.experts_per_layer)
 
     @cached_property
     def first_passes(self) -> Ints:
-        """[R + 1]: the first pass of each request, then the number of passes."""
+        """The first pass of each request, then the number of passes: [R + 1]."""
         return np.searchsorted(self.pass_starts, self.request_starts)
 
     @cached_property
     def pass_requests(self) -> Ints:
-        """[P]: the request of each pass."""
+        """The request of each pass, [P]."""
         return np.repeat(np.arange(self.requests), np.diff(self.first_passes))
 
     def uses(self, begin: int = 0, end: int | None = None) -> Ints:
-        """[experts of all layers] how many of the tokens begin .. end used each expert."""
+        """Count the tokens begin .. end that used each expert: [experts of all layers]."""
         part = self.experts[begin:end]
         return np.concatenate([
             np.bincount(part[:, layer].ravel(), minlength=int(experts))
@@ -105,10 +105,10 @@ class Trace:
         ])  # fmt: skip
 
     def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
-        """These requests, in this order."""
+        """Build the trace of these requests, in this order."""
         chosen = np.asarray(requests, np.int64).reshape(-1)
         if chosen.size == 0:
-            raise TraceError("a trace needs at least one request: none was selected")
+            raise TraceError("a trace needs at least one request, got none")
         if chosen.min() < 0 or chosen.max() >= self.requests:
             raise TraceError(f"there are {self.requests} requests, counted from 0")
         tokens = _ranges(self.request_starts, chosen)
@@ -123,9 +123,9 @@ class Trace:
         )
 
     def head(self, tokens: int) -> Trace:
-        """The first tokens; the last request and the last pass may be cut short."""
+        """Build the trace of the first tokens; its last request and pass may be cut short."""
         if tokens < 1:
-            raise TraceError(f"a trace needs at least one token: {tokens} were asked for")
+            raise TraceError(f"a trace needs at least one token, got {tokens}")
         if tokens >= self.tokens:
             return self
         requests = int(np.searchsorted(self.request_starts, tokens))
@@ -140,49 +140,49 @@ class Trace:
         )
 
     def _rows(self, tokens: slice | Ints) -> dict[str, Any]:
-        """The fields that have a row for each token, at these tokens."""
+        """Select rows from the fields that have a row for each token."""
         rows: dict[str, Any] = {
             "experts": self.experts[tokens],
             "weights": None if self.weights is None else self.weights[tokens],
             "token_ids": None if self.token_ids is None else self.token_ids[tokens],
             "predictions": {
-                name: replace(made, experts=made.experts[tokens])
-                for name, made in self.predictions.items()
+                name: replace(prediction, experts=prediction.experts[tokens])
+                for name, prediction in self.predictions.items()
             },
         }
         if (sample := self.gate_inputs) is not None:
-            kept = np.arange(self.tokens)[tokens]
-            _, old, new = np.intersect1d(sample.tokens, kept, return_indices=True)
+            positions = np.arange(self.tokens)[tokens]
+            _, old, new = np.intersect1d(sample.tokens, positions, return_indices=True)
             order = np.argsort(new)
             rows["gate_inputs"] = GateInputs(new[order], sample.values[old[order]])
         return rows
 
 
 def starts_of(lengths: NDArray[np.integer[Any]]) -> Ints:
-    """Offsets [n + 1] of n things of these lengths that lie one after another."""
+    """Return the offsets [n + 1] of n adjacent runs of these lengths."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def _ranges(starts: Ints, chosen: Ints) -> Ints:
-    """The indices from starts[c] up to starts[c + 1], for each c that is chosen."""
+    """Return the indices from starts[c] up to starts[c + 1], for each chosen c."""
     return np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chosen])
 
 
 def smallest_ids(array: NDArray[Any]) -> Experts:
-    """Expert ids as the smallest type that holds them; TraceError for what cannot be ids."""
+    """Convert expert ids to the smallest type that holds them; TraceError for impossible ids."""
     if array.dtype in (np.uint8, np.uint16):
         return array
     if array.dtype.kind not in "iu":
-        raise TraceError(f"experts are {array.dtype}, but ids are whole numbers")
+        raise TraceError(f"experts are {array.dtype}, but ids must be integers")
     if array.size and (array.min() < 0 or array.max() >= MOST_EXPERTS):
         raise TraceError(f"an expert id lies outside 0 to {MOST_EXPERTS - 1}")
     return array.astype(np.uint8 if not array.size or array.max() < 1 << 8 else np.uint16)
 
 
 def check(trace: Trace) -> None:
-    """TraceError, in one line, where a trace is not what its docstring says."""
+    """Check what `Trace` promises; TraceError, in one line."""
     experts = trace.experts
     if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
         raise TraceError("experts must be [tokens, layers, top_k] in uint8 or uint16")
@@ -193,8 +193,8 @@ def check(trace: Trace) -> None:
     if not np.all((trace.experts_per_layer >= 1) & (trace.experts_per_layer <= MOST_EXPERTS)):
         raise TraceError(f"experts_per_layer must be from 1 to {MOST_EXPERTS}")
     _check_offsets(trace)
-    for name, made in trace.predictions.items():
-        if made.experts.ndim != 3 or not made.experts.shape[2]:
+    for name, prediction in trace.predictions.items():
+        if prediction.experts.ndim != 3 or not prediction.experts.shape[2]:
             raise TraceError(f"prediction {name} must be [tokens, layers, width]")
     for name, array, shape in (
         ("weights", trace.weights, experts.shape),
@@ -236,7 +236,7 @@ def _check_offsets(trace: Trace) -> None:
 
 
 def _check_experts(trace: Trace, start: int) -> None:
-    """Ids in range, and distinct within a token's row, in a block of tokens."""
+    """Check that ids are in range, and distinct within a token's row, in a block of tokens."""
     block = trace.experts[start : start + _BLOCK]
     most = trace.experts_per_layer
     _check_range(block, most, start, "expert")
@@ -247,9 +247,9 @@ def _check_experts(trace: Trace, start: int) -> None:
             f"token {start + token} uses expert {rows[token, layer, rank]} of layer {layer} twice"
         )
     for name, prediction in trace.predictions.items():
-        made = prediction.experts[start : start + _BLOCK]
-        nothing = made == np.iinfo(made.dtype).max
-        _check_range(np.where(nothing, 0, made), most, start, f"prediction {name}: expert")
+        ids = prediction.experts[start : start + _BLOCK]
+        nothing = ids == np.iinfo(ids.dtype).max
+        _check_range(np.where(nothing, 0, ids), most, start, f"prediction {name}: expert")
 
 
 def _check_range(block: NDArray[Any], most: Ints, start: int, what: str) -> None:

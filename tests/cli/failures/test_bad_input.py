@@ -133,7 +133,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--memory", "lots"), "write bytes as 8GiB or 500MB, a share as 60%"),
         (("--memory", "0"), "--memory must be more than 0"),
         (("--cache", "101%"), "a share is at most 100%"),
-        (("--cache", "10B"), r"holds no expert: one takes \d+ bytes"),
+        (("--cache", "10B"), r"has no room for an expert: one takes \d+ bytes"),
         (("--policy", "mru"), "unknown policy 'mru': choose one of auto, .*fifo.*lfu"),
         (("--kernels", "fast"), "unknown kernels? 'fast': choose one of auto, eager, numba"),
         (("--device", "tpu"), "unknown device 'tpu': choose one of auto, cpu"),

@@ -138,7 +138,7 @@ def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
         ((*LOW, "--low-share", "2MB"), "--low-share is a share, as 12.5%"),
         ((*LOW, "--split", "0.5"), "--miss-precision and --split exclude each other"),
         (("--miss-precision", "int4", "--low-below", 0), "--low-below 0 serves no miss"),
-        (("--miss-precision", "int8"), "this pack's are in int4: make a pack"),
+        (("--miss-precision", "int8"), "this pack has copies in int4: make a pack"),
     ],
 )
 def test_mistakes_of_a_run(cli: Run, folder: Path, options: tuple, said: str) -> None:

@@ -40,7 +40,7 @@ def test_recordings_that_would_take_memory_or_a_password(cli: Run) -> None:
     for name, said in {
         "npz/encrypted": "is encrypted, or compressed in a way that NumPy does not use",
         "npz/a-shape-of-a-terabyte": "but its header says another size",
-        "journal/a-length-of-4-GiB": "nothing was recorded before the recording ended",
+        "journal/a-length-of-4-GiB": "the recording ended before its first token",
         "journal/passes-of-text": "passes must be a list, got 'ab'",
     }.items():
         path = CORPUS / name

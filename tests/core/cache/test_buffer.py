@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from greenroom.core.cache.buffer import Buffer, Use, slots_ahead
+from greenroom.core.cache.buffer import BorrowState, Buffer, default_borrow_limit
 
 
 def filled() -> Buffer:
@@ -27,7 +27,7 @@ def test_a_layer_that_was_routed_gives_up_what_it_did_not_use():
     assert [held.piece for held in buffer.passed(1, {6})] == [5]
     assert {held.piece for held in buffer.passed(1, ())} == {5, 6}
     assert buffer.passed(0, ()) == []
-    assert {held.use for held in buffer.passed(1, ())} == {Use.AHEAD, Use.MOVING}
+    assert {held.use for held in buffer.passed(1, ())} == {BorrowState.COMPLETE, BorrowState.MOVING}
 
 
 def test_the_least_is_whole_below_a_chance_and_none_of_those_left_out():
@@ -52,9 +52,12 @@ def test_what_a_step_computes_here_is_nobody_s_prefetch_any_more():
     assert buffer.occupy(11, 7) == 7
     assert {held.piece for held in buffer.passed(1, ())} == {6}
     assert buffer.least(1.0).piece == 9
-    assert (buffer.held[5].use, buffer.held[11].use) == (Use.BUSY, Use.BUSY)
+    assert (buffer.borrowed[5].use, buffer.borrowed[11].use) == (
+        BorrowState.IN_USE,
+        BorrowState.IN_USE,
+    )
     assert (buffer.release(5), buffer.release(11)) == (0, 7)
-    assert set(buffer.held) == {6, 9}
+    assert set(buffer.borrowed) == {6, 9}
 
 
 def test_a_piece_may_come_again_for_another_layer():
@@ -66,4 +69,4 @@ def test_a_piece_may_come_again_for_another_layer():
 
 
 def test_slots_for_four_layers():
-    assert slots_ahead(8) == 32
+    assert default_borrow_limit(8) == 32

@@ -48,7 +48,7 @@ class Twins:
         asked = np.array(sorted(chosen), np.int64) + EXPERTS * layer
         room = min(map(self.both[0].open, range(len(self.both[0].sizes))))
         while self.borrowed and asked.size + len(self.borrowed) > room:  # the step comes first
-            self.each("give_back", self.borrowed.pop(0)[1])
+            self.each("return_slot", self.borrowed.pop(0)[1])
         asked = np.setdiff1d(asked, [piece for piece, _ in self.borrowed])
         more: dict[str, Any] = {"request": number // 7, "fill": 1 if digit == 9 else -1}
         if digit % 2:
@@ -71,7 +71,7 @@ class Twins:
         elif digit == 7 and self.borrowed:
             piece, slot = self.borrowed.pop(0)
             room = self.both[0].state.free_count.sum() or not self.asked
-            self.each("admit" if room else "give_back", *((piece, slot) if room else (slot,)))
+            self.each("admit" if room else "return_slot", *((piece, slot) if room else (slot,)))
 
     def end(self, split: bool) -> None:
         """A step's pins end, of all its pieces or of some before others."""
@@ -89,7 +89,7 @@ class Twins:
             self.each("resize", 4 + number % 9)
         elif digit == 8:
             for cache in self.both:
-                cache.keep(np.array([number % 4], np.int64))
+                cache.pin(np.array([number % 4], np.int64))
 
     def same(self) -> None:
         ours, told = self.both

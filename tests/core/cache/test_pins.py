@@ -23,19 +23,19 @@ def ids(*experts: int) -> np.ndarray:
 
 def test_what_is_kept_stays_once_it_is_there():
     cache = Cache(PIECES, 3, policy("lru"))
-    cache.keep(ids(0))
+    cache.pin(ids(0))
     for number, expert in enumerate((0, 1, 2, 3, 1, 2)):
         cache.serve(ids(expert), number)
         cache.release(ids(expert))
     assert cache.residents().tolist() == [0, 1, 2]
-    cache.keep(ids())
+    cache.pin(ids())
     cache.serve(ids(3), 9)
     assert 0 not in cache.residents()
 
 
 def test_a_step_fits_beside_what_is_kept():
     cache = Cache(PIECES, 3, policy("lru"))
-    cache.keep(ids(0))
+    cache.pin(ids(0))
     assert cache.serve(ids(1, 2), 0).pinned
     cache.release(ids(1, 2))
     assert not cache.serve(ids(1, 2, 3), 1).pinned
@@ -45,8 +45,8 @@ def test_a_step_fits_beside_what_is_kept():
 def test_something_is_left_for_others():
     cache = Cache(PIECES, 4, policy("lru"), "per-layer")
     with pytest.raises(BudgetError, match="2 pinned experts leave none of 2 slots"):
-        cache.keep(ids(0, 1))
-    cache.keep(ids(0, 5))
+        cache.pin(ids(0, 1))
+    cache.pin(ids(0, 5))
     with pytest.raises(BudgetError, match="1 pinned experts leave none of 1 slots"):
         cache.resize(2)
 
@@ -57,7 +57,7 @@ def test_something_is_left_for_others():
 @plain_policies()
 def test_no_policy_evicts_what_is_kept(name, steps, capacity):
     cache = Cache(PIECES, capacity, policy(name))
-    cache.keep(ids(1, 6))
+    cache.pin(ids(1, 6))
     seen: set[int] = set()
     for number, chosen in enumerate(steps):
         asked = ids(*(4 * (number % 2) + e for e in sorted(chosen)))

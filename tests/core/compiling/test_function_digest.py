@@ -127,7 +127,7 @@ import json
 from greenroom.core.cache.bound import bind
 from greenroom.core.compiling.function_digest import FunctionDigest
 from greenroom.policies import POLICIES
-from greenroom.runtime.kernels.codegen.entries import compiled
+from greenroom.runtime.kernels.codegen.entries import expert_group
 from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.entries import heads
@@ -140,8 +140,9 @@ for name, policy in POLICIES.items():
     for function in (*bind(policy)[1:], _bound_loop(policy)):
         key = f"{name} {function.py_func.__name__}"
         found[key] = FunctionDigest.of(function.py_func)
-kernels = [(compiled.wave, 0, 0), (compiled.combine,), (choice.select, 0), (choice.place,)]
-kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0), (layers.join,)]
+kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
+kernels += [(choice.select, 0), (choice.find_slots,)]
+kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0), (layers.add_and_norm,)]
 kernels += [(encoded.product, 0, 0, True)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
@@ -192,4 +193,4 @@ def test_words_recompile_nothing_and_code_what_calls_it(tmp_path: Path) -> None:
     now = printed(tmp_path)
     changed = {key.partition(" ")[0] for key in before if before[key] != now[key]}
     assert {"lru", "llru", "opt"} <= changed
-    assert not changed & {"random", "next-use", "wave", "attend", "product"}
+    assert not changed & {"random", "next-use", "compute_group", "attend", "product"}

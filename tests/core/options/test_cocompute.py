@@ -16,8 +16,8 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import (
     HOST,
     Cancelled,
-    Compute,
     Computed,
+    ComputeGroup,
     Failed,
     Finish,
     Landed,
@@ -64,22 +64,22 @@ def machine(device: int, host: int, speeds: tuple[float, float], ahead: int = 0,
     return s, tier
 
 
-def waves(actions: list) -> list[tuple[int, list[int]]]:
-    return [(a.device, a.experts.tolist()) for a in actions if isinstance(a, Compute)]
+def groups(actions: list) -> list[tuple[int, list[int]]]:
+    return [(a.device, a.experts.tolist()) for a in actions if isinstance(a, ComputeGroup)]
 
 
 def fill(s: Scheduler, *experts: int) -> None:
     """Bring experts to host memory, and let the device have the last ones."""
     for number, expert in enumerate(experts):
-        carry_out(s, s.on(Routed(number, 0, ids(expert), moved=True)))
+        carry_out(s, s.on(Routed(number, 0, ids(expert), device_only=True)))
 
 
 def test_a_miss_is_computed_from_its_slot_in_host_memory():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
     fill(s, 1, 2, 3)
-    (wave,) = s.on(Routed(3, 0, ids(1)))
-    assert (wave.device, wave.experts.tolist()) == (HOST, [1])
-    assert wave.slots.tolist() == [int(tier.cache.state.slot_of[1])]
+    (group,) = s.on(Routed(3, 0, ids(1)))
+    assert (group.device, group.experts.tolist()) == (HOST, [1])
+    assert group.slots.tolist() == [int(tier.cache.state.slot_of[1])]
     tier.cache.pin_hits()
     assert tier.cache.state.pinned[1] == 1  # nobody else gets that slot meanwhile
     assert s.on(Computed(HOST)) == [Finish()]
@@ -99,7 +99,7 @@ def test_where_the_link_is_faster_everything_is_moved():
 def test_both_compute_at_the_same_time():
     s, _ = machine(device=1, host=6, speeds=HOST_FIRST)
     fill(s, 1, 2, 3)
-    assert waves(s.on(Routed(3, 0, ids(1, 3)))) == [(HOST, [1]), (0, [3])]
+    assert groups(s.on(Routed(3, 0, ids(1, 3)))) == [(HOST, [1]), (0, [3])]
     assert s.on(Computed(0)) == []
     assert s.on(Computed(HOST)) == [Finish()]
 
@@ -118,9 +118,9 @@ def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
     fill(s, 1, 2, 3)
     tokens, tail_weights = np.array([2, 1, 1]), np.array([1.0, 0.1, 0.5], np.float32)
     actions = s.on(Routed(3, 0, ids(1, 2, 3), rows=tokens, tail_weights=tail_weights))
-    assert waves(actions) == [(HOST, [1]), (0, [3])]
+    assert groups(actions) == [(HOST, [1]), (0, [3])]
     assert s.on(Computed(0)) == []
-    assert waves(s.on(Computed(HOST))) == [(0, [2])]
+    assert groups(s.on(Computed(HOST))) == [(0, [2])]
     assert s.on(Computed(0)) == [Finish()]
     assert (s.counts.on_host, s.counts.left_out, s.counts.misses) == (1, 1, 5)
 
@@ -128,9 +128,9 @@ def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
 def test_what_is_not_in_host_memory_is_read_there_and_goes_no_further():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST, chunks=2)
     first = s.on(Routed(0, 0, ids(4)))[0]
-    assert (first.link, first.slot, first.host, first.begins) == (0, -1, 0, True)
+    assert (first.link, first.slot, first.host_slot, first.first_of_piece) == (0, -1, 0, True)
     (second,) = s.on(Landed(0, 4))
-    assert waves(s.on(Landed(0, 4))) == [(HOST, [4])]
+    assert groups(s.on(Landed(0, 4))) == [(HOST, [4])]
     assert (second.chunk, len(s.transfers.entries)) == (1, 0)
     assert s.on(Computed(HOST)) == [Finish()]
     assert tier.cache.residents().tolist() == [4]
@@ -162,8 +162,8 @@ def test_what_finds_no_slot_in_host_memory_is_moved():
     assert moved == [1]
     actions = s.on(Landed(0, 1))
     (chunk,) = [a for a in actions if isinstance(a, StartChunk)]
-    assert (chunk.piece, chunk.seat >= 0) == (2, True)
-    assert waves(actions) == [(HOST, [1])]
+    assert (chunk.piece, chunk.staging_slot >= 0) == (2, True)
+    assert groups(actions) == [(HOST, [1])]
 
 
 def test_what_the_host_computes_follows_while_the_link_is_idle_and_stays():
@@ -176,9 +176,9 @@ def test_what_the_host_computes_follows_while_the_link_is_idle_and_stays():
     assert s.on(Landed(chunk.lane, 1, 1)) == []
     assert s.residents().tolist() == [1, 3, 4, 5]
     assert (s.counts.on_host, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
-    assert not s.placement.buffer.held
+    assert not s.placement.buffer.borrowed
     assert not tier.cache.state.pinned.any()
-    assert waves(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
+    assert groups(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
 
 
 def test_what_is_asked_for_again_on_its_way_is_moved():
@@ -187,7 +187,7 @@ def test_what_is_asked_for_again_on_its_way_is_moved():
     s.on(Routed(5, 0, ids(1)))
     chunk, _ = s.on(Computed(HOST))
     assert s.on(Routed(6, 0, ids(1))) == []
-    assert waves(s.on(Landed(chunk.lane, 1, 1))) == [(0, [1])]
+    assert groups(s.on(Landed(chunk.lane, 1, 1))) == [(0, [1])]
     assert (s.counts.on_host, s.counts.late, s.counts.adopted) == (1, 1, 0)
 
 
@@ -214,12 +214,12 @@ def test_host_memory_must_keep_experts():
 class Backstage(TwoTiers):
     """Also computes on the host: from slots of its memory, which hold the experts whole."""
 
-    def _computable(self, wave: Compute) -> None:
-        if wave.device != HOST:
-            super()._computable(wave)
+    def _computable(self, group: ComputeGroup) -> None:
+        if group.device != HOST:
+            super()._computable(group)
             return
         chunks = self.s.pieces.chunks
-        for piece, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
+        for piece, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
             assert self.host[slot] == (piece, set(range(chunks[piece])))
 
     def land(self) -> None:
@@ -230,8 +230,10 @@ class Backstage(TwoTiers):
             super().land()
 
     def _start(self, action: StartChunk) -> None:
-        if action.link == 0 and action.host >= 0 and HOST in self.waves:
-            assert action.host not in self.waves[HOST].slots, "read over what is computed from"
+        if action.link == 0 and action.host_slot >= 0 and HOST in self.groups:
+            assert action.host_slot not in self.groups[HOST].slots, (
+                "read over what is computed from"
+            )
         super()._start(action)
 
     def _at_home(self, action: StartChunk) -> None:
@@ -239,8 +241,8 @@ class Backstage(TwoTiers):
             super()._at_home(action)
 
     def _spare(self, action: StartChunk) -> None:
-        waves = (wave for device, wave in self.waves.items() if device != HOST)
-        assert not any(action.slot in wave.slots for wave in waves)
+        groups = (group for device, group in self.groups.items() if device != HOST)
+        assert not any(action.slot in group.slots for group in groups)
 
 
 @given(
@@ -288,7 +290,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
-    loans = len(s.placement.buffer.held)
+    loans = len(s.placement.buffer.borrowed)
     assert loans + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.adopted

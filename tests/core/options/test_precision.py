@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache.reshape import first_places
+from greenroom.core.cache.reshape import initial_tier_slots
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.config.base import Approximation
 from greenroom.core.events import (
-    Compute,
     Computed,
+    ComputeGroup,
     Finish,
     Landed,
     Predicted,
@@ -31,17 +31,21 @@ from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
 from tests.core.strategies import steps as steps_of
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, waves
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, groups, ids
 
 N = OFFSETS[-1]
 
 
-def copies(nested: bool = False, seats: int = 4) -> Copies:
-    return Copies.of(100, 0.25 if not nested else 0.5, LAYERS, seats, nested=nested)
+def copies(nested: bool = False, secondary_slots: int = 4) -> Copies:
+    return Copies.of(100, 0.25 if not nested else 0.5, LAYERS, secondary_slots, nested=nested)
 
 
-def scheduler(capacity: int, at: Approximation, nested=False, seats=4, lanes=1, **options):
-    every = Pieces.with_copies(OFFSETS, copies(nested, seats), options.pop("chunks", None))
+def scheduler(
+    capacity: int, at: Approximation, nested=False, secondary_slots=4, lanes=1, **options
+):
+    every = Pieces.with_copies(
+        OFFSETS, copies(nested, secondary_slots), options.pop("chunks", None)
+    )
     return Scheduler(
         every, capacity, policy("lru"), lanes=lanes, options=[precision(at, every)], **options
     )
@@ -52,9 +56,9 @@ def floats(*values: float) -> np.ndarray:
 
 
 def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[int]]:
-    """Carry out a step: transfers first and in their order. (waves, pieces that were moved)."""
+    """Carry out a step: transfers first and in their order. (groups, pieces that were moved)."""
     done = carry_out(s, actions, transfers_first=True)
-    return waves(done), [a.piece for a in done if isinstance(a, Start)]
+    return groups(done), [a.piece for a in done if isinstance(a, Start)]
 
 
 def test_tails_are_what_is_left_behind_the_more_important_ones():
@@ -107,9 +111,12 @@ def test_the_buddy_most_often_chosen_together_stands_in():
     assert s.residents().tolist() == [0, 1, 2, 3]
     s.placement.cache.remove(0, 9)
     actions = s.on(Routed(9, 0, ids(0, 3), tail_weights=floats(0.2, 1.0)))
-    (wave,) = [a for a in actions if isinstance(a, Compute)]
+    (group,) = [a for a in actions if isinstance(a, ComputeGroup)]
     two, three = (s.placement.slot(e) for e in (2, 3))
-    assert dict(zip(wave.experts.tolist(), wave.slots.tolist(), strict=True)) == {0: two, 3: three}
+    assert dict(zip(group.experts.tolist(), group.slots.tolist(), strict=True)) == {
+        0: two,
+        3: three,
+    }
     assert s.placement.cache.state.pinned[2] == 1
     assert s.on(Computed()) == [Finish()]
     assert not s.placement.cache.state.pinned.any()
@@ -134,11 +141,11 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
     end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     actions = s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.3, 1.0)))
     (start,) = [a for a in actions if isinstance(a, Start)]
-    assert (start.piece, start.joins) == (
+    assert (start.piece, start.copy_slot) == (
         2 * N + 1,
-        s.placement.extra_slot(s.placement.extras.slot_of[1]),
+        s.placement.secondary_tier_slot(s.placement.secondary.slot_of[1]),
     )
-    assert start.begins
+    assert start.first_of_piece
     groups, _ = end(s, actions)
     assert groups[-1] == ([1], EXACT)
     assert s.residents().tolist() == [0, 1]
@@ -166,7 +173,7 @@ def test_nothing_follows_unless_it_was_asked_for():
 
 
 def test_the_memory_of_copies_comes_from_the_experts():
-    every = Pieces.with_copies(OFFSETS, copies(seats=5))  # 125 bytes: two experts' slots
+    every = Pieces.with_copies(OFFSETS, copies(secondary_slots=5))  # 125 bytes: two experts' slots
     assert group_sizes(every, 8, "shared") == [6]
     assert group_sizes(every, 8, "per-layer") == [3, 3]
     assert least_capacity(every, "shared") == 3
@@ -208,21 +215,21 @@ class Stage(Theatre):
     def _start(self, action: Start) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
         assert action.slot % 2 == (N <= action.piece < 2 * N)
-        if action.begins:
+        if action.first_of_piece:
             self.landed[action.piece, action.slot] = 0
-            assert (action.joins >= 0) == (action.piece >= 2 * N)
-            if action.joins >= 0:
-                assert self.memory[action.joins] == N + action.piece % N
+            assert (action.copy_slot >= 0) == (action.piece >= 2 * N)
+            if action.copy_slot >= 0:
+                assert self.memory[action.copy_slot] == N + action.piece % N
         self.memory.pop(action.slot, None)
         self._spare(action)
         self.moving.append(action)
 
-    def _computable(self, wave: Compute) -> None:
-        for expert, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
-            self._from(expert, slot, wave.part)
+    def _computable(self, group: ComputeGroup) -> None:
+        for expert, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
+            self._from(expert, slot, group.part)
 
-    def _results(self, wave: Compute) -> list[int]:
-        return wave.experts.tolist()
+    def _results(self, group: ComputeGroup) -> list[int]:
+        return group.experts.tolist()
 
     def _from(self, expert: int, slot: int, part: int) -> None:
         if part == SKIP:
@@ -251,7 +258,7 @@ class Stage(Theatre):
     at=st.sampled_from(
         [(0.4, 0.0, 0.0), (0.9, 0.1, 0.0), (0.5, 0.0, 0.9), (0.9, 0.2, 0.5), (0.0, 0.3, 0.6)]
     ),
-    seats=st.integers(1, 7),
+    secondary_slots=st.integers(1, 7),
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     named=st.sampled_from(["lru", "next-use", "arc"]),
@@ -259,10 +266,22 @@ class Stage(Theatre):
 )
 @settings(max_examples=100, deadline=None)
 def test_any_order_of_events_computes_every_request_once(
-    steps, capacity, lanes, chunks, scope, nested, follow, at, seats, ahead, failing, named, seed
+    steps,
+    capacity,
+    lanes,
+    chunks,
+    scope,
+    nested,
+    follow,
+    at,
+    secondary_slots,
+    ahead,
+    failing,
+    named,
+    seed,
 ):
     kinds = 3 if nested else 2
-    every = Pieces.with_copies(OFFSETS, copies(nested, seats), [chunks] * kinds * N)
+    every = Pieces.with_copies(OFFSETS, copies(nested, secondary_slots), [chunks] * kinds * N)
     least = least_capacity(every, scope)
     s = Scheduler(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
@@ -287,18 +306,18 @@ def test_any_order_of_events_computes_every_request_once(
         for piece in s.residents().tolist():
             there = stage.memory[s.placement.slot(piece)]
             assert there in (piece, 2 * N + piece)
-        for expert, slot in s.placement.extras.slot_of.items():
-            if s.placement.extras.whole(expert):
-                assert stage.memory[s.placement.extra_slot(slot)] == N + expert
+        for expert, slot in s.placement.secondary.slot_of.items():
+            if s.placement.secondary.whole(expert):
+                assert stage.memory[s.placement.secondary_tier_slot(slot)] == N + expert
         assert not s.placement.cache.state.pinned.any()
-        assert not s.transfers.joins
-        assert not s.placement.extras._busy
+        assert not s.transfers.copy_slots
+        assert not s.placement.secondary._busy
     while stage.moving:
         stage.land()
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
-    assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
-    assert len(s.placement.extras.slot_of) + len(s.placement.extras._free) == seats
+    assert sorted(s.placement.tier_slots) == sorted(initial_tier_slots(s.placement.cache))
+    assert len(s.placement.secondary.slot_of) + len(s.placement.secondary._free) == secondary_slots
     c = s.counts
     assert c.low + c.left_out + c.substituted <= c.misses
     assert c.low_hits <= c.low

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import HOST
-from greenroom.core.options.rules.processors import Miss, Queues, assign, end_of
+from greenroom.core.options.rules.processors import Miss, Queues, assign, end_with
 from greenroom.core.options.rules.rates import Rates
 from greenroom.errors import UsageError
 
@@ -36,9 +36,9 @@ def test_both_are_over_at_the_same_time():
     """Three moves of 1 s, or 2 s each on the host: two are moved, one stays, and all ends at 2."""
     queues, three = Queues.empty(), misses(rates(), 1, 1, 1)
     assert len(assign(three, queues)) == 1
-    assert end_of(three, assign(three, queues), queues) == 2.0
-    assert end_of(three, [], queues) == 3.0
-    assert end_of(three, [0, 1, 2], queues) == 6.0
+    assert end_with(three, assign(three, queues), queues) == 2.0
+    assert end_with(three, [], queues) == 3.0
+    assert end_with(three, [0, 1, 2], queues) == 6.0
 
 
 def test_the_host_takes_those_of_few_tokens():
@@ -64,33 +64,33 @@ def test_what_the_device_has_to_compute_counts_only_where_it_delays():
     """It computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
     busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
     assert assign(one, busy) == [0]
-    assert end_of(one, [0], busy) == 10.0
-    assert end_of(one, [], busy) == 11.0
+    assert end_with(one, [0], busy) == 10.0
+    assert end_with(one, [], busy) == 11.0
 
 
 def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
     known, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
     cold = misses(known, 1, 1, kept=False)
-    assert end_of(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
-    assert end_of(cold, [0, 1], queues) == 12.0
+    assert end_with(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
+    assert end_with(cold, [0, 1], queues) == 12.0
     assert assign(cold, queues) == []
     mixed = [known.miss(0, 1, BYTES, False, 0), known.miss(1, 1, BYTES, True, 0)]
-    assert end_of(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
+    assert end_with(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
 
 
 def test_each_device_has_a_link_of_its_own():
     """Two misses of one device and one of the other: the host takes one of the first's."""
     known, queues = rates(host=1.5, devices=2), Queues.empty(2)
     three = [known.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
-    assert end_of(three, [], queues) == 2.0
+    assert end_with(three, [], queues) == 2.0
     assert assign(three, queues) in ([0], [1])
-    assert end_of(three, assign(three, queues), queues) == 1.5
+    assert end_with(three, assign(three, queues), queues) == 1.5
 
 
 def test_an_expert_of_half_the_bytes_takes_half_as_long():
     half = [rates().miss(0, 1, BYTES // 2, True, 0)]
-    assert end_of(half, [], Queues.empty()) == 0.5
-    assert end_of(half, [0], Queues.empty()) == 1.0
+    assert end_with(half, [], Queues.empty()) == 0.5
+    assert end_with(half, [0], Queues.empty()) == 1.0
 
 
 @given(
@@ -109,8 +109,8 @@ def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(given, sp
     chosen = assign(every, queues)
     assert queues == before  # it only looks
     assert chosen == sorted(set(chosen))
-    least = min(end_of(every, (), queues), end_of(every, range(len(every)), queues))
-    assert end_of(every, chosen, queues) <= least
+    least = min(end_with(every, (), queues), end_with(every, range(len(every)), queues))
+    assert end_with(every, chosen, queues) <= least
 
 
 @given(
@@ -121,8 +121,8 @@ def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(given, sp
 def test_where_all_have_one_token_nothing_ends_sooner(rows, speeds):
     """Alike as they are, only how many of them stay matters."""
     alike, queues = misses(rates(*speeds), *[1] * len(rows)), Queues.empty()
-    best = min(end_of(alike, range(n), queues) for n in range(len(alike) + 1))
-    assert end_of(alike, assign(alike, queues), queues) == pytest.approx(best)
+    best = min(end_with(alike, range(n), queues) for n in range(len(alike) + 1))
+    assert end_with(alike, assign(alike, queues), queues) == pytest.approx(best)
 
 
 # ---- what is seen while it runs
@@ -140,8 +140,8 @@ def test_a_correction_comes_to_what_is_seen():
 def test_a_link_is_as_fast_as_chunks_follow_one_another():
     seen = rates(bus=1.0)
     for n in range(80):  # two lanes: each chunk takes 4 s, one lands every 2
-        seen.starts(1, n % 2, 2.0 * n - 2.0)
-        seen.lands(1, n % 2, BYTES, 2.0 * n + 2.0)
+        seen.chunk_started(1, n % 2, 2.0 * n - 2.0)
+        seen.chunk_landed(1, n % 2, BYTES, 2.0 * n + 2.0)
     assert seen.link(1, BYTES) == pytest.approx(2.0, rel=0.01)
     assert seen.link(0, BYTES) == 5.0
 
@@ -154,15 +154,15 @@ def test_a_hiccup_is_not_the_rule_and_what_is_not_used_is_forgiven():
         host.computed(HOST, [1], BYTES, 20.0)
     assert host.processor(HOST, [1], BYTES) > 15.0
     for _ in range(600):
-        host.unused()
+        host.host_unused()
     assert host.processor(HOST, [1], BYTES) == pytest.approx(2.0, rel=0.05)
 
 
 def test_what_is_known_for_good_stays():
     sure = rates(learn=False)
     sure.computed(HOST, [1], BYTES, 80.0)
-    sure.starts(1, 0, 0.0)
-    sure.lands(1, 0, BYTES, 9.0)
+    sure.chunk_started(1, 0, 0.0)
+    sure.chunk_landed(1, 0, BYTES, 9.0)
     assert (sure.processor(HOST, [1], BYTES), sure.link(1, BYTES)) == (2.0, 1.0)
 
 

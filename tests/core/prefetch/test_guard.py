@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.prefetch import guard as g
-from greenroom.core.prefetch.guard import Found, Guard, Trial
+from greenroom.core.prefetch.guard import Guard, Trial, TrialResult
 
 Ratio = Callable[[int], float] | float
 
@@ -232,7 +232,7 @@ def test_the_verdict_is_one_line_and_said_once():
     )
     faster = Machine(0.8, noise=0.02).run(300).guard.verdict
     assert re.match(r"prefetching on: tokens took (19|20|21) % less time with it \(0\.", faster)
-    same = Found([0.0] * 32, np.random.default_rng(0), clear=False).verdict(on=False)
+    same = TrialResult([0.0] * 32, np.random.default_rng(0), clear=False).verdict(on=False)
     assert same == "prefetching off: tokens took as long with it (1.00 to 1.00 times, 32 pairs)"
 
 

@@ -1,4 +1,4 @@
-"""Wishes, chances and value, worked by hand: 3 layers of 4 experts, as in test_prefetching."""
+"""Candidates, chances and value, worked by hand: 3 layers of 4 experts, as in test_prefetching."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def paced(chunk: float, gap: float, chunks: int = 2) -> Lookahead:
 
 
 def drain(ahead: Lookahead) -> list[int]:
-    """Wishes in the order in which they would be fetched."""
+    """Candidates in the order in which they would be fetched."""
     found = []
-    while (wish := ahead.nearest()) is not None:
-        ahead.fulfil(wish)
-        found.append(wish.piece)
+    while (candidate := ahead.nearest()) is not None:
+        ahead.remove(candidate)
+        found.append(candidate.piece)
     return found
 
 

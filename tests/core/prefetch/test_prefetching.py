@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenroom.core.cache.buffer import Use
+from greenroom.core.cache.buffer import BorrowState
 from greenroom.core.events import (
     Cancelled,
-    Compute,
     Computed,
+    ComputeGroup,
     Failed,
     Finish,
     Landed,
@@ -43,14 +43,14 @@ class House:
         pieces = Pieces.unsplit(offsets, [100] * LAYERS, [chunks] * total)
         self.s = Scheduler(pieces, capacity, policy("lru"), lanes=lanes, ahead=ahead, **kwargs)
         self.moving: list[StartChunk] = []
-        self.wave: Compute | None = None
+        self.group: ComputeGroup | None = None
         self.passes = 0
 
     def tell(self, event: Any, now: float = 0.0) -> list[Any]:
         actions = self.s.on(event, now)
         self.moving += [a for a in actions if isinstance(a, StartChunk)]
         for action in actions:
-            self.wave = action if isinstance(action, Compute) else self.wave
+            self.group = action if isinstance(action, ComputeGroup) else self.group
         return actions
 
     def started(self, event: Any, now: float = 0.0) -> list[tuple[int, int, bool]]:
@@ -73,8 +73,8 @@ class House:
     def finish(self, actions: list[Any]) -> Finish:
         """Let all land and be computed until the step is over."""
         while not any(isinstance(a, Finish) for a in actions):
-            if self.wave is not None:
-                self.wave = None
+            if self.group is not None:
+                self.group = None
                 actions = self.tell(Computed())
             else:
                 actions = self.tell(self.landed())
@@ -107,7 +107,7 @@ def test_what_was_predicted_comes_while_the_link_is_idle_and_is_a_hit():
     counts = h.s.counts
     assert (counts.requests, counts.hits, counts.useful, counts.late) == (2, 1, 1, 0)
     assert h.residents == [0, 5]
-    assert not h.s.placement.buffer.held
+    assert not h.s.placement.buffer.borrowed
 
 
 def test_one_that_is_resident_or_on_its_way_is_not_fetched_again():
@@ -162,7 +162,7 @@ def test_a_prefetch_for_another_layer_is_not_dropped():
     h.predict(2, 9)
     h.step(1, 4)
     h.settle()
-    assert h.s.placement.buffer.held[9].use is Use.AHEAD
+    assert h.s.placement.buffer.borrowed[9].use is BorrowState.COMPLETE
     assert h.s.counts.dropped == h.s.counts.wasted == 0
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_prefetch_gives_its_slot_to_the_next_miss():
     h.predict(2, 8)
     h.settle()
     assert h.residents == [1, 2, 3, 4, 5, 6, 7]  # 0 was the least recently used
-    slot = int(h.s.placement.place[h.s.placement.buffer.held[8].slot])
+    slot = int(h.s.placement.tier_slots[h.s.placement.buffer.borrowed[8].slot])
     actions = h.route(2, 9)
     assert [(a.piece, a.slot) for a in actions] == [(9, slot)]
     h.finish([])
@@ -205,7 +205,7 @@ def test_a_likelier_prefetch_takes_the_slot_of_one_that_waits():
     h.predict(2, 9)
     h.settle()
     assert h.predict(1, 5) == [(5, 0, False)]
-    assert list(h.s.placement.buffer.held) == [5]
+    assert list(h.s.placement.buffer.borrowed) == [5]
     assert h.s.counts.displaced == 1
     h.settle()
     assert h.predict(2, 9) == []  # and not the other way round
@@ -227,7 +227,7 @@ def test_no_more_slots_are_on_loan_than_was_said():
     h.step(0, 0)
     assert len(h.predict(1, 4, 5, 6, 7)) == 2
     h.settle()
-    assert sorted(h.s.placement.buffer.held) == [4, 5]
+    assert sorted(h.s.placement.buffer.borrowed) == [4, 5]
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
@@ -280,20 +280,20 @@ def test_two_links_pass_chunks_on_by_their_seats():
     assert h.predict(1, 5) == [(5, 0, False)]
     (first,) = h.moving
     onward, second = h.tell(h.landed())
-    assert (onward.link, onward.chunk, onward.seat) == (1, 0, first.seat)
+    assert (onward.link, onward.chunk, onward.staging_slot) == (1, 0, first.staging_slot)
     assert (second.link, second.chunk) == (0, 1)
-    assert second.seat != first.seat
+    assert second.staging_slot != first.staging_slot
     assert h.tell(h.landed()) == []  # link 1 is free, the second chunk is not there yet
     (onward,) = h.tell(h.landed())
-    assert (onward.link, onward.chunk, onward.seat) == (1, 1, second.seat)
-    assert h.s.placement.buffer.held[5].use is Use.MOVING
+    assert (onward.link, onward.chunk, onward.staging_slot) == (1, 1, second.staging_slot)
+    assert h.s.placement.buffer.borrowed[5].use is BorrowState.MOVING
     h.tell(h.landed())
-    assert h.s.placement.buffer.held[5].use is Use.AHEAD
+    assert h.s.placement.buffer.borrowed[5].use is BorrowState.COMPLETE
 
 
 def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
     """Of the prefetched 5, chunk 0 is on link 1 and chunk 1 staged, when a chunk of 0 comes."""
-    h = House(lanes=(1, 1), chunks=2, seats=4)
+    h = House(lanes=(1, 1), chunks=2, staging_slots=4)
     h.predict(1, 5)
     slow, second = h.tell(h.landed())
     assert (slow.link, second.link) == (1, 0)
@@ -307,13 +307,13 @@ def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
 
 
 def test_prefetches_leave_seats_for_demands():
-    """Three seats, one lane: a prefetch may take two."""
-    h = House(lanes=(1, 1), chunks=9, seats=3)
+    """Three staging_slots, one lane: a prefetch may take two."""
+    h = House(lanes=(1, 1), chunks=9, staging_slots=3)
     h.predict(1, 5)
     slow, second = h.tell(h.landed())
     assert h.tell(Landed(second.lane, 5, 0)) == []
     (demand,) = h.route(0, 0)
-    assert demand.seat not in {slow.seat, second.seat}
+    assert demand.staging_slot not in {slow.staging_slot, second.staging_slot}
 
 
 def test_a_failed_prefetch_gives_its_slot_back_and_its_demand_begins_anew():
@@ -322,7 +322,7 @@ def test_a_failed_prefetch_gives_its_slot_back_and_its_demand_begins_anew():
     h.predict(1, 5)
     assert h.started(h.landed()) == [(5, 1, False)]
     assert h.tell(h.landed(Failed)) == []
-    assert (h.s.counts.failed, h.free, len(h.s.placement.buffer.held)) == (1, 7, 0)
+    assert (h.s.counts.failed, h.free, len(h.s.placement.buffer.borrowed)) == (1, 7, 0)
     (start,) = h.route(1, 5)
     assert (start.piece, start.chunk, start.demand) == (5, 0, True)
     assert h.finish([]).failed < 0
@@ -355,11 +355,11 @@ def test_a_cancelled_step_leaves_other_prefetches_alone():
     assert demand.piece == 5
     actions = h.tell(Cancelled())
     while h.s.step is not None:
-        assert not any(isinstance(a, Compute) for a in actions)
+        assert not any(isinstance(a, ComputeGroup) for a in actions)
         actions = h.tell(h.landed())
     h.settle()
     assert h.residents == [0]
-    assert h.s.placement.buffer.held[9].use is Use.AHEAD
+    assert h.s.placement.buffer.borrowed[9].use is BorrowState.COMPLETE
     assert h.free == 6
 
 
@@ -371,7 +371,7 @@ def test_a_cancelled_step_ends_a_prefetch_that_it_had_taken_over():
     assert h.tell(Cancelled()) == []  # the chunk on the lane lands first
     assert isinstance(h.tell(h.landed())[-1], Finish)
     assert (h.residents, h.free, len(h.s.transfers.entries)) == ([0], 7, 0)
-    assert not h.s.placement.buffer.held
+    assert not h.s.placement.buffer.borrowed
 
 
 def test_a_resize_waits_for_what_is_on_a_lane_and_drops_what_is_not_whole():
@@ -408,7 +408,7 @@ def test_scope_per_layer_borrows_from_the_layer_s_own_slots():
     h.predict(1, 7)
     h.settle()
     assert h.residents == [0, 1, 2, 5, 6, 8, 9, 10]
-    slot = h.s.placement.buffer.held[7].slot
+    slot = h.s.placement.buffer.borrowed[7].slot
     assert 3 <= slot < 6
     h.step(1, 7)
     assert h.residents == [0, 1, 2, 5, 6, 7, 8, 9, 10]
@@ -421,7 +421,7 @@ def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
     h.predict(1, 7)
     h.settle()
     h.step(0, 0)
-    assert 7 in h.s.placement.buffer.held
+    assert 7 in h.s.placement.buffer.borrowed
     h.step(1, 4, 5, 6)
     assert h.s.counts.wasted == 1
     assert h.residents == [0, 4, 5, 6]
@@ -435,8 +435,8 @@ def test_a_step_larger_than_the_cache_goes_through_what_is_not_on_loan():
     h.step(1, 4, 5, 6, 7)
     counts = h.s.counts
     assert (counts.requests, counts.hits) == (5, 0)
-    assert counts.displaced + len(h.s.placement.buffer.held) == 1
-    assert h.free + len(h.residents) + len(h.s.placement.buffer.held) == 4
+    assert counts.displaced + len(h.s.placement.buffer.borrowed) == 1
+    assert h.free + len(h.residents) + len(h.s.placement.buffer.borrowed) == 4
 
 
 def test_chunks_are_timed_on_the_first_link_alone():

@@ -9,7 +9,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from greenroom.core.events import Action, Compute, Computed, Event, Landed, Routed, StartChunk
+from greenroom.core.events import Action, Computed, ComputeGroup, Event, Landed, Routed, StartChunk
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
@@ -42,12 +42,12 @@ def step(scheduler: Scheduler, number: int, experts: list[int]) -> int:
     while event is not None:
         calls, actions = calls_of(lambda event=event: scheduler.on(event, 0.0))  # type: ignore[misc]
         total, event = total + calls, None
-        waiting += [a for a in actions if isinstance(a, StartChunk | Compute)]
+        waiting += [a for a in actions if isinstance(a, StartChunk | ComputeGroup)]
         if waiting:
             match waiting.pop(0):
                 case StartChunk() as chunk:
                     event = Landed(chunk.lane, chunk.piece, chunk.link)
-                case Compute() as group:
+                case ComputeGroup() as group:
                     event = Computed(group.device)
     assert scheduler.step is None
     return total

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import (
     Cancelled,
-    Compute,
     Computed,
+    ComputeGroup,
     Failed,
     Finish,
     Landed,
@@ -31,7 +31,7 @@ def scheduler(capacity: int, lanes: int = 2, chunks: int = 1, scope: str = "shar
 
 
 def computed_in(actions: list) -> list[list[int]]:
-    return [a.experts.tolist() for a in actions if isinstance(a, Compute)]
+    return [a.experts.tolist() for a in actions if isinstance(a, ComputeGroup)]
 
 
 def test_residents_are_computed_first_and_arrivals_as_they_land():
@@ -46,9 +46,9 @@ def test_residents_are_computed_first_and_arrivals_as_they_land():
     s.on(Computed())
 
     actions = s.on(Routed(1, 0, ids(0, 1, 2)))
-    assert isinstance(actions[0], StartChunk)  # the transfer starts before the wave
+    assert isinstance(actions[0], StartChunk)  # the transfer starts before the group
     assert computed_in(actions) == [[1]]
-    assert computed_in(s.on(Landed(0, 0))) == []  # a wave is being computed
+    assert computed_in(s.on(Landed(0, 0))) == []  # a group is being computed
     assert computed_in(s.on(Computed())) == [[0]]
     assert computed_in(s.on(Landed(0, 2))) == []
     assert computed_in(s.on(Computed())) == [[2]]
@@ -155,8 +155,8 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         for d, share in enumerate(every.slots_per_device(s.capacity))
         for n in range(share)
     ]
-    assert sorted(s.placement.place) == sorted(places)
-    loans = len(s.placement.buffer.held)
+    assert sorted(s.placement.tier_slots) == sorted(places)
+    loans = len(s.placement.buffer.borrowed)
     assert loans + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache.extras import Extras
-from greenroom.core.cache.reshape import first_places
+from greenroom.core.cache.reshape import initial_tier_slots
+from greenroom.core.cache.secondary import SecondarySlots
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Computed, Finish, Landed, Predicted, Resized, Routed
 from greenroom.core.events import StartChunk as Start
@@ -18,13 +18,13 @@ from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
 from tests.core.strategies import steps
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, waves
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, groups, ids
 
 N = OFFSETS[-1]
 
 
-def split(tops=(60, 60), bottoms=(40, 40), seats=3) -> Split:
-    return Split(tops, bottoms, seats)
+def split(tops=(60, 60), bottoms=(40, 40), secondary_slots=3) -> Split:
+    return Split(tops, bottoms, secondary_slots)
 
 
 def scheduler(capacity: int, lanes: int = 1, of: Split | None = None, **options) -> Scheduler:
@@ -60,9 +60,9 @@ def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
     assert (start.piece, start.slot) == (1, 0)
     landed = s.on(Landed(0, 1))
     assert [a.piece for a in landed if isinstance(a, Start)] == [N + 1]
-    assert waves(landed) == [([1], 0)]
+    assert groups(landed) == [([1], 0)]
     assert s.on(Landed(0, N + 1)) == []
-    assert waves(s.on(Computed())) == [([1], 1)]
+    assert groups(s.on(Computed())) == [([1], 1)]
     assert s.on(Computed()) == [Finish()]
 
     s.on(Routed(1, 0, ids(2)))  # something else has the bottoms' slots, one after another
@@ -71,15 +71,15 @@ def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
     s.on(Computed())
     s.on(Computed())
     actions = s.on(Routed(2, 0, ids(1, 2)))
-    assert waves(actions) == [([1, 2], 0)]  # both bottoms are still there
-    assert waves(s.on(Computed())) == [([1, 2], 1)]
+    assert groups(actions) == [([1, 2], 0)]  # both bottoms are still there
+    assert groups(s.on(Computed())) == [([1, 2], 1)]
     assert s.on(Computed()) == [Finish()]
     c = s.counts
     assert (c.requests, c.hits, c.bottoms, c.bottom_hits) == (4, 2, 4, 2)
 
 
 def test_bottoms_take_turns_in_few_slots():
-    s = scheduler(8, of=split(seats=1), lanes=4)
+    s = scheduler(8, of=split(secondary_slots=1), lanes=4)
     starts = s.on(Routed(0, 0, ids(0, 1)))
     assert [a.piece for a in starts] == [0, 1, N]
     assert end(s, starts) == [([0], 0), ([1], 0), ([0], 1), ([1], 1)]
@@ -89,38 +89,38 @@ def test_bottoms_take_turns_in_few_slots():
 def test_layers_may_stay_whole_among_split_ones():
     s = scheduler(8, of=split((100, 60), (0, 40)), scope="per-layer")
     assert [a.piece for a in s.on(Routed(0, 0, ids(3)))] == [3]
-    assert waves(s.on(Landed(0, 3))) == [([3], 0)]
+    assert groups(s.on(Landed(0, 3))) == [([3], 0)]
     assert s.on(Computed()) == [Finish()]
     assert s.counts.bottoms == 0
 
 
 def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
     """Expert 7's top stays; other bottoms have taken the slot of its bottom."""
-    s = scheduler(11, ahead=2, of=split(seats=2))
+    s = scheduler(11, ahead=2, of=split(secondary_slots=2))
     for number, expert in enumerate((7, 8, 9)):
         serve(s, number, 1, expert)
-    assert not s.placement.extras.whole(7)
+    assert not s.placement.secondary.whole(7)
     serve(s, 3, 0, 0)
     started = [a for a in s.on(Predicted(1, ids(7))) if isinstance(a, Start)]
     assert [(a.piece, a.demand) for a in started] == [(N + 7, False)]
     s.on(Landed(0, N + 7))
-    assert waves(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
+    assert groups(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
     assert (s.counts.prefetches, s.counts.useful) == (1, 1)
     assert s.counts.bottom_hits == 1
 
 
 def serve(s: Scheduler, number: int, layer: int, *experts: int) -> list[tuple[list[int], int]]:
-    """A step from its routing to its end, its waves."""
+    """A step from its routing to its end, its groups."""
     return end(s, s.on(Routed(number, layer, ids(*experts))))
 
 
 def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
-    """Carry out what there is to do until the step is over, its waves."""
-    return waves(carry_out(s, actions, transfers_first=True))
+    """Carry out what there is to do until the step is over, its groups."""
+    return groups(carry_out(s, actions, transfers_first=True))
 
 
 def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
-    b = Extras(2)
+    b = SecondarySlots(2)
     assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
     b.landed(1)
     b.done(1)
@@ -133,7 +133,7 @@ def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
 
 
 def test_prefetches_have_half_of_the_slots():
-    b = Extras(4)
+    b = SecondarySlots(4)
     assert [b.bring(e, 0) for e in range(3)] == [0, 1, -1]
     b.landed(0)
     assert sorted(b.passed(0, {1})) == [(0, True)]
@@ -169,7 +169,7 @@ def test_no_tier_in_between():
     chunks=st.integers(1, 3),
     scope=st.sampled_from(["shared", "per-layer", (3.0, 1.0)]),
     of=st.sampled_from([((60, 60), (40, 40)), ((30, 80), (70, 20)), ((100, 50), (0, 50))]),
-    seats=st.integers(1, 7),
+    secondary_slots=st.integers(1, 7),
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     named=st.sampled_from(["lru", "next-use", "arc"]),
@@ -177,9 +177,9 @@ def test_no_tier_in_between():
 )
 @settings(max_examples=200, deadline=None)
 def test_any_order_of_events_computes_every_part_once_after_its_top(
-    steps, capacity, lanes, chunks, scope, of, seats, ahead, failing, named, seed
+    steps, capacity, lanes, chunks, scope, of, secondary_slots, ahead, failing, named, seed
 ):
-    cut = Split(*of, seats)
+    cut = Split(*of, secondary_slots)
     every = Pieces.with_split(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
     least = next(n for n in range(1, 30) if fits(every, n, scope))
     s = Scheduler(every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
@@ -199,21 +199,21 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
             theatre.tell(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():
             assert theatre.memory[s.placement.slot(piece)] == piece
-        for expert, slot in s.placement.extras.slot_of.items():
-            if s.placement.extras.whole(expert):
-                assert theatre.memory[s.placement.extra_slot(slot)] == N + expert
+        for expert, slot in s.placement.secondary.slot_of.items():
+            if s.placement.secondary.whole(expert):
+                assert theatre.memory[s.placement.secondary_tier_slot(slot)] == N + expert
         assert not s.placement.cache.state.pinned.any()
     while theatre.moving:
         theatre.land()
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
-    assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
+    assert sorted(s.placement.tier_slots) == sorted(initial_tier_slots(s.placement.cache))
     assert sum(group_sizes(every, s.capacity, scope)) == s.placement.cache.capacity
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
-    waiting = len(s.placement.buffer.held) + len(s.placement.extras._ahead)
+    waiting = len(s.placement.buffer.borrowed) + len(s.placement.secondary._ahead)
     assert over + waiting == c.prefetches
-    assert len(s.placement.extras.slot_of) + len(s.placement.extras._free) == seats
+    assert len(s.placement.secondary.slot_of) + len(s.placement.secondary._free) == secondary_slots
 
 
 def fits(every: Pieces, capacity: int, scope) -> bool:

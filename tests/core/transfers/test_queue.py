@@ -60,36 +60,36 @@ def test_dropping_what_moves_waits_for_its_chunk():
     assert queue.drop(1) is False
     assert list(queue.start()) == []
     entry = queue.land(0, transfer.lane)
-    assert entry.gone
+    assert entry.finished
     assert not entry.arrived
     assert 1 not in queue.entries
 
 
 def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():
-    """Two seats, one lane each: prefetches may take one of them, since a lane needs the other."""
-    queue = TransferQueue([1, 1], seats=2)
+    """Two staging slots, one lane each: prefetches may take one, since a lane needs the other."""
+    queue = TransferQueue([1, 1], staging_slots=2)
     queue.add(1, 0, 3, Urgency.PREFETCH)
     (first,) = queue.start()
     assert (first.link, first.chunk) == (0, 0)
     queue.land(0, first.lane)
-    (onward,) = queue.start()  # the first chunk goes on; its seat is still taken
-    assert (onward.link, onward.chunk, onward.seat) == (1, 0, first.seat)
+    (onward,) = queue.start()  # the first chunk goes on; its staging slot is still taken
+    assert (onward.link, onward.chunk, onward.staging_slot) == (1, 0, first.staging_slot)
     assert not queue.open_for(Urgency.PREFETCH)
     queue.add(2, 1, 1)
     (demand,) = queue.start()
     assert (demand.piece, demand.link) == (2, 0)
-    assert demand.seat != first.seat
+    assert demand.staging_slot != first.staging_slot
     queue.land(1, onward.lane)
     queue.land(0, demand.lane)
-    (last,) = queue.start()  # and until the demand has left its seat, the prefetch waits
+    (last,) = queue.start()  # and until the demand has left its staging slot, the prefetch waits
     assert (last.piece, last.link) == (2, 1)
     queue.land(1, last.lane)
     assert [(t.piece, t.link) for t in queue.start()] == [(1, 0)]
 
 
 def test_too_few_seats_are_refused():
-    with pytest.raises(ValueError, match="seats"):
-        TransferQueue([2, 1], seats=2)
+    with pytest.raises(ValueError, match="staging slots"):
+        TransferQueue([2, 1], staging_slots=2)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -123,7 +123,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert piece in set(self.asked) - self.dropped
             assert transfer.lane < self.lanes[transfer.link]
             assert (transfer.link, transfer.lane) not in {(m.link, m.lane) for m in self.moving}
-            assert transfer.seat < 0 or transfer.seat not in {m.seat for m in self.moving}
+            assert transfer.staging_slot < 0 or transfer.staging_slot not in {
+                m.staging_slot for m in self.moving
+            }
             assert transfer.chunk not in self.landed[piece]
             waiting = {p for p in self.demanded - self.dropped if self._unstarted(p)}
             if transfer.link == 0 and piece not in self.demanded:
@@ -147,7 +149,7 @@ class QueueMachine(RuleBasedStateMachine):
         complete = len(self.landed[piece]) == self.asked[piece]
         assert entry.arrived == complete
         left = complete or (piece in self.dropped and not self._moves(piece))
-        assert entry.gone == left
+        assert entry.finished == left
         if left:
             self._over(piece)
 
@@ -178,7 +180,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_demand_that_can_move_does(self):
-        """When everything that moves has landed, a demand is never stuck for want of a seat."""
+        """When everything that moves has landed, a demand always finds a staging slot."""
         if not self.moving and self.demanded - self.dropped:
             assert self.queue.open_for(Urgency.DEMAND) or len(self.lanes) > 1
 

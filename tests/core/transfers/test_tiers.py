@@ -61,9 +61,9 @@ def test_a_prompt_fills_what_is_free_and_evicts_nobody():
 def test_more_on_the_way_than_the_tier_has_slots_goes_by_the_seats():
     s, tier = machine(device=6, host=1)
     moving = s.on(Routed(0, 0, ids(1, 2)))
-    assert [(a.host, a.seat >= 0) for a in moving] == [(0, False)]
+    assert [(a.host_slot, a.staging_slot >= 0) for a in moving] == [(0, False)]
     (second, _) = s.on(Landed(moving[0].lane, 1, 0))[::-1]
-    assert (second.piece, second.host, second.seat >= 0) == (2, -1, True)
+    assert (second.piece, second.host_slot, second.staging_slot >= 0) == (2, -1, True)
     assert tier.cache.residents().tolist() == [1]
 
 
@@ -72,13 +72,13 @@ def test_half_a_copy_is_no_copy():
     queue = TransferQueue((1, 1), host=tier)
     entry = queue.add(4, 0, 2)
     first = next(queue.start())
-    assert (first.seat, entry.host, first.begins) == (-1, 0, True)
+    assert (first.staging_slot, entry.host_slot, first.first_of_piece) == (-1, 0, True)
     queue.land(0, first.lane)
     queue.drop(4)  # its only chunk so far is in host memory, and nothing of it moves
     assert 4 not in queue.entries
     assert tier.cache.residents().tolist() == []
     entry = queue.add(4, 0, 2)
-    assert not entry.kept
+    assert not entry.host_resident
 
 
 def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
@@ -88,9 +88,9 @@ def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
     queue.land(0, next(queue.start()).lane)
     queue.land(1, next(queue.start()).lane, ok=False)
     assert 4 not in queue.entries
-    assert queue.add(4, 0, 1).kept
+    assert queue.add(4, 0, 1).host_resident
     again = next(queue.start())
-    assert (again.link, again.begins) == (1, True)
+    assert (again.link, again.first_of_piece) == (1, True)
 
 
 def test_a_tier_is_between_two_links():
@@ -114,25 +114,27 @@ class TwoTiers(Theatre):
 
     def _start(self, action: StartChunk) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
-        if action.host >= 0:
-            assert action.seat < 0
-            piece, chunks = self.host.get(action.host, (-1, set()))
+        if action.host_slot >= 0:
+            assert action.staging_slot < 0
+            piece, chunks = self.host.get(action.host_slot, (-1, set()))
             if action.link == 0:
                 if piece != action.piece or action.chunk == 0:
-                    users = {m.piece for m in self.moving if m.host == action.host}
+                    users = {m.piece for m in self.moving if m.host_slot == action.host_slot}
                     assert not users, "a slot of the tier is overwritten while it is read"
-                    self.host[action.host] = action.piece, set()
-                assert action.chunk not in self.host[action.host][1]
+                    self.host[action.host_slot] = action.piece, set()
+                assert action.chunk not in self.host[action.host_slot][1]
             else:
                 assert piece == action.piece, "the slot of the tier holds another piece"
                 assert action.chunk in chunks, "the chunk is not in host memory"
         elif action.link == 0:
-            assert action.seat not in {m.seat for m in self.moving if m.host < 0}
-            self.seats[action.seat] = action.piece, action.chunk
+            assert action.staging_slot not in {
+                m.staging_slot for m in self.moving if m.host_slot < 0
+            }
+            self.staging_slots[action.staging_slot] = action.piece, action.chunk
         else:
-            assert self.seats[action.seat] == (action.piece, action.chunk)
+            assert self.staging_slots[action.staging_slot] == (action.piece, action.chunk)
         self._at_home(action)
-        if action.begins:
+        if action.first_of_piece:
             self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
             self.landed[action.piece, action.slot] = 0
         if action.link in self.lasts:
@@ -141,8 +143,8 @@ class TwoTiers(Theatre):
         self.moving.append(action)
 
     def _arrived(self, action: StartChunk) -> None:
-        if action.link == 0 and action.host >= 0:
-            self.host[action.host][1].add(action.chunk)
+        if action.link == 0 and action.host_slot >= 0:
+            self.host[action.host_slot][1].add(action.chunk)
         super()._arrived(action)
 
 

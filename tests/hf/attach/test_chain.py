@@ -51,7 +51,7 @@ def regions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
 @pytest.fixture
 def unknown_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose choice among equal scores is its own secret."""
-    monkeypatch.setattr(ties, "known", lambda number, top_k: False)
+    monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
 
 
 @pytest.fixture

@@ -225,13 +225,13 @@ def test_loaded_by_name():
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"fake": False, "host_capacity": 0}, "one processor here"),
+        ({"fake": False, "host_capacity": 0}, "the CPU computes everything"),
         ({"host_capacity": 0}, "no room for experts"),
     ],
 )
 def test_where_there_is_nothing_to_choose_that_is_said(parts, why, caplog):
     with caplog.at_level(logging.WARNING), both("qwen3_moe", **parts) as model:
-        assert f"--co-compute auto: {why}" in caplog.text or why in caplog.text
+        assert f"--co-compute auto has no effect: {why}" in caplog.text or why in caplog.text
         assert caplog.text.count("--co-compute") == 1
         assert model.greenroom.stats().co_compute is None
 

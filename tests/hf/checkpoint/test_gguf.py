@@ -340,7 +340,7 @@ def longer_rows(path: Path) -> None:
         (cut(10), CheckpointError, "ends inside of its header"),
         (cut(2000), CheckpointError, "cut off or damaged in its header"),
         (cut(200_000), CheckpointError, "truncated"),
-        (unknown_type, UnsupportedModel, "output_norm.weight is of the unknown type 77"),
+        (unknown_type, UnsupportedModel, "output_norm.weight has the unknown type 77"),
         (longer_rows, CheckpointError, "rows of 255 values, but Q8_0 comes in blocks of 32"),
     ],
 )

@@ -368,4 +368,4 @@ def test_experts_of_a_kind_that_nobody_knows() -> None:
 
     with pytest.raises(UnsupportedModel) as error:
         expert_modules(torch.nn.Sequential(NewSparseMoeBlock()))  # type: ignore[arg-type]
-    assert "its experts (NewSparseMoeBlock) are of a kind that is not served yet" in one_line(error)
+    assert "its experts (NewSparseMoeBlock) are of a kind that is not supported" in one_line(error)

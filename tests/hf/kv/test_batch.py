@@ -35,8 +35,8 @@ TOGETHER = {
     "deepseek_v3": {},
 }
 APART = {
-    "qwen3_next": "not kept token by token",
-    "deepseek_v32": "not kept token by token",
+    "qwen3_next": "does not store keys and values token by token",
+    "deepseek_v32": "does not store keys and values token by token",
 }
 
 
@@ -116,7 +116,7 @@ def test_what_cannot_lie_together_is_known(name: str) -> None:
 def test_quantised_keys_and_values_are_not_each_token_s_own() -> None:
     with served("qwen3_moe", parts={"keys_values": KVBytes((), CacheKind("fp8"))}) as model:
         batch = Batch(model)
-        assert "not kept token by token" in batch.sequential_reason
+        assert "does not store keys and values token by token" in batch.sequential_reason
         assert batch.cache() is None
 
 
@@ -205,7 +205,7 @@ def test_a_model_that_mixes_up_its_tokens_is_found_out(monkeypatch: Any) -> None
 
     with served("qwen3_moe") as model, monkeypatch.context() as patch:
         patch.setattr(together, "causal", everything)
-        assert "does not know whose token it is" in Batch(model).sequential_reason
+        assert "mixes tokens of different sequences" in Batch(model).sequential_reason
 
 
 def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:

@@ -181,8 +181,8 @@ def test_a_budget_of_a_share_is_of_what_is_available(loaded):
     ("options", "error", "words"),
     [
         ({"memory": "1GiB", "cache": "10%"}, UsageError, "exclude each other"),
-        ({"cache": "1"}, BudgetError, "holds no expert"),
-        ({"cache": "1%"}, BudgetError, "holds no expert"),
+        ({"cache": "1"}, BudgetError, "has no room for an expert"),
+        ({"cache": "1%"}, BudgetError, "has no room for an expert"),
         ({"cache": "0%"}, BudgetError, "more than 0"),
         ({"cache": "120%"}, UsageError, "at most 100%"),
         ({"cache": "much"}, UsageError, "8GiB or 500MB"),

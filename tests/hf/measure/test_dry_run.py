@@ -14,7 +14,7 @@ from tests.plan.models import MACHINE
 
 
 def test_a_rehearsal_tells_what_matrices_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, words=64)
+    shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, vocabulary=64)
     monkeypatch.setattr(dry_run, "SMALLEST", shape)
     found = with_dry_run(MACHINE, tmp_path, shape).processors[0]
     assert found.layer >= 0
@@ -29,7 +29,7 @@ def test_a_rehearsal_tells_what_matrices_do_not(tmp_path: Path, monkeypatch: pyt
 
 def test_every_processor_has_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On the fake device in a GPU's place; each says what it takes beyond its own matrices."""
-    shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, words=64)
+    shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, vocabulary=64)
     monkeypatch.setattr(dry_run, "SMALLEST", shape)
     known, asked = dry_run.measure, []
 

@@ -124,7 +124,7 @@ def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
 def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert kernels_of(ModelSetup(catalog, 1)) == "numba"
-    with pytest.raises(UsageError, match="numba computes on a CPU"):
+    with pytest.raises(UsageError, match="numba is for a CPU"):
         kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="numba"))
     monkeypatch.setattr(places, "find_spec", lambda name: object())
     assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "triton"
@@ -189,13 +189,13 @@ def test_what_is_left_of_a_gpu_becomes_slots():
 
 def test_what_is_left_of_the_host_keeps_experts():
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
-    budget, slots = host_slots(None, catalog, seats=4)
+    budget, slots = host_slots(None, catalog, staging_slots=4)
     assert slots == catalog.experts
     assert 0 < budget <= 0.81 * (available_bytes() + rss_bytes())
     with pytest.raises(BudgetError, match=r"--host-memory 1MiB is too small: the process") as e:
-        host_slots("1MiB", catalog, seats=4)
+        host_slots("1MiB", catalog, staging_slots=4)
     enough = str(e.value).rsplit("--host-memory ", 1)[1].split()[0]
-    assert 0 <= host_slots(enough, catalog, seats=4)[1] <= catalog.experts
+    assert 0 <= host_slots(enough, catalog, staging_slots=4)[1] <= catalog.experts
 
 
 def test_the_fake_device_keeps_experts_in_host_memory_too():

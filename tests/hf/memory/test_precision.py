@@ -10,7 +10,7 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.core.config.base import Approximation
-from greenroom.core.events import Compute, Routed
+from greenroom.core.events import ComputeGroup, Routed
 from greenroom.core.pieces import Copies
 from greenroom.core.plan import EXACT, LOW, SKIP
 from greenroom.errors import BudgetError, UsageError
@@ -39,13 +39,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def attached(folder, at: Approximation, seats: int = 5, capacity: int = 7, **parts: Any):
+def attached(folder, at: Approximation, secondary_slots: int = 5, capacity: int = 7, **parts: Any):
     """A model whose misses are served by these thresholds, and a list of its decisions."""
     skeleton = ModelSkeleton.of(folder)
     copies = None
     if at.low:
         assert isinstance(skeleton.catalog, CopiesCatalog)
-        copies = Copies(*skeleton.catalog.copy_bytes(), seats)
+        copies = Copies(*skeleton.catalog.copy_bytes(), secondary_slots)
     model: Any = skeleton.load()
     model.greenroom = Greenroom(
         model, ModelSetup(skeleton.catalog, capacity, config=config_of(at), copies=copies, **parts)
@@ -72,7 +72,7 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
 
     def ordered():
         order = next_order()
-        if isinstance(order, Compute):
+        if isinstance(order, ComputeGroup):
             in_slot = {scheduler.placement.slot(e): e for e in scheduler.step.substitutes}
             for e, slot in zip(order.experts.tolist(), order.slots.tolist(), strict=True):
                 whose = in_slot.get(slot, e) if order.part == EXACT else e
@@ -204,7 +204,7 @@ def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
 
 @pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
 def test_the_counts_are_those_of_the_simulator(of, at):
-    model = attached(with_copies(*of), at, seats=16, capacity=15, readers=1, policy="lru")
+    model = attached(with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru")
     try:
         _, asked = decided(model)
         model.generate(ids(1, 5), max_new_tokens=16, do_sample=False)
@@ -220,7 +220,7 @@ def test_the_counts_are_those_of_the_simulator(of, at):
 
 def test_what_a_copy_lacks_is_all_that_is_read():
     folder, at = with_copies("int8", "int4"), Approximation(low=0.9)
-    model = attached(folder, at, seats=16, capacity=15)
+    model = attached(folder, at, secondary_slots=16, capacity=15)
     try:
         exact, low, rest = ModelSkeleton.of(folder).catalog.copy_bytes()
         before = model.greenroom.stats().bytes_read
@@ -285,17 +285,21 @@ def test_copies_have_their_share_of_the_memory():
     config = LoadConfig(cache="50%", miss_precision="int4", low_share="25%")
     copies = copies_of(catalog, config.approximation(), 16, 2)
     assert copies.secondary_slots == 16 * catalog.slot_bytes // 4 // copies.low[0]
-    assert copies_of(catalog, config.approximation(), 1, 2).seats == 2
+    assert copies_of(catalog, config.approximation(), 1, 2).secondary_slots == 2
 
 
 @pytest.mark.parametrize(
     ("of", "options", "said"),
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
-        (("same", "int8"), {}, "this pack's are in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "are for one CPU's memory"),
+        (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
+        (("same", "int4"), {"device": "fake,fake"}, "work in one CPU's memory only"),
         (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one host memory"),
-        (("same", "int4"), {"device": "fake", "host_memory": "50%"}, "are for one CPU's memory"),
+        (
+            ("same", "int4"),
+            {"device": "fake", "host_memory": "50%"},
+            "work in one CPU's memory only",
+        ),
     ],
 )
 def test_what_cannot_be(of, options, said):

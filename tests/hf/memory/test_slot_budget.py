@@ -39,7 +39,7 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-def growth_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
+def slot_budget_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
     """Of a budget that leaves FEWEST slots with a full context, and nothing for activations."""
     sizes = kv_bytes(skeleton.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return SlotBudget(
@@ -77,7 +77,7 @@ class Watched:
 @pytest.fixture
 def watched(folder):
     model, _ = greenroom.load(str(folder), cache="100%", kernels="eager", context=CONTEXT)
-    yield Watched(model, growth_of(ModelSkeleton.of(folder)))
+    yield Watched(model, slot_budget_of(ModelSkeleton.of(folder)))
     model.greenroom.detach()
 
 
@@ -181,7 +181,7 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
     parts = ModelSetup(skeleton.catalog, 1, cuda=True, kernels="eager", context=CONTEXT)
     model.greenroom = Greenroom(model, parts)
     try:
-        watched = Watched(model, growth_of(skeleton, release=lambda: released.append(1)))
+        watched = Watched(model, slot_budget_of(skeleton, release=lambda: released.append(1)))
         options = {"max_new_tokens": 34, "min_new_tokens": 34, "do_sample": False}
         wanted = reference(folder).generate(ids(1, 530), **options)
         assert torch.equal(model.generate(ids(1, 530), **options), wanted)

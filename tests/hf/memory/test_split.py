@@ -207,7 +207,7 @@ def test_ratios_take_the_nearest_segment():
     [
         (
             {"split": "0.5"},
-            "--split cuts experts that are packed in segments: make such a pack with",
+            "--split needs experts that are packed in segments: make such a pack with",
         ),
         ({"split": "0"}, "--split must be numbers above 0"),
         ({"split": "1.5"}, "--split is a share of an expert, at most 1: 1.5"),
@@ -226,7 +226,7 @@ def test_more_mistakes(tmp_path):
         greenroom.load(str(packed()), cache="50%", dtype="float32")
     with pytest.raises(BudgetError, match="too small to split them"):
         greenroom.load(str(packed()), cache="7%", split="0.5")
-    with pytest.raises(UsageError, match="experts in segments are computed from one host memory"):
+    with pytest.raises(UsageError, match="experts in segments work in one CPU's memory only"):
         pieces_of(
             ModelSetup(ModelSkeleton.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1))
         )

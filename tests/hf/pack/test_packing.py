@@ -319,7 +319,7 @@ def test_another_pack_was_begun_there(tmp_path: Path) -> None:
         pack(str(source()), tmp_path / "pack", "int8", progress=stopping(0.5))
     with pytest.raises(OutputError) as error:
         pack(str(source()), tmp_path / "pack", "int4")
-    assert "another half-made pack: finish it with `greenroom pack" in one_line(error)
+    assert "another unfinished pack: finish it with `greenroom pack" in one_line(error)
     assert "--experts int8`" in one_line(error)
 
 
@@ -329,7 +329,7 @@ def test_the_source_has_changed_meanwhile(tmp_path: Path) -> None:
         pack(str(origin), tmp_path / "pack", "int8", progress=stopping(0.5))
     shard = next(origin.glob("*.safetensors"))
     shard.touch()
-    with pytest.raises(OutputError, match="holds another half-made pack"):
+    with pytest.raises(OutputError, match="holds another unfinished pack"):
         pack(str(origin), tmp_path / "pack", "int8")
 
 

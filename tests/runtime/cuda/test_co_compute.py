@@ -1,4 +1,4 @@
-"""Host memory as kernels read it, a thread for the host's waves, and a driver over both."""
+"""Host memory as kernels read it, a thread for the host's groups, and a driver over both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
             for slots, at in ((slab.slots, slot), (device, 0), (direct, 0)):
                 assert bool((slots.tensor(at, layout[name]) == value).all())
     assert slab.slots.base % 64 == 0
-    seated = StartChunk(0, 4, 0, 0, 0, seat=1)
+    seated = StartChunk(0, 4, 0, 0, 0, staging_slot=1)
     slab.read_chunk(seated, chunks[4][0], store.read, _staging())
     copies, data, start = slab.chunk_source(seated, chunks[4][0])
     assert (copies, data.size, start) == (chunks[4][0].extent.copies, chunks[4][0].length, 0)
@@ -130,8 +130,8 @@ class Backstage(Rig):
             options=[CoCompute(Rates(costs, nbytes))],
         )  # fmt: skip
         self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
-        seats = self.scheduler.transfers.queue.seats
-        self.slab = HostMemory(Engine(), chunks, seats, kept, stride=nbytes)
+        staging_slots = self.scheduler.transfers.queue.staging_slots
+        self.slab = HostMemory(Engine(), chunks, staging_slots, kept, stride=nbytes)
         self.driver = Driver(
             self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
             host_memory=self.slab,
@@ -179,7 +179,7 @@ def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
     rig.settle()
     assert rig.on_host == rig.scheduler.counts.on_host > 0
     for piece in rig.scheduler.residents().tolist():
-        at = rig.scheduler.placement.place[rig.scheduler.placement.cache.state.slot_of[piece]]
+        at = rig.scheduler.placement.tier_slots[rig.scheduler.placement.cache.state.slot_of[piece]]
         assert rig.holds(int(at), piece)
     assert not rig.tier.cache.state.pinned.any()
     rig.driver.close()

@@ -46,9 +46,9 @@ def chunks_of(catalog, chunk_bytes: int = 8192):
 def test_seats_and_slots_are_one_reservation_registered_once(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, engine = chunks_of(catalog), Registered()
-    seat, slot = slot_sizes(chunks)
+    staging_slot, slot = slot_sizes(chunks)
     memory = HostMemory(engine, chunks, staging_slots=4, capacity=5)
-    assert [nbytes for _, nbytes in engine.ranges] == [4 * seat + 5 * slot]
+    assert [nbytes for _, nbytes in engine.ranges] == [4 * staging_slot + 5 * slot]
     assert engine.ranges[0][0] % BLOCK == 0
     memory.close()
     memory.close()
@@ -64,7 +64,7 @@ def test_every_chunk_has_its_own_place(disk):
         for piece, slot in ((2, 0), (7, 1), (11, 2))
         for chunk in range(len(chunks[piece]))
     ]
-    seated = [StartChunk(0, 4, 0, chunk, 0, seat=chunk) for chunk in range(len(chunks[4]))]
+    seated = [StartChunk(0, 4, 0, chunk, 0, staging_slot=chunk) for chunk in range(len(chunks[4]))]
     for action in actions + seated:
         memory.read_chunk(action, chunks[action.piece][action.chunk], store.read, Staging())
     for piece in (2, 7, 11, 4):

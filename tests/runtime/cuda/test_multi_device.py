@@ -58,7 +58,9 @@ class Two(Rig):
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
-            host_memory=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
+            host_memory=HostMemory(
+                Engine(), chunks, self.scheduler.transfers.queue.staging_slots, kept
+            ),
         )
         self.layer, self.computed = 0, []
 
@@ -143,9 +145,9 @@ def test_the_bits_are_those_of_one_device(family, named):
         layer, places = toys(family, seed=3)
         want = compute(make_kernel(named), layer, places, *case)
         count = len(case[1].unique())
-        for waves in (None, [[i] for i in range(count)][::-1]):
+        for groups in (None, [[i] for i in range(count)][::-1]):
             over, first, at = spread(family, make_kernel(named))
-            assert torch.equal(compute(over, first, at, *case, waves=waves), want)
+            assert torch.equal(compute(over, first, at, *case, groups=groups), want)
 
 
 @pytest.mark.parametrize("named", ["eager", "numba", "triton"])

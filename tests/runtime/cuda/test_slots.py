@@ -85,7 +85,7 @@ def test_a_device_without_room_keeps_what_it_had(small_segments):
     assert int(slots.bytes(1)[5]) == 7
 
 
-def test_a_copy_waits_for_the_last_wave_from_its_slot_alone():
+def test_a_copy_waits_for_the_last_group_from_its_slot_alone():
     engine = Noted()
     slots = DeviceSlots(engine, 4, 64, reserve=4)
     fresh = engine.marks  # whatever had the memory before

@@ -25,10 +25,10 @@ def rig(disk):
     store.close()
 
 
-def between(rig, seats: int) -> HostMemory:
+def between(rig, staging_slots: int) -> HostMemory:
     store, _, catalog = rig
     chunks = [store.chunks(expert) for expert in range(catalog.experts)]
-    return HostMemory(Engine(), chunks, seats, 0)
+    return HostMemory(Engine(), chunks, staging_slots, 0)
 
 
 def told() -> tuple[SimpleQueue, object]:
@@ -63,13 +63,13 @@ def test_two_links_pass_chunks_by_their_seats_in_any_order(rig):
     arrived, deliver = told()
     copier = Copier(store, slots, (2, 1), deliver, between(rig, 6))
     staged = [(0, 1, 4, 0), (1, 2, 1, 0), (0, 1, 3, 1), (1, 2, 0, 1)]
-    for lane, piece, seat, chunk in staged:
-        copier.start(StartChunk(lane, piece, piece, chunk, link=0, seat=seat))
+    for lane, piece, staging_slot, chunk in staged:
+        copier.start(StartChunk(lane, piece, piece, chunk, link=0, staging_slot=staging_slot))
     for _ in staged:
         assert arrived.get(timeout=10)[2] is None
     assert (value(slots, catalog, 1, "up") == 0).all()  # nothing is in a slot yet
-    for _, piece, seat, chunk in reversed(staged):
-        copier.start(StartChunk(0, piece, piece, chunk, link=1, seat=seat))
+    for _, piece, staging_slot, chunk in reversed(staged):
+        copier.start(StartChunk(0, piece, piece, chunk, link=1, staging_slot=staging_slot))
     for _ in staged:
         assert arrived.get(timeout=10)[1] > 0
     copier.close()
@@ -123,7 +123,7 @@ def test_closing_ends_every_lane_after_what_it_carries(rig):
 
     copier = Copier(store, slots, (2, 2), deliver, between(rig, 8))
     assert len(threads()) == len(before) + 4
-    copier.start(StartChunk(0, 3, 5, 0, link=0, seat=0))
+    copier.start(StartChunk(0, 3, 5, 0, link=0, staging_slot=0))
     assert entered.wait(10)
     threading.Timer(0.05, go.set).start()
     in_time(copier.close)

@@ -118,11 +118,11 @@ class Stage:
 
     def _step(self, layer: int, experts: list[int]) -> None:
         leaves = self.rng.random() < self.play.leaving
-        waves = 0
+        groups = 0
 
         def compute(chosen, slots) -> None:
-            nonlocal waves
-            waves += 1
+            nonlocal groups
+            groups += 1
             self.rig.compute(chosen, slots)
             time.sleep(self.play.jitter * self.rng.random())
             self.rig.computed[-len(chosen) :] = []

@@ -58,16 +58,16 @@ def test_spans_in_their_rows(tmp_path):
     timeline = Timeline()
     t = timeline.origin
     timeline.span(lane("disk -> host", 1), "demand", t + 2e-3, t + 3e-3, piece=np.int64(7), chunk=0)
-    timeline.span(COMPUTE, "wave", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
+    timeline.span(COMPUTE, "group", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
     found = saved(timeline, tmp_path)
     check(found)
     rows = {e["args"]["name"]: e["tid"] for e in of(found, "M") if e["name"] == "thread_name"}
     assert rows == {"compute": 0, "disk -> host, lane 1": 1}
-    chunk, wave = of(found, "X")
+    chunk, group = of(found, "X")
     assert (chunk["tid"], chunk["ts"], chunk["dur"]) == (1, 2000.0, 1000.0)
     assert chunk["args"] == {"piece": 7, "chunk": 0}
-    assert (wave["tid"], wave["ts"], wave["dur"]) == (0, 1000.0, 500.0)
-    assert wave["args"] == {"layer": 2, "experts": [1, 5]}
+    assert (group["tid"], group["ts"], group["dur"]) == (0, 1000.0, 500.0)
+    assert group["args"] == {"layer": 2, "experts": [1, 5]}
     assert found["otherData"]["dropped"] == 0
 
 
@@ -93,7 +93,7 @@ def test_an_empty_timeline_is_valid(tmp_path):
 def test_memory_is_bounded_and_the_file_says_what_is_missing(tmp_path):
     timeline = Timeline(limit=50)
     for i in range(120):
-        timeline.span(COMPUTE, "wave", timeline.origin + i, timeline.origin + i + 0.5, layer=i)
+        timeline.span(COMPUTE, "group", timeline.origin + i, timeline.origin + i + 0.5, layer=i)
     assert len(timeline) == 50
     found = saved(timeline, tmp_path)
     check(found)
@@ -134,12 +134,12 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
 
 def test_times_that_are_none_do_not_spoil_the_file(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
-    timeline.span(COMPUTE, "wave", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
+    timeline.span(COMPUTE, "group", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
     found = saved(timeline, tmp_path)
     check(found)
-    (wave,) = of(found, "X")
-    assert wave["dur"] == 0
-    assert wave["args"] == {"ratio": "nan", "most": "inf"}
+    (group,) = of(found, "X")
+    assert group["dur"] == 0
+    assert group["args"] == {"ratio": "nan", "most": "inf"}
 
 
 def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path):
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path):
         timeline.save(tmp_path / "nowhere" / "out.json")
     path = tmp_path / "out.json"
     path.write_text("old")
-    timeline.span(COMPUTE, "wave", 0.0, 1.0, what=object())  # nothing that JSON knows
+    timeline.span(COMPUTE, "group", 0.0, 1.0, what=object())  # nothing that JSON knows
     with pytest.raises(TypeError):
         timeline.save(path)
     assert path.read_text() == "old"

@@ -79,7 +79,7 @@ def test_activations_are_recognised():
     assert (names["hy_v4"].limit, names["gpt_oss"].alpha) == (3.0, 1.702)
 
 
-def waves_of(data: st.DataObject, count: int) -> list[list[int]]:
+def groups_of(data: st.DataObject, count: int) -> list[list[int]]:
     order = data.draw(st.permutations(range(count)))
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
@@ -89,7 +89,7 @@ def waves_of(data: st.DataObject, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "gemma4"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_waves_order_and_slots_do_not_change_a_bit(family, name, data):
+def test_groups_order_and_slots_do_not_change_a_bit(family, name, data):
     dtype = data.draw(st.sampled_from(DTYPES))
     module = experts(family, dtype)
     make = (lambda: CpuKernel(float32=True)) if name == "numba" else EagerKernel
@@ -97,8 +97,8 @@ def test_waves_order_and_slots_do_not_change_a_bit(family, name, data):
     layer, places = layer_of(module)
     want = compute(make(), layer, places, *case)
     layer, places = layer_of(module, seed=data.draw(st.integers(1, 99)))
-    waves = waves_of(data, len(case[1].unique()))
-    assert torch.equal(compute(make(), layer, places, *case, waves=waves), want)
+    groups = groups_of(data, len(case[1].unique()))
+    assert torch.equal(compute(make(), layer, places, *case, groups=groups), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

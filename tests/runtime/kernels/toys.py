@@ -142,12 +142,12 @@ def compute(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    waves: Iterable[list[int]] | None = None,
+    groups: Iterable[list[int]] | None = None,
 ) -> Tensor:
-    """A whole step; `waves` lists positions in the step's experts, all in one by default."""
+    """A whole step; `groups` lists positions in the step's experts, all in one by default."""
     routing = Routing.of(index.numpy(), layer.num_experts)
     step = kernel.begin(layer, x, routing, weights)
-    for wave in [range(len(routing.experts))] if waves is None else waves:
-        chosen = [int(routing.experts[i]) for i in wave]
+    for group in [range(len(routing.experts))] if groups is None else groups:
+        chosen = [int(routing.experts[i]) for i in group]
         kernel.compute_group(step, chosen, [places[e] for e in chosen])
     return kernel.combine(step)

@@ -79,7 +79,7 @@ def rows_of(
     matrix = MatrixProduct(spec, dtype, rounded)
     layout = array("q", matrix._layout)
     layout[encoded.L_CODES], layout[encoded.L_SCALE] = walls[0].data_ptr(), walls[-1].data_ptr()
-    frame = array("q", [0] * encoded.FRAME_WORDS)
+    frame = array("q", [0] * encoded.FRAME_ARGUMENTS)
     frame[encoded.F_LAYOUT], frame[encoded.F_INPUTS] = layout.buffer_info()[0], width
     enter = partial(matrix._product, frame.buffer_info()[0], False)
 

@@ -97,7 +97,7 @@ def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
     """Also: the standardisation of the inputs is in the weights."""
     trace = recording()
     trained = train(trace, CONFIG, CPU)
-    it = predictor("learned").build(PredictorSetup(Shape(EXPERTS, TOP_K), learned=trained.tensors))
+    it = predictor("learned").build(PredictorSetup(Shape(EXPERTS, TOP_K), tensors=trained.tensors))
     said = np.empty((trace.tokens, TOP_K), np.int64)
     for token, inputs in enumerate(trace.gate_inputs.values):
         it.begin(PassStart(0, token, 1, False))

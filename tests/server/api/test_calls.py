@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.server.api.shared.calls import call_grammar
+from greenroom.server.api.shared.calls import tool_call_grammar
 from greenroom.server.engine.tokens.grammar import Grammars
-from greenroom.server.http.params import Choice
+from greenroom.server.http.params import ToolChoice
 from tests.server.conftest import NAME, Serve, saying, thinker_tokenizer, thinking
 
 LOOK: dict[str, Any] = {
@@ -39,12 +39,12 @@ WRONG = '<tool_call>{"name": "look", "arguments": {"steps":3}}</tool_call>'
 OTHER = '<tool_call>{"name": "jump", "arguments": {}}</tool_call>'
 
 
-def takes(choice: Choice, answer: str, strict: tuple[str, ...] = ()) -> bool:
+def takes(choice: ToolChoice, answer: str, strict: tuple[str, ...] = ()) -> bool:
     """May the model give this answer, and end there?"""
     tokenizer = thinker_tokenizer()
     dialogue = Dialogue(tokenizer, "qwen3_moe")
     prompt = dialogue.chat(ASKED, TOOLS, enable_thinking=False)
-    grammar = call_grammar(dialogue, prompt, TOOLS, choice, strict)
+    grammar = tool_call_grammar(dialogue, prompt, TOOLS, choice, strict)
     assert grammar is not None
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     place = Grammars(tokenizer, len(tokenizer), (end,))(grammar)
@@ -70,14 +70,14 @@ def takes(choice: Choice, answer: str, strict: tuple[str, ...] = ()) -> bool:
 )
 def test_what_may_be_answered(answer: str, required: bool, named: bool, strict: bool) -> None:
     """`strict`: the model chooses, and of the tools look alone keeps to its schema."""
-    assert takes(Choice("required"), answer) == required
-    assert takes(Choice("named", "go"), answer) == named
-    assert takes(Choice(), answer, ("look",)) == strict
+    assert takes(ToolChoice("required"), answer) == required
+    assert takes(ToolChoice("named", "go"), answer) == named
+    assert takes(ToolChoice(), answer, ("look",)) == strict
 
 
 def test_an_answer_is_free_where_nothing_is_asked() -> None:
     dialogue = Dialogue(thinker_tokenizer(), "qwen3_moe")
-    assert call_grammar(dialogue, [5], TOOLS, Choice(), ()) is None
+    assert tool_call_grammar(dialogue, [5], TOOLS, ToolChoice(), ()) is None
 
 
 def test_openai_s_chat(serve: Serve) -> None:

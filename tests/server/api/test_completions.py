@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.server.api.completions import Offsets
+from greenroom.server.api.completions import TokenOffsets
 from greenroom.server.engine.requests import Request
 from tests.server.conftest import NAME, Running, Serve, demo_tokenizer, saying
 from tests.server.fakes import FakeEngine
@@ -74,7 +74,7 @@ def test_each_token_begins_at_its_offset(serve: Serve) -> None:
 
 
 def test_special_tokens_that_a_tokenizer_adds_have_no_place_in_the_text() -> None:
-    dialogue, offsets = Dialogue(demo_tokenizer()), Offsets()
+    dialogue, offsets = Dialogue(demo_tokenizer()), TokenOffsets()
     ids = [0, *ids_of("ab cd")]
     assert [offsets.next(dialogue, each, "ab cd") for each in ids][:2] == [0, 0]
     assert offsets.at == len("ab cd")

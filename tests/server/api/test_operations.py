@@ -14,7 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.server.engine.requests import Finished
 from greenroom.server.http.metrics import engine_metrics
-from greenroom.server.http.request_log import Records, RequestLog, Served, tokens_per_s, tpot_s
+from greenroom.server.http.request_log import (
+    LogForwarder,
+    RequestLog,
+    RequestRecord,
+    tokens_per_s,
+    tpot_s,
+)
 from tests.server.conftest import NAME, Running, Serve, saying, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
@@ -197,9 +203,9 @@ def test_rates_are_of_decoding() -> None:
 def test_errors_are_logged_whole() -> None:
     lines: list[str] = []
     for form in ("text", "json"):
-        RequestLog(form, lines.append).failed("req_1", ValueError("why"))
+        RequestLog(form, lines.append).log_failure("req_1", ValueError("why"))
     assert all("ValueError: why" in line and "req_1" in line for line in lines)
-    RequestLog("text", lines.append).line(Served("req_2", "GET", "/"))
+    RequestLog("text", lines.append).log_request(RequestRecord("req_2", "GET", "/"))
     assert lines[-1].endswith(" s")
 
 
@@ -207,7 +213,7 @@ def test_what_the_rest_logs_has_the_same_form() -> None:
     for form in ("text", "json"):
         lines: list[str] = []
         log = logging.getLogger("greenroom.server.tests")
-        handler = Records(RequestLog(form, lines.append))
+        handler = LogForwarder(RequestLog(form, lines.append))
         log.addHandler(handler)
         try:
             log.info("not said")

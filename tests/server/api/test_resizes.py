@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.errors import BudgetError
 from greenroom.server.api.shared import resizes
-from greenroom.server.api.shared.resizes import Resizes
+from greenroom.server.api.shared.resizes import CacheResizer
 from tests.server.conftest import NAME, Serve, saying, wait_for
 
 KEY = "secret"
@@ -50,7 +50,7 @@ def storm(cache: Cache, sizes: list[str]) -> list[Any]:
     """The first is under way while the others come."""
 
     async def run() -> list[Any]:
-        resize = Resizes(cache.resize)
+        resize = CacheResizer(cache.resize)
         cache.open.clear()
         tasks = [asyncio.ensure_future(resize(sizes[0]))]
         await begun(cache, 1)
@@ -77,7 +77,7 @@ def test_a_size_that_is_refused_is_refused_for_its_own_caller(cache: Cache) -> N
 
 def test_a_caller_that_leaves_harms_no_other(cache: Cache) -> None:
     async def run() -> int:
-        resize = Resizes(cache.resize)
+        resize = CacheResizer(cache.resize)
         cache.open.clear()
         gone = [asyncio.ensure_future(resize("50%"))]
         await begun(cache, 1)
@@ -94,7 +94,7 @@ def test_a_caller_that_leaves_harms_no_other(cache: Cache) -> None:
 
 def test_answers_have_a_rest_between_two(cache: Cache) -> None:
     async def run() -> float:
-        resize, loop = Resizes(cache.resize), asyncio.get_running_loop()
+        resize, loop = CacheResizer(cache.resize), asyncio.get_running_loop()
         began = loop.time()
         for size in ("50%", "20%", "50%"):
             await resize(size)

@@ -8,8 +8,8 @@ import pytest
 
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, StoreError
-from greenroom.server.chat.local import Voice, loaded
-from greenroom.server.engine.tokens.reader import Delta
+from greenroom.server.chat.local import LocalBackend, wait_until_loaded
+from greenroom.server.engine.tokens.reader import AnswerDelta
 from tests.server.conftest import saying, thinking
 
 ASKED: Any = [{"role": "user", "content": "Hello"}]
@@ -17,8 +17,10 @@ ASKED: Any = [{"role": "user", "content": "Hello"}]
 
 def test_an_answer_comes_in_parts_and_is_counted() -> None:
     engine = thinking("<think>Hm.</think>Hello there!", reused=4)
-    parts: list[Delta] = []
-    reply = Voice(engine, SamplingConfig(seed=3, temperature=0.5)).answer(ASKED, parts.append)
+    parts: list[AnswerDelta] = []
+    reply = LocalBackend(engine, SamplingConfig(seed=3, temperature=0.5)).answer(
+        ASKED, parts.append
+    )
     assert (reply.reasoning, reply.text, reply.reason) == ("Hm.", "Hello there!", "stop")
     assert "".join(part.text for part in parts) == "Hello there!"
     assert (reply.reused_tokens, reply.new_tokens) == (4, engine.tickets[0].told)
@@ -29,11 +31,11 @@ def test_an_answer_comes_in_parts_and_is_counted() -> None:
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     engine = saying("word " * 100, delay_s=0.005)
 
-    def interrupt(delta: Delta) -> None:
+    def interrupt(delta: AnswerDelta) -> None:
         if len(engine.tickets) and engine.tickets[0].told > 5:
             raise KeyboardInterrupt
 
-    voice = Voice(engine, SamplingConfig())
+    voice = LocalBackend(engine, SamplingConfig())
     reply = voice.answer(ASKED, interrupt)
     assert reply.reason == "cancelled"
     assert reply.text.startswith("word")
@@ -45,7 +47,7 @@ def test_an_error_in_the_middle_is_the_users_to_see() -> None:
     engine = saying("one two three")
     engine.failing, engine.fail_after = StoreError("the disk"), 2
     with pytest.raises(StoreError, match="the disk"):
-        Voice(engine, SamplingConfig()).answer(ASKED, lambda delta: None)
+        LocalBackend(engine, SamplingConfig()).answer(ASKED, lambda delta: None)
 
 
 def test_a_model_without_a_template_goes_on_with_what_is_said() -> None:
@@ -54,13 +56,13 @@ def test_a_model_without_a_template_goes_on_with_what_is_said() -> None:
     engine = saying(" there")
     engine.tokenizer = copy(engine.tokenizer)
     engine.tokenizer.chat_template = None
-    assert Voice(engine, SamplingConfig()).answer(ASKED, lambda delta: None).text == " there"
+    assert LocalBackend(engine, SamplingConfig()).answer(ASKED, lambda delta: None).text == " there"
     assert engine.tokenizer.decode(engine.tickets[0].request.ids) == "<|begin|>Hello"
 
 
 def test_an_answer_has_the_room_that_the_context_has() -> None:
     engine = saying("one two three", context=16)
-    voice = Voice(engine, SamplingConfig(max_new_tokens=100))
+    voice = LocalBackend(engine, SamplingConfig(max_new_tokens=100))
     voice.answer(ASKED, lambda delta: None)
     request = engine.tickets[0].request
     assert len(request.ids) + request.max_new_tokens == 16
@@ -75,8 +77,8 @@ def test_loading_is_waited_for() -> None:
         engine.now = ("ready", 1.0, "")
 
     engine.now = ("loading", 0.5, "")
-    loaded(engine, show)
+    wait_until_loaded(engine, show)
     assert seen == [0.5]
     engine.now = ("failed", 0.5, "a shard is missing")
     with pytest.raises(GreenroomError, match="a shard is missing"):
-        loaded(engine, show)
+        wait_until_loaded(engine, show)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.journal import Journal, PrefixReuse
 from greenroom.server.engine.requests import Sampling
 from tests.benchmarks.harness import FOLDER
 from tests.models import cached_tiny
@@ -48,7 +48,7 @@ def test_the_same_passes_give_the_same_bits_whatever_the_cache_held(served: Any)
             assert each.end().reason == "length"
     finally:
         s.close()
-    assert any(isinstance(event, Reuse) for event in journal.events)
+    assert any(isinstance(event, PrefixReuse) for event in journal.events)
     found = replayed(folder, journal, capacity=16)
     assert found == {number: each.ids for number, each in enumerate(heard)}
 

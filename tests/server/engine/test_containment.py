@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from greenroom.errors import ClosedError, DeviceError
-from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contained
+from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contain_errors
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import NotFinite, Sampling
 from tests.server.rig import PATIENCE, Heard, draw, greedy
@@ -165,8 +165,8 @@ def test_logits_that_are_no_numbers_end_their_own_request(
 
 def test_what_ends_the_process_is_not_held_back() -> None:
     for kind in PASSES_THROUGH:
-        with pytest.raises(kind), contained(lambda error: None):
+        with pytest.raises(kind), contain_errors(lambda error: None):
             raise kind
-    with pytest.raises(RequestFailed, match="KeyError"), contained():
+    with pytest.raises(RequestFailed, match="KeyError"), contain_errors():
         raise KeyError("x")
     assert isinstance(as_error(MemoryError()), DeviceError)

@@ -15,7 +15,7 @@ from greenroom.errors import (
 )
 from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.journal import Journal, PrefixReuse
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.requests import Request, Sampling
 from greenroom.server.engine.start import start
@@ -49,7 +49,7 @@ def test_a_second_turn_reads_only_what_is_new(served: Any, model: Any) -> None:
     assert third.end().reused_tokens == 40
     assert third.ids == greedy(model, branch, 6)
     assert s.ask(turn, 6).end().reused_tokens == len(turn) - 1
-    assert Reuse(1, 0, 69) in s.engine.journal.events
+    assert PrefixReuse(1, 0, 69) in s.engine.journal.events
     assert s.engine.stats()["tokens"]["reused"] == 69 + 40 + len(turn) - 1
 
 

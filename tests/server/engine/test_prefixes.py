@@ -6,26 +6,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from greenroom.server.engine.prefixes import LEAST, Kept, Prefixes, as_ids, common
+from greenroom.server.engine.prefixes import (
+    MIN_TOKENS,
+    PrefixCache,
+    PrefixEntry,
+    as_ids,
+    common_prefix,
+)
 
 
-def kept(ids: list[int], nbytes: int = 10, exact: int = 0) -> Kept:
-    return Kept(as_ids(ids), object(), nbytes, exact)
+def kept(ids: list[int], nbytes: int = 10, exact: int = 0) -> PrefixEntry:
+    return PrefixEntry(as_ids(ids), object(), nbytes, exact)
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_common_is_the_longest_beginning_of_both(a: list[int], b: list[int]) -> None:
-    n = common(as_ids(a), as_ids(b))
+    n = common_prefix(as_ids(a), as_ids(b))
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
 def test_the_one_used_longest_ago_goes_first() -> None:
-    store = Prefixes(30)
-    entries = [kept([i] * LEAST) for i in range(3)]
-    assert all(store.keep(each) for each in entries)
-    store.used(entries[0])
-    store.keep(kept([9] * LEAST))
+    store = PrefixCache(30)
+    entries = [kept([i] * MIN_TOKENS) for i in range(3)]
+    assert all(store.add(each) for each in entries)
+    store.touch(entries[0])
+    store.add(kept([9] * MIN_TOKENS))
     assert [int(each.ids[0]) for each in store] == [2, 0, 9]
     assert (store.nbytes, store.evicted) == (30, 1)
     store.shrink(10)
@@ -33,29 +39,31 @@ def test_the_one_used_longest_ago_goes_first() -> None:
 
 
 def test_a_longer_one_takes_the_place_of_what_it_begins_with() -> None:
-    store = Prefixes(100)
-    short, long = kept([1] * LEAST), kept([1] * LEAST + [2])
-    store.keep(short)
-    assert store.keep(long)
+    store = PrefixCache(100)
+    short, long = kept([1] * MIN_TOKENS), kept([1] * MIN_TOKENS + [2])
+    store.add(short)
+    assert store.add(long)
     assert list(store) == [long]
-    assert not store.keep(kept([1] * LEAST))  # it is there
-    assert store.keep(kept([1] * LEAST, exact=LEAST))  # but not as a request alone would read it
+    assert not store.add(kept([1] * MIN_TOKENS))  # it is there
+    assert store.add(
+        kept([1] * MIN_TOKENS, exact=MIN_TOKENS)
+    )  # but not as a request alone would read it
     assert store.evicted == 0
 
 
 def test_what_is_too_short_or_too_large_is_not_kept() -> None:
-    store = Prefixes(100)
-    assert not store.keep(kept([1] * (LEAST - 1)))
-    assert not store.keep(kept([1] * LEAST, nbytes=101))
-    assert not Prefixes(0).keep(kept([1] * LEAST, nbytes=1))
+    store = PrefixCache(100)
+    assert not store.add(kept([1] * (MIN_TOKENS - 1)))
+    assert not store.add(kept([1] * MIN_TOKENS, nbytes=101))
+    assert not PrefixCache(0).add(kept([1] * MIN_TOKENS, nbytes=1))
     assert len(store) == store.nbytes == 0
 
 
 def test_what_is_taken_is_gone() -> None:
-    store = Prefixes(100)
-    entry = kept([1] * LEAST)
-    store.keep(entry)
-    assert store.take(entry) is entry.cache
+    store = PrefixCache(100)
+    entry = kept([1] * MIN_TOKENS)
+    store.add(entry)
+    assert store.pop(entry) is entry.cache
     assert len(store) == store.nbytes == 0
 
 
@@ -64,12 +72,12 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store, self.model = Prefixes(100), list[Kept]()
+        self.store, self.model = PrefixCache(100), list[PrefixEntry]()
 
     @rule(tail=st.lists(st.integers(0, 1), max_size=4), nbytes=st.integers(1, 120))
     def keep(self, tail: list[int], nbytes: int) -> None:
-        entry = kept([7] * LEAST + tail, nbytes)
-        done = self.store.keep(entry)
+        entry = kept([7] * MIN_TOKENS + tail, nbytes)
+        done = self.store.add(entry)
         ids = entry.ids.tolist()
         same = [each for each in self.model if each.ids.tolist()[: len(ids)] == ids]
         if nbytes > 100:
@@ -84,20 +92,20 @@ class Machine(RuleBasedStateMachine):
                 self.model.pop(0)
             self.model.append(entry)
 
-    def _last_used(self, entry: Kept) -> None:
+    def _last_used(self, entry: PrefixEntry) -> None:
         self.model = [each for each in self.model if each is not entry] + [entry]
 
     @rule(which=st.integers(0, 9))
     def use(self, which: int) -> None:
         if which < len(self.model):
-            self.store.used(self.model[which])
+            self.store.touch(self.model[which])
             self._last_used(self.model[which])
 
     @rule(which=st.integers(0, 9))
     def take(self, which: int) -> None:
         if which < len(self.model):
             entry = self.model.pop(which)
-            assert self.store.take(entry) is entry.cache
+            assert self.store.pop(entry) is entry.cache
 
     @rule(nbytes=st.integers(-5, 100))
     def shrink(self, nbytes: int) -> None:

@@ -15,7 +15,7 @@ from greenroom.errors import TooLong, UsageError
 from greenroom.hf.text.dialogue import Dialogue, TextDecoder
 from greenroom.hf.text.prompt_limit import PIECE, PromptLimit, count_chars
 from greenroom.server.api.shared.formats import json_grammar
-from greenroom.server.api.shared.schemas import MOST_NODES, too_large
+from greenroom.server.api.shared.schemas import MOST_NODES, schema_error
 from greenroom.server.engine.tokens.grammar import Grammars
 from greenroom.server.http import bodies
 from greenroom.server.http.errors import ApiError
@@ -118,17 +118,17 @@ class TestSchemas:
         ids=lambda value: value if isinstance(value, str) else "",
     )
     def test_a_schema_that_is_too_large(self, schema: Any, why: str) -> None:
-        assert why in (too_large(schema) or "")
+        assert why in (schema_error(schema) or "")
         with pytest.raises(ApiError, match="a schema that is not supported") as error:
             json_grammar(schema, "format")
         assert error.value.param == "format"
         assert len(str(error.value)) < 400
 
     def test_a_schema_of_usual_size(self) -> None:
-        assert too_large(wide(1000)) is None
-        assert too_large(nested(31)) is None
-        assert too_large({"enum": list(range(1000))}) is None
-        assert too_large({"$defs": {"a": {}}, "$ref": "#/$defs/a"}) is None
+        assert schema_error(wide(1000)) is None
+        assert schema_error(nested(31)) is None
+        assert schema_error({"enum": list(range(1000))}) is None
+        assert schema_error({"$defs": {"a": {}}, "$ref": "#/$defs/a"}) is None
         assert json_grammar(wide(1000), "format")
 
     @pytest.mark.parametrize("schema", [

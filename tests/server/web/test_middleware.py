@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from greenroom.errors import UsageError
-from greenroom.server.http.keys import VARIABLE, check_address, is_loopback, key_of
-from greenroom.server.web.listen import listening
+from greenroom.server.http.keys import VARIABLE, check_address, is_loopback, read_api_key
+from greenroom.server.web.listen import open_socket
 from tests.server.conftest import NAME, Running, Serve, saying, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
@@ -115,28 +115,28 @@ class TestKeys:
     def test_a_key_comes_from_a_file_or_the_environment(self, tmp_path: Path) -> None:
         file = tmp_path / "key"
         file.write_text(f"{KEY}\nsecond line\n")
-        assert key_of(str(file), {}) == KEY
-        assert key_of(str(file), {VARIABLE: "other"}) == KEY
-        assert key_of(None, {VARIABLE: KEY}) == KEY
-        assert key_of(None, {}) is None
+        assert read_api_key(str(file), {}) == KEY
+        assert read_api_key(str(file), {VARIABLE: "other"}) == KEY
+        assert read_api_key(None, {VARIABLE: KEY}) == KEY
+        assert read_api_key(None, {}) is None
 
     @pytest.mark.parametrize("text", ["", "\n", "  \n", "two words\n", "schlüssel\n"])
     def test_a_key_that_is_none(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "key"
         file.write_text(text)
         with pytest.raises(UsageError, match=r"is empty|is no API key"):
-            key_of(str(file), {})
+            read_api_key(str(file), {})
         with pytest.raises(UsageError, match=VARIABLE):
-            key_of(None, {VARIABLE: text})
+            read_api_key(None, {VARIABLE: text})
 
     def test_a_key_file_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="No such file"):
-            key_of(str(tmp_path / "none"), {})
+            read_api_key(str(tmp_path / "none"), {})
         with pytest.raises(UsageError, match="Is a directory"):
-            key_of(str(tmp_path), {})
+            read_api_key(str(tmp_path), {})
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
         with pytest.raises(UsageError, match="is not text"):
-            key_of(str(tmp_path / "binary"), {})
+            read_api_key(str(tmp_path / "binary"), {})
 
 
 class TestNames:
@@ -335,13 +335,13 @@ class TestPatience:
 
 class TestPorts:
     def test_a_port_that_is_in_use(self) -> None:
-        with listening("127.0.0.1", 0) as sock:
+        with open_socket("127.0.0.1", 0) as sock:
             port = sock.getsockname()[1]
             with pytest.raises(UsageError, match=f"port {port} is in use"):
-                listening("127.0.0.1", port)
-        listening("127.0.0.1", port).close()
+                open_socket("127.0.0.1", port)
+        open_socket("127.0.0.1", port).close()
 
     @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
     def test_an_address_that_is_not_this_machines(self, host: str) -> None:
         with pytest.raises(UsageError, match=f"cannot listen on {host}"):
-            listening(host, 0)
+            open_socket(host, 0)

@@ -53,12 +53,12 @@ def estimator_of(
 
     `processor` computes (default: the first); `co_compute`: estimate also co-compute with the host.
     """
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.history.files import load_records
 
-    runs = load_records(model.fingerprint, name_of(machine.host)).runs
+    runs = load_records(model.fingerprint, machine_name(machine.host)).runs
     computing = processor or machine.processors[0]
     first = computing == machine.processors[0]  # the runs were on this one
     costs = machine_costs(machine, model, config.readers, computing.name)

@@ -69,7 +69,7 @@ def measure(
 
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
     """A profile, measured first if there is none, and whether it is this machine's."""
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.runtime.measure.bandwidth import host_facts
 
     if source == "auto" and not default_profile().exists():
@@ -77,7 +77,7 @@ def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
         print("this machine has no profile yet: measuring it quickly", file=sys.stderr)
         return measure(None, True, progress), True
     machine = profile(source)
-    return machine, name_of(machine.host) == name_of(host_facts())
+    return machine, machine_name(machine.host) == machine_name(host_facts())
 
 
 def computes(machine: Machine, name: str | None) -> Processor:

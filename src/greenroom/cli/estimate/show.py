@@ -27,7 +27,7 @@ def facts_of(
     processor: Processor,
 ) -> list[tuple[str, str]]:
     """The facts that a plan is based on, by name."""
-    from greenroom.core.machine import name_of
+    from greenroom.core.machine import machine_name
     from greenroom.plan.summary import was_under_load
 
     whose = "this one" if local else "another machine than this one"
@@ -42,7 +42,7 @@ def facts_of(
     return [
         ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
                   f" {show_bytes(model.expert_bytes)} each"),
-        ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
+        ("machine", f"{machine_name(machine.host)} ({whose}){runs}"),
         ("routing", workload.description),
         ("slots", slots),
     ]  # fmt: skip

@@ -17,8 +17,8 @@ from greenroom.errors import GreenroomError, UsageError
 from greenroom.interrupts import mark_handled
 
 if TYPE_CHECKING:
-    from greenroom.server.chat.backend import Messages, Reply, Talker
-    from greenroom.server.engine.tokens.reader import Delta
+    from greenroom.server.chat.backend import ChatBackend, Messages, Reply
+    from greenroom.server.engine.tokens.reader import AnswerDelta
 
 HISTORY_LINES = 1000
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -95,7 +95,7 @@ class Terminal:
             raise EOFError
         return line.removesuffix("\n")
 
-    def write(self, delta: Delta) -> None:
+    def write(self, delta: AnswerDelta) -> None:
         """Write a part of an answer; reasoning is dimmed on a terminal and left out of files."""
         thinking = bool(delta.reasoning)
         if sys.stdout.isatty() and thinking != self._thinking:
@@ -127,7 +127,7 @@ class Session:
     """One conversation in the terminal."""
 
     def __init__(
-        self, talker: Talker, terminal: Terminal, name: str, system: str | None = None
+        self, talker: ChatBackend, terminal: Terminal, name: str, system: str | None = None
     ) -> None:
         self._talker, self._terminal = talker, terminal
         self._system = system

@@ -25,7 +25,7 @@ class AllResident:
 
     def __init__(self, placement: Placement, counts: Counts) -> None:
         self._cache, self._counts = placement.cache, counts
-        self.slot_of, self.place = placement.cache.state.slot_of, placement.place
+        self.slot_of, self.tier_slots = placement.cache.state.slot_of, placement.tier_slots
         self.used = np.zeros(self.slot_of.size, np.int64)
         self.steps = 0
 
@@ -45,7 +45,7 @@ class AllResident:
             return None
         self.used[experts] = self.steps + 1
         self.count(experts.size)
-        place: Ints = self.place[slots]
+        place: Ints = self.tier_slots[slots]
         return place
 
     def count(self, experts: int) -> None:

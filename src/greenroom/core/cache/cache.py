@@ -91,7 +91,7 @@ class Cache:
             self._own.append(policy.build_state(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
-        self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
+        self.pinned_set = np.empty(0, np.int64)  # pieces that the policy must not evict
         self.now: Clock = 0, 0, -1, 0  # of the step served last
         self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
         # Steps that each device's policy does not know of yet: their pieces, and the rows of
@@ -257,27 +257,27 @@ class Cache:
         self._tell_hits()
         return self._parts[device], self._own[device], LogicalTime(*self.now, self._told[device][1])
 
-    def keep(self, pieces: Ints) -> None:
+    def pin(self, pieces: Ints) -> None:
         """Let these pieces, and no longer those of before, stay once they are there.
 
         BudgetError where they would leave a group no slot for others.
         """
-        self._check_kept(self.sizes, pieces)
-        self.state.pinned[self.kept] -= 1
-        self.kept = np.sort(pieces)
-        self.state.pinned[self.kept] += 1
+        self._check_pinned(self.sizes, pieces)
+        self.state.pinned[self.pinned_set] -= 1
+        self.pinned_set = np.sort(pieces)
+        self.state.pinned[self.pinned_set] += 1
 
-    def sizes_for(self, capacity: int, kept: Ints | None = None) -> list[int]:
+    def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
         """Slots of each group where there are so many in all.
 
         BudgetError where a group would have no slot beside what is kept (or shall be).
         """
         sizes = group_sizes(self.pieces, capacity, self.scope)
-        self._check_kept(sizes, self.kept if kept is None else kept)
+        self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
 
-    def _check_kept(self, sizes: Sequence[int], kept: Ints) -> None:
-        of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
+    def _check_pinned(self, sizes: Sequence[int], pinned_set: Ints) -> None:
+        of_groups = np.bincount(self.state.group_of[pinned_set], minlength=len(sizes))
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
             if count >= size:
                 raise BudgetError(
@@ -287,20 +287,20 @@ class Cache:
 
     def fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
-        if self.pieces.devices == 1 and not self.kept.size and pieces.size:
+        if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(size <= self.open(group) for group, size in self.asked(pieces).items())
 
     def open(self, group: int) -> int:
         """Slots of a group that are nobody's for good."""
-        if not self.kept.size:
+        if not self.pinned_set.size:
             return self.sizes[group]
-        return self.sizes[group] - int((self.state.group_of[self.kept] == group).sum())
+        return self.sizes[group] - int((self.state.group_of[self.pinned_set] == group).sum())
 
     def asked(self, pieces: Ints) -> dict[int, int]:
         """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
-        if self.kept.size:
-            pieces = pieces[~np.isin(pieces, self.kept)]
+        if self.pinned_set.size:
+            pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
             return {}
         if self.pieces.devices == 1:  # a step is of one layer
@@ -326,7 +326,7 @@ class Cache:
         """Take a slot that this piece may have out of the cache, by evicting where none is free.
 
         (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
-        insertion. It is to come back by `give_back`.
+        insertion. It is to come back by `return_slot`.
         """
         state, own, at = self._at(piece)
         slot, evicted = self._bound.borrow(state, own, piece, at)
@@ -335,11 +335,11 @@ class Cache:
     def admit(self, piece: int, slot: int) -> None:
         """A piece has come into a slot that was borrowed for it, and is a resident from now on: the
         policy hears of an insertion."""
-        self.give_back(slot)
+        self.return_slot(slot)
         state, own, at = self._at(piece)
         self._bound.admit(state, own, piece, at)
 
-    def give_back(self, slot: int) -> None:
+    def return_slot(self, slot: int) -> None:
         """A slot that was borrowed is free again."""
         state = self.state
         group = int(np.searchsorted(state.first, slot, side="right")) - 1

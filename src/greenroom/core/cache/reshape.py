@@ -34,7 +34,7 @@ def reshape(cache: Cache, place: Ints, capacity: int) -> tuple[Ints, list[Move]]
     before = {piece: int(place[cache.state.slot_of[piece]]) for piece in cache.residents().tolist()}
     cache.resize(capacity)
     state = cache.state
-    there, kinds = first_places(cache), kinds_of(cache)
+    there, kinds = initial_tier_slots(cache), kinds_of(cache)
     fresh = np.full(there.size, -1, np.int64)
     homeless, known = [], set(there.tolist())
     for piece in cache.residents().tolist():
@@ -57,7 +57,7 @@ def reshape(cache: Cache, place: Ints, capacity: int) -> tuple[Ints, list[Move]]
     return fresh, moves
 
 
-def first_places(cache: Cache) -> Ints:
+def initial_tier_slots(cache: Cache) -> Ints:
     """The tier's slot for each of the cache's, [slots], before anything has moved."""
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:

@@ -1,1 +1,1 @@
-"""Compiled code on disk, under a digest of what it is made of."""
+"""The compile cache: Numba's compiled code on disk, under a digest of its sources."""

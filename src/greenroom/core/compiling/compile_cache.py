@@ -1,9 +1,9 @@
-"""Numba's compiled code on disk, under a digest of what it is made of.
+"""The compile cache: Numba's compiled code on disk, under a digest of its sources.
 
-One file a function and signature; its name is the key, so a file is never out of date and nothing
-is locked. It is written beside and renamed; a damaged one does not have its checksum, and what it
-should hold is compiled again. Processes, installations and checkouts of one user share the folder.
-Where it cannot be written each process compiles what it needs.
+There is one file a function and signature. Its name is the key, so a file is never out of date and
+nothing is locked. A file is written under another name and renamed. A damaged file does not match
+its checksum, and its function is compiled again. Processes, installations and checkouts of one user
+share the folder. Where it cannot be written, each process compiles what it needs.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ SUFFIX = ".nbc"
 
 
 class CompileCache:
-    """What Numba asks for compiled versions of one function."""
+    """The compile cache of one function, with the interface that Numba calls."""
 
     def __init__(self, function: FunctionType, options: dict[str, Any]) -> None:
         self._function, self._options = function, sorted(options.items())
 
     def path(self, signature: Any, codegen: Any) -> Path:
-        """The file of a version."""
+        """The file of the code for a signature."""
         key = (sigutils.normalize_signature(signature), codegen.magic_tuple(), versions())
         digest = FunctionDigest.of(self._function, self._options, key)
         name = f"{self._function.__module__.rpartition('.')[2]}.{self._function.__name__}"
         return folder() / f"{name}-{digest[:40]}{SUFFIX}"
 
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
-        """The compiled version for a signature, or None."""
+        """Load the code for a signature; None where it is not on disk."""
         target_context.refresh()
         data = read(self.path(sig, target_context.codegen()))
         return None if data is None else CompileResult._rebuild(target_context, *pickle.loads(data))
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
-        """Keep a compiled version, unless it has addresses of this process in it."""
+        """Save compiled code, unless it contains addresses of this process."""
         if not data.library.has_dynamic_globals:
             write(self.path(sig, data.codegen), serialize.dumps(data._reduce()))
 
 
 def jit(function: Any = None, /, **options: Any) -> Any:
-    """Numba's `njit` without the GIL; versions are looked for on disk before they are compiled."""
+    """Numba's `njit` without the GIL, with the compile cache on disk."""
     if function is None:
         return partial(jit, **options)
     compiled = numba.njit(nogil=True, **options)(function)
@@ -69,7 +69,7 @@ def jit(function: Any = None, /, **options: Any) -> Any:
 
 
 def entry_point(function: Any, signature: Any) -> Any:
-    """A function compiled for callers outside of Python, from disk where it is there."""
+    """Compile a function for callers outside of Python, or load it from the compile cache."""
     compiled: Any = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={})
     compiled._cache = CompileCache(function, {"called from": "C"})
     compiled.compile()
@@ -77,26 +77,26 @@ def entry_point(function: Any, signature: Any) -> Any:
 
 
 def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
-    """A copy of a function that finds `parts` (compiled functions, constants) among its globals."""
+    """Copy a function, with `parts` (compiled functions, constants) among its globals."""
     scope = template.__globals__ | parts
-    made = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
-    made.__module__, made.__qualname__ = template.__module__, template.__qualname__
-    return made
+    copied = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
+    copied.__module__, copied.__qualname__ = template.__module__, template.__qualname__
+    return copied
 
 
 @cache
 def versions() -> tuple[Any, ...]:
-    """What compiled code depends on beside its sources, its signature and the processor."""
+    """Versions and settings that compiled code depends on, besides sources and processor."""
     packages = numba.__version__, llvmlite.__version__, np.__version__
     levels = config.OPT, config.LOOP_VECTORIZE, config.SLP_VECTORIZE, config.BOUNDSCHECK
     return FORMAT, sys.version, packages, tuple(map(str, levels))
 
 
 def read(path: Path) -> bytes | None:
-    """What was written to a file; None where nothing was, or it is damaged."""
+    """Read a file's data; None where the file is missing or damaged."""
     try:
         data = path.read_bytes()
-        os.utime(path)  # used last are removed last
+        os.utime(path)  # `trim` removes the files used longest ago
     except OSError:
         return None
     checksum, data = data[:32], data[32:]
@@ -104,8 +104,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; those used longest ago make room. Nothing is kept where
-    the folder cannot be written."""
+    """Write a file atomically, then trim the folder. Does nothing where it cannot be written."""
     with suppress(OSError):
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -120,14 +119,14 @@ def write(path: Path, data: bytes) -> None:
 
 
 def trim(where: Path, limit: int) -> None:
-    """Remove the files used longest ago until the folder holds no more than `limit` bytes."""
+    """Remove the files used longest ago until a folder holds at most `limit` bytes."""
     with os.scandir(where) as entries:
         files = [(s.st_mtime, s.st_size, e.path) for e in entries if (s := _status(e)) is not None]
     total = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
         if total <= limit:
             return
-        with suppress(OSError):  # another process was first
+        with suppress(OSError):  # another process may remove it first
             os.unlink(path)
         total -= size
 
@@ -139,10 +138,10 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 class _UniqueIds:
-    """Numbers that make the symbols of Numba's functions unique.
+    """Random numbers that make the symbols of Numba's functions unique.
 
-    Numba counts them in each process, so that two processes give one symbol to different code: a
-    third one that loads both would call the first in place of the second.
+    Numba counts in each process, so that two processes give one symbol to different code: a third
+    process that loads both would call the first in place of the second.
     """
 
     def __next__(self) -> int:

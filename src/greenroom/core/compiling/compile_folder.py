@@ -1,4 +1,4 @@
-"""Where compiled code is kept, without an import of Numba."""
+"""The folder of the compile cache, without an import of Numba."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """A folder of Greenroom's own in NUMBA_CACHE_DIR, or else in the user's cache folder."""
+    """Greenroom's folder in NUMBA_CACHE_DIR, or else in the user's cache folder."""
     numba, user = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     return Path(numba or user or os.path.expanduser("~/.cache")) / "greenroom" / "compiled"

@@ -1,9 +1,9 @@
-"""A digest of all that a function is compiled from.
+"""A digest of everything that a function is compiled from.
 
-It covers the function's instructions and constants, and what its names stand for, followed through
+It covers the function's instructions and constants, and the values of its names, followed through
 Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line numbers
-are no part of it. Of other packages only the names that are used count: their versions belong into
-the caller's key.
+are no part of it. Of other packages only the names in use count: their versions belong in the
+caller's key.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from numba.extending import _Intrinsic
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 TABLES = (*PLAIN, tuple, list, dict, set, frozenset)
-# Of a class: what depends on its file, or on what else is in it.
+# Attributes of a class that depend on its file, or on its other attributes.
 GENERATED = {"__module__", "__doc__", "__annotations__", "__dataclass_fields__", "__firstlineno__"}
 COPIED = "__slotnames__"  # left on a class when an object of it is first copied or pickled
 
 
 class FunctionDigest:
-    """A hash that values are added to. What has an identity is followed once."""
+    """A hash to which values are added; an object that occurs again is added by its number."""
 
     def __init__(self, module: str) -> None:
         self._hash = hashlib.sha256()
-        self._own = {"greenroom", _package(module)}  # packages whose content counts
-        self._seen: dict[int, tuple[int, Any]] = {}  # id -> (number, what keeps the id taken)
+        self._packages = {"greenroom", _package(module)}  # packages whose content is added
+        self._numbers: dict[int, tuple[int, Any]] = {}  # id -> (number, the object, kept alive)
 
     @classmethod
     def of(cls, function: Callable[..., Any], *more: Any) -> str:
-        """The digest of a function, and of other values, in hexadecimal digits."""
+        """The digest of a function and other values, in hexadecimal digits."""
         digest = cls(function.__module__)
         digest._all((function, function.__module__, function.__qualname__, more))
         return digest._hash.hexdigest()
 
     def add(self, value: Any) -> None:
-        """Add a value. TypeError where nothing tells it from others of its kind."""
+        """Add a value. TypeError where it has no content that is equal in every process."""
         kind = type(value)
         if kind in PLAIN:
             self._put(kind.__name__, repr(value))
@@ -55,14 +55,14 @@ class FunctionDigest:
             self._all(value)
         elif kind is frozenset:
             self._put("frozenset", *sorted(map(repr, value)))
-        elif id(value) in self._seen:
-            self._put("seen", self._seen[id(value)][0])
+        elif id(value) in self._numbers:
+            self._put("seen", self._numbers[id(value)][0])
         else:
-            self._seen[id(value)] = len(self._seen), value
+            self._numbers[id(value)] = len(self._numbers), value
             self._follow(value)
 
-    def _put(self, *words: object) -> None:
-        text = "\0".join(map(str, words)).encode()
+    def _put(self, *texts: object) -> None:
+        text = "\0".join(map(str, texts)).encode()
         self._hash.update(b"%d:%b" % (len(text), text))
 
     def _all(self, values: Iterable[Any]) -> None:
@@ -110,12 +110,12 @@ class FunctionDigest:
         elif self._is_own(type(value).__module__):
             self.add(vars(value))
         elif " at 0x" in (text := repr(value)):
-            raise TypeError(f"no digest of {text}: it has nothing that is the same in each process")
+            raise TypeError(f"no digest of {text}: its content differs from process to process")
         else:
             self._put(text)
 
     def _is_own(self, module: str) -> bool:
-        return _package(module) in self._own
+        return _package(module) in self._packages
 
     def _function(self, function: FunctionType) -> None:
         if not self._is_own(function.__module__):
@@ -140,7 +140,7 @@ class FunctionDigest:
         self.add(kind.__bases__)
         for name, value in vars(kind).items():
             if isinstance(value, FunctionType) and value.__code__.co_filename == "<string>":
-                continue  # made from the fields by dataclass or NamedTuple
+                continue  # generated from the fields by dataclass or NamedTuple
             if name == COPIED:
                 continue
             self._put(name)
@@ -161,24 +161,26 @@ def _package(module: str) -> str:
 
 @cache
 def _digest_of_code(code: CodeType) -> tuple[bytes, tuple[str, ...]]:
-    """The digest of instructions, and the names that they use, each once, in order."""
+    """The digest of a code object, and the names in it, each once, in order."""
     steps, used = bytearray(code.co_code), dict[int, int]()
-    beyond = 0
-    for i in range(0, len(steps), 2):  # number constants as they are used: not by a docstring
-        operation, argument = steps[i], beyond | steps[i + 1]
-        beyond = argument << 8 if operation == dis.EXTENDED_ARG else 0
+    extended = 0
+    for i in range(0, len(steps), 2):  # number constants by use: a docstring has a number too
+        operation, argument = steps[i], extended | steps[i + 1]
+        extended = argument << 8 if operation == dis.EXTENDED_ARG else 0
         if operation in dis.hasconst:
             steps[i + 1] = used.setdefault(argument, len(used)) & 255
     layout = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    whole = hashlib.sha256(repr((bytes(steps), code.co_exceptiontable, layout, names)).encode())
-    found = dict.fromkeys(code.co_names)
+    code_digest = hashlib.sha256(
+        repr((bytes(steps), code.co_exceptiontable, layout, names)).encode()
+    )
+    names_used = dict.fromkeys(code.co_names)
     for constant in map(code.co_consts.__getitem__, used):
         if isinstance(constant, CodeType):
             digest, inner = _digest_of_code(constant)
-            found |= dict.fromkeys(inner)
+            names_used |= dict.fromkeys(inner)
         else:
             unordered = isinstance(constant, frozenset)
             digest = repr(sorted(map(repr, constant)) if unordered else constant).encode()
-        whole.update(b"%d:%b" % (len(digest), digest))
-    return whole.digest(), tuple(found)
+        code_digest.update(b"%d:%b" % (len(digest), digest))
+    return code_digest.digest(), tuple(names_used)

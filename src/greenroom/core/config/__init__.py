@@ -1,1 +1,1 @@
-"""What tunes the core: `SchedulerConfig`, shared by runs, the simulator and the planner."""
+"""Configuration of the core: `SchedulerConfig`, shared by runs, the simulator and the planner."""

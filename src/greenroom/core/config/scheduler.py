@@ -1,4 +1,4 @@
-"""`SchedulerConfig`: all that tunes the core, alike in runs, in the simulator and in plans."""
+"""The configuration of the scheduler and its options, shared by runs, simulations and plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SchedulerConfig(
     PrecisionConfig,
     CoComputeConfig,
 ):
-    """Fields of every command that has a scheduler, with real bytes or in simulated time."""
+    """Settings of the scheduler, for every command that runs or simulates one."""
 
     scope: str = option(
         "shared", "one cache for all layers, one a layer of equal size, or sizes as the numbers"
@@ -50,8 +50,8 @@ class SchedulerConfig(
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 
     def approximation(self) -> Approximation | None:
-        found = (kind.approximation(self) for kind in OPTIONS)
-        return next((each for each in found if each is not None), None)
+        each_option = (kind.approximation(self) for kind in OPTIONS)
+        return next((each for each in each_option if each is not None), None)
 
     def uses_host(self) -> bool:
         return any(kind.uses_host(self) for kind in OPTIONS)
@@ -62,12 +62,12 @@ class SchedulerConfig(
     def options(
         self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0
     ) -> list[Option]:
-        """The options that are on; see `OptionConfig.build`."""
-        found = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
-        return [each for each in found if each is not None]
+        """Build the options that are on; see `OptionConfig.build`."""
+        options = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
+        return [each for each in options if each is not None]
 
-    def exact(self: Config) -> Config:
-        """The same without the options that approximate."""
+    def without_approximation(self: Config) -> Config:
+        """Copy the config with all approximating options at their defaults."""
         rows = [fields(kind) for kind in OPTIONS if kind.approximation(self) is not None]
         changes: dict[str, Any] = {each.name: each.default for row in rows for each in row}
         return replace(self, **changes)
@@ -78,13 +78,13 @@ NO_OPTIONS = SchedulerConfig()
 
 
 def option_names() -> list[str]:
-    """The fields of all options."""
+    """The names of the fields of all options."""
     return [each.name for kind in OPTIONS for each in fields(kind)]
 
 
-def with_options(config: Config, **given: Any) -> Config:
-    """The config with these fields; UsageError for a field that no option here has."""
-    for name in given:
+def with_options(config: Config, **values: Any) -> Config:
+    """The config with these values; UsageError for a name that is no field of it."""
+    for name in values:
         if name not in type(config).__dataclass_fields__:
             raise UsageError(f"no option of the scheduler is called {name}")
-    return replace(config, **given)
+    return replace(config, **values)

@@ -1,1 +1,1 @@
-"""Options of the scheduler that change its plans: one a file; `rules` holds what they decide by."""
+"""Options that change the scheduler's plans: settings, one option a file, and their `rules`."""

@@ -1,4 +1,4 @@
-"""Co-compute: whether the host's processor computes misses (see `rules.cocompute`)."""
+"""Co-compute: settings of misses on the host's processor (see `rules.cocompute`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoComputeConfig(OptionConfig):
-    """Whether the host's processor computes misses."""
+    """Settings of co-compute, by which the host's processor computes some misses."""
 
     co_compute: str = option(
         "off", "with a GPU, have the host's processor compute experts that are missing there, where"

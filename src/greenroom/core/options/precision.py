@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from greenroom.core.pieces import Pieces
     from greenroom.core.plan import Option
 
-LOW_BELOW = 0.4  # of a token's gate weights: HOBBIT's T1 = 0.6, from the other end
+LOW_BELOW = 0.4  # a tail weight: HOBBIT's T1 = 0.6
 PRECISIONS = ("off", "int8", "int4")
 
 
-def gate_share(value: float, name: str) -> None:
+def check_gate_share(value: float, name: str) -> None:
+    """Raise UsageError for a threshold that is no share of the gate weights."""
     if not 0 <= value <= 1:
         raise UsageError(f"{name} is a share of the gate weights, from 0 to 1: {value}")
 
@@ -37,7 +38,7 @@ class PrecisionConfig(OptionConfig):
     low_below: float | None = option(
         None, "with --miss-precision: misses of experts that, with all smaller ones of the token,"
         " have less than this share of its gate weights (default: 0.4, which is HOBBIT's T1 = 0.6)",
-        "SHARE", group=INEXACT, needs="miss_precision", check=gate_share,
+        "SHARE", group=INEXACT, needs="miss_precision", check=check_gate_share,
     )  # fmt: skip
     low_share: str = option(
         "12.5%", "with --miss-precision: share of the cache's memory that copies have", "SHARE",
@@ -50,12 +51,12 @@ class PrecisionConfig(OptionConfig):
     )  # fmt: skip
     skip_below: float = option(
         0.0, "leave out misses below this share of the gate weights, which changes the output:"
-        " HOBBIT's T2 = 0.9 is 0.1 (default: none)", "SHARE", group=INEXACT, check=gate_share,
+        " HOBBIT's T2 = 0.9 is 0.1 (default: none)", "SHARE", group=INEXACT, check=check_gate_share,
     )  # fmt: skip
     substitute_below: float = option(
         0.0, "replace misses below this share of the gate weights by the expert that is there and"
         " was most often chosen with them, which changes the output (default: none)", "SHARE",
-        group=INEXACT, check=gate_share,
+        group=INEXACT, check=check_gate_share,
     )  # fmt: skip
 
     def check(self) -> None:

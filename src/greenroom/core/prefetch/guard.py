@@ -119,7 +119,7 @@ class Guard:
             self.changed()
 
 
-class Found:
+class TrialResult:
     """What a trial found: the time with prefetching over that without, and how sure that is."""
 
     def __init__(self, logs: list[float], draws: np.random.Generator, clear: bool) -> None:
@@ -155,7 +155,7 @@ class Trial:
         self._logs: list[float] = []  # of each pair: with / without
         self._lost = 0.0  # passes, by the slower side of each pair
 
-    def passed(self, seconds: float, last: bool = False) -> Found | None:
+    def passed(self, seconds: float, last: bool = False) -> TrialResult | None:
         """A pass of the side that was `on` took so long. `last`: there is no time for more."""
         self._block.append(seconds)
         if len(self._block) < BLOCK and not self._far_behind():
@@ -170,9 +170,9 @@ class Trial:
         self._pair()  # the next one begins with the side that this one ended with
         n = len(self._logs)
         if n >= CLEAR and self._lost >= LOSS and abs(sum(map(np.sign, self._logs))) == n:
-            return Found(self._logs, self._random, clear=True)
+            return TrialResult(self._logs, self._random, clear=True)
         if n in LOOKS or last:
-            found = Found(self._logs, self._random, clear=False)
+            found = TrialResult(self._logs, self._random, clear=False)
             return found if found.decided or last or n == LOOKS[-1] else None
         return None
 

@@ -1,4 +1,4 @@
-"""What to prefetch: predictions become chances, chances become wishes, and value decides.
+"""What to prefetch: predictions become chances, chances become candidates, and value decides.
 
 A predictor names experts in order. How often the one at each rank is used is counted while it runs
 (by layer, with all layers as the prior), so that a rank has a chance of use, whatever the
@@ -37,7 +37,7 @@ CARRY = 0.2  # of a transfer's time: what it takes from computing
 FIRST_CHANCE = 0.5  # of use, of any rank, before anything is known
 
 
-class Wish(NamedTuple):
+class PrefetchCandidate(NamedTuple):
     piece: int
     layer: int
     chance: float
@@ -110,7 +110,9 @@ class Lookahead:
         self._layers = pieces.layers
         self._ranges = list(pairwise(pieces.offsets))
         self._expected: list[Expected | None] = [None] * self._layers
-        self.wishes: dict[int, deque[tuple[int, float]]] = {}  # layer -> (piece, chance), not empty
+        self.candidates: dict[
+            int, deque[tuple[int, float]]
+        ] = {}  # layer -> (piece, chance), not empty
         self._ranks, self._all = [Ranks() for _ in range(self._layers)], Ranks()
         self._chunks = pieces.chunks.tolist()
         self._at = self._layers - 1  # the layer that was routed last
@@ -124,18 +126,18 @@ class Lookahead:
         """A prediction for a layer, likeliest first; it takes the place of an earlier one."""
         ranked: list[int] = pieces.tolist()
         self._expected[layer] = Expected(pieces, ranked, self.ahead(layer))
-        self._wish(layer, ranked, self._chances(layer, len(ranked)))
+        self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
 
     def decided(self, layer: int, pieces: Ints) -> None:
         """A layer's experts are known before its step begins; what was predicted is still checked
         then."""
-        self._wish(layer, pieces.tolist(), [1.0] * pieces.size)
+        self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
-    def _wish(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
+    def _set_candidates(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
         if pieces:
-            self.wishes[layer] = deque(zip(pieces, chances, strict=True))
+            self.candidates[layer] = deque(zip(pieces, chances, strict=True))
         else:
-            self.wishes.pop(layer, None)
+            self.candidates.pop(layer, None)
 
     def ahead(self, layer: int) -> int:
         """Layers from the one routed last to this one, at least 1."""
@@ -144,13 +146,13 @@ class Lookahead:
     def routed(
         self, layer: int, pieces: Ints, prefill: bool, now: float, slot_of: Ints
     ) -> Expected | None:
-        """A layer's routing is known: its wishes are over. Returns what had been predicted.
+        """A layer's routing is known: its candidates are over. Returns what had been predicted.
 
         `slot_of` [pieces] is negative for those that are not resident (before this step).
         """
         self.pace.routed(now, prefill, same_pass=layer > self._at)
         self._at, self._prefill = layer, prefill
-        self.wishes.pop(layer, None)
+        self.candidates.pop(layer, None)
         expected, self._expected[layer] = self._expected[layer], None
         if prefill:
             self._prompt_step(layer, pieces)
@@ -171,7 +173,7 @@ class Lookahead:
             begin, end = self._ranges[layer + 1]
             share = self._prompts[begin:end]
             order = np.argsort(-share, kind="stable")
-            self._wish(layer + 1, (begin + order).tolist(), share[order].tolist())
+            self._set_candidates(layer + 1, (begin + order).tolist(), share[order].tolist())
 
     def _check(self, layer: int, expected: Expected, used: set[int], absent: list[bool]) -> None:
         """Learn how often each rank is right; count accuracy among the top-k.
@@ -215,8 +217,8 @@ class Lookahead:
         ]
 
     def clear(self) -> None:
-        """Wish for nothing."""
-        self.wishes.clear()
+        """Drop all candidates."""
+        self.candidates.clear()
 
     def nearest(
         self,
@@ -224,32 +226,32 @@ class Lookahead:
         held: Container[int] = (),
         may: Callable[[int], bool] | None = None,
         chunks: Callable[[int], int] | None = None,
-    ) -> Wish | None:
+    ) -> PrefetchCandidate | None:
         """The next wish worth its transfer; those before it that are not are given up, and so are
         those that are there: resident by `slot_of` (negative where not), or `held`. Pieces that
         `may` not begin now are passed over. `chunks` says what of a piece is to be moved."""
         count = chunks or self._chunks.__getitem__
-        for layer in sorted(self.wishes, key=self.ahead):
-            wishes, ahead, passed = self.wishes[layer], self.ahead(layer), 0
-            while len(wishes) > passed:
-                piece, chance = wishes[passed]
+        for layer in sorted(self.candidates, key=self.ahead):
+            candidates, ahead, passed = self.candidates[layer], self.ahead(layer), 0
+            while len(candidates) > passed:
+                piece, chance = candidates[passed]
                 there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
                 if there or self.value(count(piece), chance, ahead) <= 0:
-                    del wishes[passed]
+                    del candidates[passed]
                 elif may is None or may(piece):
-                    return Wish(piece, layer, chance)
+                    return PrefetchCandidate(piece, layer, chance)
                 else:
                     passed += 1
-            if not wishes:
-                del self.wishes[layer]
+            if not candidates:
+                del self.candidates[layer]
         return None
 
-    def fulfil(self, wish: Wish) -> None:
+    def remove(self, candidate: PrefetchCandidate) -> None:
         """The wish is on its way, or not needed."""
-        wishes = self.wishes[wish.layer]
-        wishes.remove((wish.piece, wish.chance))
-        if not wishes:
-            del self.wishes[wish.layer]
+        candidates = self.candidates[candidate.layer]
+        candidates.remove((candidate.piece, candidate.chance))
+        if not candidates:
+            del self.candidates[candidate.layer]
 
     def value(self, chunks: int, chance: float, layers: int) -> float:
         """Seconds that a prefetch of so many chunks is expected to save, so many layers ahead."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from greenroom.core.cache.buffer import Held, Use
+from greenroom.core.cache.buffer import BorrowedSlot, BorrowState
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import Predicted, Routed
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Option, View
-from greenroom.core.prefetch.lookahead import Expected, Lookahead, Wish
+from greenroom.core.prefetch.lookahead import Expected, Lookahead, PrefetchCandidate
 from greenroom.core.transfers.queue import Urgency
 from greenroom.core.transfers.transfers import Transfers
 
@@ -48,12 +48,14 @@ class Prefetcher:
         )
         used = set(event.experts.tolist())
         for held in placement.buffer.passed(event.layer, used):
-            if held.use is Use.MOVING:
+            if held.use is BorrowState.MOVING:
                 self._transfers.drop_prefetch(held.piece)
             else:
                 self._counts.wasted += 1
-                placement.give_back(held.piece)
-        passed = placement.extras.passed(event.layer, used) if placement.extras.seats else ()
+                placement.return_slot(held.piece)
+        passed = (
+            placement.secondary.passed(event.layer, used) if placement.secondary.capacity else ()
+        )
         for expert, complete in passed:
             if complete:
                 self._counts.wasted += 1
@@ -64,7 +66,7 @@ class Prefetcher:
     def landed(self, piece: int) -> None:
         """A piece has come into its borrowed slot before a step asked for it."""
         placement = self._placement
-        if placement.buffer.held[piece].stays:
+        if placement.buffer.borrowed[piece].stays:
             placement.cache.admit(piece, placement.buffer.release(piece))
             self._counts.adopted += 1
         else:
@@ -83,7 +85,7 @@ class Prefetcher:
         False where there is none, or no link is idle.
         """
         placement, queue = self._placement, self._transfers.queue
-        if not self.lookahead.wishes:
+        if not self.lookahead.candidates:
             return False
         ways = [queue.open_for(Urgency.PREFETCH, d) for d in range(placement.pieces.devices)]
         if not any(ways):
@@ -92,42 +94,44 @@ class Prefetcher:
         if but or not all(ways):
             may = lambda piece: ways[placement.home_device[piece]] and piece not in but  # noqa: E731
         if self._split:
-            wish = self.lookahead.nearest(None, _Resident(placement), may, placement.missing_chunks)
+            candidate = self.lookahead.nearest(
+                None, _Resident(placement), may, placement.missing_chunks
+            )
         else:
-            slots, held = placement.cache.state.slot_of, placement.buffer.held
-            wish = self.lookahead.nearest(slots, held, may)
-        return wish is not None and self._begin(wish)
+            slots, held = placement.cache.state.slot_of, placement.buffer.borrowed
+            candidate = self.lookahead.nearest(slots, held, may)
+        return candidate is not None and self._begin(candidate)
 
-    def _begin(self, wish: Wish) -> bool:
-        placement, expert = self._placement, wish.piece
+    def _begin(self, candidate: PrefetchCandidate) -> bool:
+        placement, expert = self._placement, candidate.piece
         if not placement.resident(expert):
-            slot = self._borrow(wish)
+            slot = self._borrow(candidate)
             if slot >= 0 or not placement.buffer.full:  # where all is pinned, it is given up
-                self.lookahead.fulfil(wish)
+                self.lookahead.remove(candidate)
             if slot < 0:
                 return False
-            placement.buffer.bring(expert, slot, wish.layer, wish.chance)
-            self._transfers.prefetch(expert, int(placement.place[slot]))
-        elif placement.extras.room:
-            self.lookahead.fulfil(wish)
+            placement.buffer.bring(expert, slot, candidate.layer, candidate.chance)
+            self._transfers.prefetch(expert, int(placement.tier_slots[slot]))
+        elif placement.secondary.room:
+            self.lookahead.remove(candidate)
         else:
             return False
-        if not placement.extra_there(expert):
-            slot = placement.extras.bring(expert, wish.layer)
+        if not placement.has_secondary(expert):
+            slot = placement.secondary.bring(expert, candidate.layer)
             if slot >= 0:
-                place = placement.extra_slot(slot)
+                place = placement.secondary_tier_slot(slot)
                 self._transfers.prefetch(placement.secondary_of(expert), place)
         return True
 
-    def _borrow(self, wish: Wish) -> int:
+    def _borrow(self, candidate: PrefetchCandidate) -> int:
         """A slot for a prefetch, -1 where none can be had."""
         placement = self._placement
         if placement.buffer.full:
-            least = placement.buffer.least(wish.chance)
+            least = placement.buffer.least(candidate.chance)
             if least is None:
                 return -1
             self._displace(least)
-        slot, evicted = placement.cache.borrow(wish.piece)
+        slot, evicted = placement.cache.borrow(candidate.piece)
         if evicted >= 0:
             self.lookahead.evicted(evicted)
         return slot
@@ -149,7 +153,7 @@ class Prefetcher:
                 slot, _ = placement.cache.borrow(expert)
                 if slot >= 0:
                     placement.buffer.bring(expert, slot, layer, 1.0, stays=True)
-                    self._transfers.prefetch(expert, int(placement.place[slot]))
+                    self._transfers.prefetch(expert, int(placement.tier_slots[slot]))
                 return slot >= 0
         return False
 
@@ -157,12 +161,12 @@ class Prefetcher:
 
     def make_room(self, experts: Ints, here: Collection[int]) -> bool:
         """Whether a step fits beside the borrowed slots; prefetches for later layers yield."""
-        if not self._placement.buffer.held:
+        if not self._placement.buffer.borrowed:
             return self._placement.cache.fits(experts)
         while (held := self._placement.crowding(experts, here)) is not False:
             if held is None:
                 return False
-            assert isinstance(held, Held)
+            assert isinstance(held, BorrowedSlot)
             self._displace(held)
         return True
 
@@ -172,22 +176,22 @@ class Prefetcher:
         if (least := buffer.least(2.0)) is not None:
             self._displace(least)
             return True
-        before = len(buffer.held)
-        for held in list(buffer.held.values()):
-            if held.use is Use.MOVING:
+        before = len(buffer.borrowed)
+        for held in list(buffer.borrowed.values()):
+            if held.use is BorrowState.MOVING:
                 self._transfers.drop_prefetch(held.piece)
-        return len(buffer.held) < before
+        return len(buffer.borrowed) < before
 
     def abandon(self) -> None:
         """End all loans; transfers under way land first."""
         placement = self._placement
         self.lookahead.clear()
-        for held in list(placement.buffer.held.values()):
-            if held.use is Use.MOVING:
+        for held in list(placement.buffer.borrowed.values()):
+            if held.use is BorrowState.MOVING:
                 self._transfers.drop_prefetch(held.piece)
             else:
                 self._displace(held)
-        for expert, complete in placement.extras.waiting():
+        for expert, complete in placement.secondary.waiting():
             if complete:
                 self._counts.displaced += 1
             else:
@@ -195,16 +199,16 @@ class Prefetcher:
 
     def retire(self, now: float) -> None:
         """The cache is emptied: count the loans that end with it, and expect nothing."""
-        for held in self._placement.buffer.held.values():
-            self._counts.dropped += held.use is Use.MOVING
-            self._counts.displaced += held.use is Use.AHEAD
+        for held in self._placement.buffer.borrowed.values():
+            self._counts.dropped += held.use is BorrowState.MOVING
+            self._counts.displaced += held.use is BorrowState.COMPLETE
         self.lookahead.clear()
         self.lookahead.pace.paused()
         self.lookahead.pace.link(now, 0, demanding=False, landed=False)
 
-    def _displace(self, held: Held) -> None:
+    def _displace(self, held: BorrowedSlot) -> None:
         self._counts.displaced += 1
-        self._placement.give_back(held.piece)
+        self._placement.return_slot(held.piece)
 
 
 class _Resident:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from greenroom.core.cache.buffer import Held, Use
+from greenroom.core.cache.buffer import BorrowedSlot, BorrowState
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import Routed
@@ -21,7 +21,7 @@ class Borrowing:
         self._placement, self._transfers = placement, transfers
         self._prefetcher, self._counts = prefetcher, counts
 
-    def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, Held], int]:
+    def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
         """End the loans that a step takes over, or that are in its way.
 
         Returns the step's experts that have, or had, borrowed slots; and how many misses the cache
@@ -32,16 +32,16 @@ class Borrowing:
         if event.prefill or not self._prefetcher.make_room(experts, here):
             return here, placement.prompt_share(event.layer)
         for piece in here:  # the cache gives them a slot now, and theirs are free
-            placement.give_back(piece)
+            placement.return_slot(piece)
         return here, -1
 
-    def fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
+    def fetch(self, step: Step, misses: list[int], here: dict[int, BorrowedSlot]) -> None:
         """Use what was prefetched, in its slot or on its way; demand the other misses.
 
         Requests for which the cache has no slot wait for a borrowed one.
         """
         placement, given = self._placement, step.served.slots.tolist()
-        where = {piece: int(placement.place[held.slot]) for piece, held in here.items()}
+        where = {piece: int(placement.tier_slots[held.slot]) for piece, held in here.items()}
         for request in misses if here else ():
             piece = step.experts[request]
             if piece in where and given[request] >= 0:
@@ -54,15 +54,15 @@ class Borrowing:
                 step.waiting.append(request)
                 continue
             else:
-                step.ask(request, int(placement.place[slot]))
-            step.slots[request] = placement.place[slot]
+                step.ask(request, int(placement.tier_slots[slot]))
+            step.slots[request] = placement.tier_slots[slot]
         step.ready.sort()
         step.waiting.reverse()
 
-    def _take_over(self, step: Step, request: int, held: Held, slot: int) -> int:
+    def _take_over(self, step: Step, request: int, held: BorrowedSlot, slot: int) -> int:
         """A request's expert was prefetched: the cache's slot that it has from now on."""
         piece, buffer, counts = held.piece, self._placement.buffer, self._counts
-        if held.use is Use.AHEAD:
+        if held.use is BorrowState.COMPLETE:
             counts.hits += 1
             counts.useful += 1
             step.ready.append(request)
@@ -74,8 +74,8 @@ class Borrowing:
         if slot < 0:
             slot = buffer.occupy(piece)
             step.passing.add(piece)
-        elif piece in buffer.held:
-            self._placement.give_back(piece)
+        elif piece in buffer.borrowed:
+            self._placement.return_slot(piece)
         return slot
 
     def stream(self, step: Step) -> None:
@@ -97,6 +97,6 @@ class Borrowing:
         while True:
             crowded = placement.buffer.full and step.passing  # it may have one in any case
             slot = -1 if crowded else placement.cache.borrow(piece)[0]
-            moving = step.missing or step.waves or step.ready
+            moving = step.missing or step.groups or step.ready
             if slot >= 0 or moving or not self._prefetcher.yield_slot():
                 return slot

@@ -29,7 +29,7 @@ def lease(
         )
         experts = event.experts[rest.request].tolist()
         for expert, weight in zip(experts, rest.weights.tolist(), strict=True):
-            if expert in placement.buffer.held:  # no request wants its prefetch
+            if expert in placement.buffer.borrowed:  # no request wants its prefetch
                 transfers.drop_prefetch(expert)
             if weight != expert:
                 step.substitutes.add(weight)

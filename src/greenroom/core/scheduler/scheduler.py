@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from greenroom.core.cache.all_resident import AllResident
-from greenroom.core.cache.buffer import Held
+from greenroom.core.cache.buffer import BorrowedSlot
 from greenroom.core.cache.cache import NOBODY
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
@@ -32,8 +32,8 @@ from greenroom.core.events import (
     Event,
     Failed,
     Finish,
-    Keep,
     Landed,
+    Pinned,
     Predicted,
     Resized,
     Routed,
@@ -70,7 +70,7 @@ class Scheduler:
         scope: Scope = "shared",
         pin: str = "step",
         lanes: int | Sequence[int] = 2,
-        seats: int | None = None,
+        staging_slots: int | None = None,
         ahead: int = 0,
         seed: int = 0,
         host: HostTier | None = None,
@@ -80,7 +80,7 @@ class Scheduler:
         """
         capacity: slots, in whole experts
         lanes:    transfers at a time on each link of the chain
-        seats:    staging slots of a chain; None: as many as its lanes need
+        staging_slots: of a chain; None: as many as its lanes need
         ahead:    slots that may be on loan at a time, at most a quarter of all
         host:     the tier between the two links of a chain
         options:  in the order in which they change a step's plan
@@ -92,8 +92,9 @@ class Scheduler:
         self._layers = pieces.layers
         self.placement = Placement(pieces, capacity, policy, scope, ahead, seed)
         self.lookahead: Lookahead = Lookahead(pieces) if after is None else after.lookahead
+        on_link = self.lookahead.pace.link
         self.transfers = Transfers(
-            self.placement, lanes, seats, host, self.counts, options, self.lookahead.pace.link
+            self.placement, lanes, staging_slots, host, self.counts, options, on_link
         )
         self.prefetcher = Prefetcher(self.lookahead, self.placement, self.transfers, self.counts)
         self._borrowing = Borrowing(self.placement, self.transfers, self.prefetcher, self.counts)
@@ -115,7 +116,7 @@ class Scheduler:
             Computed: self._computed,
             Cancelled: self._cancelled,
             Resized: self._resized,
-            Keep: self._keep,
+            Pinned: self._pinned,
         }
 
     @property
@@ -157,7 +158,7 @@ class Scheduler:
         placement, transfers, counts = self.placement, self.transfers, self.counts
         if transfers.host is not None:
             transfers.host.routed(event)
-        lends = placement.buffer.size > 0 or bool(placement.buffer.held)
+        lends = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
         expected = self.prefetcher.routed(event, self._now) if lends else None
         plan: Plan | None = None
         for option in self._planners:
@@ -196,15 +197,15 @@ class Scheduler:
                 step.claim_secondary()
         if expected is not None:
             self.prefetcher.count_in_time(step.layer, step.array.size, step.present(), expected)
-        pump = served.misses or placement.extras.seats
-        if pump or transfers.busy or self.lookahead.wishes or self._proposers:
+        pump = served.misses or placement.secondary.capacity
+        if pump or transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         if group is not None:
             actions.append(group)
         else:
             self._advance(actions)
 
-    def _miss(self, step: Step, here: dict[int, Held], lends: bool) -> None:
+    def _miss(self, step: Step, here: dict[int, BorrowedSlot], lends: bool) -> None:
         """Ask for what is absent: from the host, by what was prefetched, or on demand."""
         absent = [request for request, hit in enumerate(step.hits) if not hit]
         if step.on_host:
@@ -236,12 +237,12 @@ class Scheduler:
         """A chunk has landed, or failed to."""
         step, placement, ok = self.step, self.placement, type(event) is Landed
         entry = self.transfers.land(event.link, event.lane, ok, self._now)
-        if entry.gone:
+        if entry.finished:
             self._gone(entry)
         elif entry.failed:
             self._give_up(entry)
         waits = step is not None and (step.waiting or step.lacking)
-        if waits or self.transfers.busy or self.lookahead.wishes or self._proposers:
+        if waits or self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         if step is not None:
             self._advance(actions)
@@ -259,18 +260,18 @@ class Scheduler:
         asked = step is not None and piece in step.missing
         request = step.missing[piece] if step is not None and asked else -1
         if entry.arrived:
-            if placement.extras.seats and placement.is_extra(piece):
-                placement.extras.landed(piece - self.pieces.experts)
+            if placement.secondary.capacity and placement.is_secondary(piece):
+                placement.secondary.landed(piece - self.pieces.experts)
                 if step is not None and request >= 0:
                     del step.missing[piece]
                     step.secondary_landed(request)
             elif step is not None and request >= 0:
                 del step.missing[piece]
                 step.ready.append(request)
-                if entry.stays:
+                if entry.host_only:
                     step.lent.add(piece)
             elif entry.dropped:
-                placement.give_back(piece)
+                placement.return_slot(piece)
             else:
                 self.prefetcher.landed(piece)
         elif step is not None and request >= 0:
@@ -291,16 +292,17 @@ class Scheduler:
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
-        if step is None or event.device not in step.waves:
+        if step is None or event.device not in step.groups:
             raise RuntimeError("no group was ordered")
-        wave = step.waves.pop(event.device)
+        requests = step.groups.pop(event.device)
         if self._observers:
-            group, seconds = step.group(event.device, wave), self._now - step.began[event.device]
+            group = step.describe_group(event.device, requests)
+            seconds = self._now - step.began[event.device]
             for computed in self._observers:
                 computed(group, seconds, self.view)
-        step.computed(wave)
+        step.computed(requests)
         waits = step.waiting or step.lacking
-        if waits or self.transfers.busy or self.lookahead.wishes or self._proposers:
+        if waits or self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         self._advance(actions)
 
@@ -318,7 +320,7 @@ class Scheduler:
         placement = self.placement
         if not placement.buffer.size or waits or placement.wanted != placement.capacity:
             return
-        if self.lookahead.wishes or self._proposers:
+        if self.lookahead.candidates or self._proposers:
             busy = step.experts_on_host() if step is not None and step.on_host else ()
             begin, promote = self.prefetcher.begin_next, self.prefetcher.promote
             while begin(busy) or promote(self._proposers, self.view):
@@ -333,7 +335,7 @@ class Scheduler:
             if not step.landing:
                 self._finish(step, actions)
         elif step.ready:
-            actions += step.groups(self._now)
+            actions += step.next_groups(self._now)
         elif step.uncomputed == 0:
             self._finish(step, actions)
 
@@ -341,7 +343,7 @@ class Scheduler:
 
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
-            self.step.waves.clear()
+            self.step.groups.clear()
             self.step.end()
             self._advance(actions)
 
@@ -350,7 +352,7 @@ class Scheduler:
         self.step = None
         if self.placement.wanted != self.placement.capacity:
             self._settle(actions)
-        if self.transfers.busy or self.lookahead.wishes or self._proposers:
+        if self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         actions.append(Finish(step.failed))
         if self.placement.holds_all:
@@ -363,8 +365,8 @@ class Scheduler:
             self.prefetcher.predicted(event)
             self._pump(actions)
 
-    def _keep(self, event: Keep, actions: list[Action]) -> None:
-        self.placement.cache.keep(event.pieces)
+    def _pinned(self, event: Pinned, actions: list[Action]) -> None:
+        self.placement.cache.pin(event.pieces)
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """A resize waits for the end of the step under way, and for what is being prefetched."""

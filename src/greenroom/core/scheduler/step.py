@@ -9,9 +9,9 @@ import numpy as np
 from greenroom.core.cache.cache import Served
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
-from greenroom.core.events import HOST, Compute, Routed
+from greenroom.core.events import HOST, ComputeGroup, Routed
 from greenroom.core.pieces import Ints
-from greenroom.core.plan import EXACT, LOW, SKIP, Group, Plan
+from greenroom.core.plan import EXACT, LOW, SKIP, ComputedGroup, Plan
 from greenroom.core.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class Step:
 
     __slots__ = (
         "_asked", "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
-        "blocked", "clock", "ending", "exact", "experts", "failed", "freed", "hits", "lacking",
-        "late", "layer", "lent", "missing", "on_host", "part", "passing", "pinned", "prefill",
-        "ready", "seats", "served", "slots", "stage", "substitutes", "tokens", "uncomputed",
-        "waiting", "waves", "weights",
+        "blocked", "clock", "ending", "exact", "experts", "failed", "freed", "groups", "hits",
+        "lacking", "late", "layer", "lent", "missing", "on_host", "part", "passing", "pinned",
+        "prefill", "ready", "secondary_slots", "served", "slots", "stage", "substitutes",
+        "tokens", "uncomputed", "waiting", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -49,11 +49,11 @@ class Step:
         self.waiting: list[int] = []  # requests without a slot, the next one last
         self.passing: set[int] = set()  # experts in borrowed slots
         self.freed: set[int] = set()  # residents whose slots the step may reuse
-        self.waves: dict[int, Sequence[int]] = {}  # requests being computed, by device
+        self.groups: dict[int, Sequence[int]] = {}  # requests being computed, by device
         self.began: dict[int, float] = {}  # when each group of them was ordered
         self.part = EXACT  # what the group under way computes: a segment, or a form
         self.stage: list[int] = []  # the next part of each request; empty: they have one
-        self.seats: dict[int, int] = {}  # request -> secondary slot
+        self.secondary_slots: dict[int, int] = {}  # request -> secondary slot
         self.lacking: list[int] = []  # requests whose secondary slot is yet to be found
         self.substitutes: set[int] = set()  # pinned experts that others are computed with
         self.late: set[int] = set()  # pieces whose prefetch was under way
@@ -76,19 +76,19 @@ class Step:
         """The cache has given slots to the exact requests."""
         self.served, self.pinned, self._asked = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
-        self.slots: Ints = self._placement.place[served.slots]
+        self.slots: Ints = self._placement.tier_slots[served.slots]
         self.hits: list[int] = served.hits.tolist()
         self.ready = [request for request, hit in enumerate(self.hits) if hit]
 
-    def begin_resident(self, served: Served, now: float) -> Compute:
+    def begin_resident(self, served: Served, now: float) -> ComputeGroup:
         """Every request has hit, on one device: they are one group."""
         self.served, self.pinned, self._asked = served, served.pinned, self.array
-        self.waves[0], self.began[0] = range(self.exact), now
-        return Compute(self.array, self._placement.place[served.slots])
+        self.groups[0], self.began[0] = range(self.exact), now
+        return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
 
     def split(self) -> None:
         """Every request has a top segment, and mostly a bottom one that needs a slot too."""
-        extras, secondary_of = self._placement.extras, self._placement.secondary_of
+        extras, secondary_of = self._placement.secondary, self._placement.secondary_of
         self.stage = [EXACT] * len(self.experts)
         self.lacking = [r for r, expert in enumerate(self.experts) if secondary_of(expert) >= 0]
         self._counts.bottoms += len(self.lacking)
@@ -104,7 +104,7 @@ class Step:
         self.stage = [EXACT] * first + forms
         low = [r for r, form in enumerate(forms, first) if form == LOW]
         skipped = forms.count(SKIP)
-        slots = placement.place[placement.cache.state.slot_of[plan.weights]]
+        slots = placement.tier_slots[placement.cache.state.slot_of[plan.weights]]
         slots[plan.form != EXACT] = -1
         self.slots = np.concatenate([self.slots, slots])
         self.uncomputed = len(self.experts)
@@ -112,7 +112,7 @@ class Step:
         self.lacking = low
         counts = self._counts
         counts.low += len(low)
-        counts.low_hits += sum(placement.extras.whole(self.experts[r]) for r in low)
+        counts.low_hits += sum(placement.secondary.whole(self.experts[r]) for r in low)
         counts.left_out += skipped
         counts.substituted += len(forms) - len(low) - skipped
 
@@ -149,7 +149,7 @@ class Step:
 
     def claim_secondary(self) -> None:
         """Give secondary slots to requests whose first slot is theirs, in their order."""
-        extras, counts = self._placement.extras, self._counts
+        extras, counts = self._placement.secondary, self._counts
         later = {*self.waiting, *self.blocked.values()}
         for request in [r for r in self.lacking if r not in later]:
             expert = self.experts[request]
@@ -159,7 +159,7 @@ class Step:
             if slot < 0:
                 continue
             self.lacking.remove(request)
-            self.seats[request] = slot
+            self.secondary_slots[request] = slot
             if complete:
                 counts.useful += ahead
                 self.secondary_landed(request)
@@ -169,7 +169,7 @@ class Step:
                 counts.late += not self._transfers.entries[piece].dropped
                 self.late.add(piece)
             self.missing[piece] = request
-            self._transfers.add(piece, self._placement.extra_slot(slot))
+            self._transfers.add(piece, self._placement.secondary_tier_slot(slot))
 
     def secondary_landed(self, request: int) -> None:
         """A request's bottom segment or copy is there; a bottom waits for its top."""
@@ -183,57 +183,60 @@ class Step:
         self._placement.buffer.occupy(piece, slot)
         self.passing.add(piece)
         self.missing[piece] = request
-        self.slots[request] = self._placement.place[slot]
+        self.slots[request] = self._placement.tier_slots[slot]
         self._transfers.add(piece, int(self.slots[request]))
 
     # ---- groups
 
-    def groups(self, now: float) -> Iterable[Compute]:
+    def next_groups(self, now: float) -> Iterable[ComputeGroup]:
         """Order what is ready, one group on every device, and the host, that computes none now:
         top segments, and bottom ones where no top is."""
         if self._one_place and not (self.stage or self.on_host):
-            if self.waves:
+            if self.groups:
                 return ()
-            wave, self.ready = self.ready, []
-            self.waves[0], self.began[0] = wave, now
-            return (Compute(self.array[wave], self.slots[wave]),)
+            requests, self.ready = self.ready, []
+            self.groups[0], self.began[0] = requests, now
+            return (ComputeGroup(self.array[requests], self.slots[requests]),)
         ready, self.ready = self.ready, []
-        waves, groups = self._divided(ready), []
-        for device, wave in sorted(waves.items()):
-            slots = self.slots[wave]
+        groups, orders = self._divided(ready), []
+        for device, requests in sorted(groups.items()):
+            slots = self.slots[requests]
             if self.part:
-                place = self._placement.extra_slot  # a skipped expert has no slot
-                each = [place(self.seats[r]) if r in self.seats else -1 for r in wave]
+                place = self._placement.secondary_tier_slot  # a skipped expert has no slot
+                each = [
+                    place(self.secondary_slots[r]) if r in self.secondary_slots else -1
+                    for r in requests
+                ]
                 slots = np.array(each, np.int64)
             self.began[device] = now
-            groups.append(Compute(self.array[wave], slots, device, self.part))
-        self.waves |= waves
-        return groups
+            orders.append(ComputeGroup(self.array[requests], slots, device, self.part))
+        self.groups |= groups
+        return orders
 
     def _divided(self, ready: list[int]) -> dict[int, list[int]]:
         """Requests that are ready, by device; those that must wait for a group go back."""
-        if self.stage and not self.waves:
+        if self.stage and not self.groups:
             self.part = min(self.stage[request] for request in ready)
-        home, waves = self._placement.home_device, dict[int, list[int]]()
+        home, groups = self._placement.home_device, dict[int, list[int]]()
         for request in ready:
             device = HOST if request in self.on_host else home[self.experts[request]]
-            later = device in self.waves or (self.stage and self.stage[request] != self.part)
-            (self.ready if later else waves.setdefault(device, [])).append(request)
-        return waves
+            later = device in self.groups or (self.stage and self.stage[request] != self.part)
+            (self.ready if later else groups.setdefault(device, [])).append(request)
+        return groups
 
-    def group(self, device: int, wave: Sequence[int]) -> Group:
+    def describe_group(self, device: int, requests: Sequence[int]) -> ComputedGroup:
         """What observers are told of a group."""
-        form = EXACT if self._split or not self.stage else self.stage[wave[0]]
-        tokens = [1] * len(wave) if self.tokens is None else self.tokens[wave].tolist()
-        experts = self.array[wave].tolist()
-        return Group(self.layer, self.prefill, device, form, experts, tokens)
+        form = EXACT if self._split or not self.stage else self.stage[requests[0]]
+        tokens = [1] * len(requests) if self.tokens is None else self.tokens[requests].tolist()
+        experts = self.array[requests].tolist()
+        return ComputedGroup(self.layer, self.prefill, device, form, experts, tokens)
 
-    def computed(self, wave: Sequence[int]) -> None:
+    def computed(self, requests: Sequence[int]) -> None:
         """A group is computed."""
         if not (self.stage or self.on_host or self.passing or self.waiting or self.blocked):
-            self.uncomputed -= len(wave)
+            self.uncomputed -= len(requests)
             return
-        for request in wave:
+        for request in requests:
             if not (self.stage and self.goes_on(request)):
                 self.request_over(request)
 
@@ -243,16 +246,16 @@ class Step:
 
     def goes_on(self, request: int) -> bool:
         """A part of a request is computed: whether its bottom segment follows."""
-        extras, expert = self._placement.extras, self.experts[request]
+        extras, expert = self._placement.secondary, self.experts[request]
         if self._split:
             self.stage[request] += 1
             if self.stage[request] == 1 and self._placement.secondary_of(expert) >= 0:
-                if request in self.seats and extras.whole(expert):
+                if request in self.secondary_slots and extras.whole(expert):
                     self.ready.append(request)
                 return True
-        if request in self.seats:
+        if request in self.secondary_slots:
             extras.done(expert)
-            del self.seats[request]
+            del self.secondary_slots[request]
         return False
 
     def request_over(self, request: int) -> None:
@@ -264,7 +267,7 @@ class Step:
             self._leave_host(piece)
         elif piece in self.passing:
             self.passing.remove(piece)
-            self._placement.give_back(piece)
+            self._placement.return_slot(piece)
         elif self.waiting and self.pinned and request < self.exact:
             self.freed.add(piece)
             self._placement.cache.release(self.array[request : request + 1])
@@ -282,7 +285,7 @@ class Step:
     @property
     def landing(self) -> bool:
         """Whether something of the step is computed or on its way yet."""
-        return bool(self.waves) or any(p in self._transfers.entries for p in self.missing)
+        return bool(self.groups) or any(p in self._transfers.entries for p in self.missing)
 
     def end(self) -> None:
         """Let nothing more of the step start."""
@@ -295,7 +298,7 @@ class Step:
 
     def close(self) -> None:
         """End all leases, of a step that is computed or was given up."""
-        placement, cache, extras = self._placement, self._placement.cache, self._placement.extras
+        placement, cache, extras = self._placement, self._placement.cache, self._placement.secondary
         if self.pinned:
             asked = self._asked
             if self.freed:
@@ -304,16 +307,16 @@ class Step:
         for piece in self.lent:
             self._leave_host(piece)
         for piece in self.passing:
-            placement.give_back(piece)
+            placement.return_slot(piece)
         for piece in self.missing:
             expert = piece % placement.pieces.experts
             self._transfers.forget_join(piece)
-            if placement.is_extra(piece):
+            if placement.is_secondary(piece):
                 extras.lose(expert)
             elif cache.state.slot_of[expert] >= 0:
                 cache.remove(expert, self.clock)
         for expert in self.substitutes:
             cache.state.pinned[expert] -= 1
-        for request in self.seats:
+        for request in self.secondary_slots:
             if self.experts[request] in extras.slot_of:
                 extras.done(self.experts[request])

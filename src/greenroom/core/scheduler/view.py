@@ -19,7 +19,7 @@ class StateView:
 
     accuracy: of predictions
     lanes:    transfers at a time on each link
-    seats:    staging slots
+    staging_slots: of all links
     sources:  the links that what is brought crosses first
     """
 
@@ -29,7 +29,7 @@ class StateView:
         self.pieces, self.accuracy = placement.pieces, accuracy
         self._placement, self._transfers, self._counts = placement, transfers, counts
         queue = transfers.queue
-        self.lanes, self.seats = queue.lanes, queue.seats
+        self.lanes, self.staging_slots = queue.lanes, queue.staging_slots
         self.sources = {path[0] for path in queue.paths}
 
     # ---- for drivers
@@ -54,7 +54,7 @@ class StateView:
         return self._placement.cache.scope
 
     @property
-    def loans(self) -> int:
+    def borrow_limit(self) -> int:
         """Slots that may be on loan at a time."""
         return self._placement.buffer.size
 
@@ -62,10 +62,10 @@ class StateView:
         """Slots of each group of layers (or devices) that share slots."""
         return self._placement.cache.sizes
 
-    def check_capacity(self, capacity: int, kept: Ints | None = None) -> None:
+    def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
         """BudgetError where so many slots cannot be, or leave a group none beside what is kept (or
         shall be)."""
-        self._placement.cache.sizes_for(capacity, kept)
+        self._placement.cache.sizes_for(capacity, pinned_set)
 
     # ---- for options
 
@@ -74,7 +74,7 @@ class StateView:
         return flags
 
     def borrowed(self, expert: int) -> bool:
-        return expert in self._placement.buffer.held
+        return expert in self._placement.buffer.borrowed
 
     def in_flight(self, expert: int) -> Flight | None:
         entry = self._transfers.entries.get(expert)
@@ -87,7 +87,7 @@ class StateView:
 
     def room(self, expert: int) -> int:
         cache, buffer = self._placement.cache, self._placement.buffer
-        return cache.open(int(cache.state.group_of[expert])) - len(buffer.held)
+        return cache.open(int(cache.state.group_of[expert])) - len(buffer.borrowed)
 
     def promotions(self) -> int:
         if self._placement.cache.policy.preload is not None:

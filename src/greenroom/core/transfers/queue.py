@@ -5,10 +5,10 @@ has lanes, and a line of what it may carry. Demand goes before prefetch; within 
 first served. There is one entry a piece; upgrading a prefetch to a demand keeps the chunks that
 were moved. What a lane has begun it ends, so a new demand waits for at most one chunk a lane.
 
-In a chain a chunk sits in a *seat* of staging memory, from the start of its first transfer to the
-end of its last. Seats are few; prefetches leave one for every lane, so that a demand never
-waits for a seat that a prefetch keeps. Where a tier between two links keeps pieces (`tiers`), a
-piece goes by its slot there instead, and one that is kept comes over the last link alone.
+In a chain a chunk sits in a staging slot, from the start of its first transfer to the end of its
+last. Staging slots are few; prefetches leave one for every lane, so that a demand never waits for a
+staging slot that a prefetch holds. Where a tier between two links holds pieces (`tiers`), a piece
+goes by its slot there instead, and a piece that the tier already has crosses the last link alone.
 
 Where there are several devices, each has a last link of its own, and what leads there is shared.
 """
@@ -34,12 +34,12 @@ class Urgency(IntEnum):
 class Entry:
     """A piece on its way: `started` chunks were given to the first link, `landed` are in the slot.
 
-    `path` are the links that lead to its device; `staged[h]` are the (chunk, seat) that wait for
-    the h-th of them; `moving` chunks are on some lane now.
+    `path` are the links that lead to its device; `staged[h]` are the (chunk, staging slot) that
+    wait for the h-th of them; `moving` chunks are on some lane now.
     `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
-    `host` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there, and
-    `kept` says that all of it was there from the start. One that `stays` there goes no further.
-    `gone`: its last chunk has landed, or it was given up and nothing of it moves.
+    `host_slot` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there;
+    `host_resident`: all of it was there from the start; `host_only`: it goes no further than that.
+    `finished`: its last chunk has landed, or it was given up and nothing of it moves.
     """
 
     piece: int
@@ -54,11 +54,11 @@ class Entry:
     dropped: bool = False
     failed: bool = False
     upgraded: bool = False
-    host: int = -1
+    host_slot: int = -1
     read: int = 0
-    kept: bool = False
-    stays: bool = False
-    gone: bool = False
+    host_resident: bool = False
+    host_only: bool = False
+    finished: bool = False
 
     @property
     def arrived(self) -> bool:
@@ -71,12 +71,12 @@ class TransferQueue:
     def __init__(
         self,
         lanes: Sequence[int] = (2,),
-        seats: int | None = None,
+        staging_slots: int | None = None,
         host: HostTier | None = None,
         devices: int = 1,
     ) -> None:
         """`lanes[h]` transfers at a time on the h-th link of a chain, whose last one there is for
-        each device; `seats` for chunks in a chain of several; `host` is the tier between two."""
+        each device; `staging_slots` hold chunks in a chain; `host` is the tier between two."""
         if host is not None and len(lanes) != 2:
             raise ValueError(f"a middle tier is between two links, not {len(lanes)}")
         self.host, before = host, len(lanes) - 1
@@ -95,10 +95,14 @@ class TransferQueue:
         self._last_first = tuple(range(len(self.lanes)))[::-1]
         self._idle = [list(range(n))[::-1] for n in self.lanes]
         self._carried: dict[tuple[int, int], tuple[Entry, StartChunk]] = {}
-        self.seats = staging_seats(self.lanes) if seats is None else seats
-        if chained and self.seats <= lanes[0]:
-            raise ValueError(f"{lanes[0]} lanes need more than {lanes[0]} seats: {self.seats}")
-        self._seats = list(range(self.seats))[::-1] if chained else None
+        self.staging_slots = (
+            count_staging_slots(self.lanes) if staging_slots is None else staging_slots
+        )
+        if chained and self.staging_slots <= lanes[0]:
+            raise ValueError(
+                f"{lanes[0]} lanes need more than {lanes[0]} staging slots: {self.staging_slots}"
+            )
+        self._free_staging = list(range(self.staging_slots))[::-1] if chained else None
 
     def add(
         self,
@@ -114,11 +118,11 @@ class TransferQueue:
             staged = [deque[tuple[int, int]]() for _ in path] if len(path) > 1 else []
             entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, path, staged)
             if self.host is not None:
-                entry.host, entry.kept = self.host.ask(piece)
-            if entry.kept:
+                entry.host_slot, entry.host_resident = self.host.ask(piece)
+            if entry.host_resident:
                 entry.started = entry.read = chunks
                 staged[1].extend((chunk, -1) for chunk in range(chunks))
-            self._lines[path[int(entry.kept)]][urgency][piece] = entry
+            self._lines[path[int(entry.host_resident)]][urgency][piece] = entry
             self.demands += urgency is Urgency.DEMAND
             return entry
         entry = self.entries[piece]
@@ -135,7 +139,7 @@ class TransferQueue:
         there; nothing of it may be on its way."""
         path = self.paths[device][:1]
         entry = self.entries[piece] = Entry(
-            piece, -1, chunks, Urgency.DEMAND, path, [], host=host, stays=True
+            piece, -1, chunks, Urgency.DEMAND, path, [], host_slot=host, host_only=True
         )
         self._lines[path[0]][Urgency.DEMAND][piece] = entry
         self.demands += 1
@@ -146,7 +150,7 @@ class TransferQueue:
         others what is on a lane."""
         for piece in wanted:
             if (entry := self.entries.get(piece)) is not None:
-                yield entry.path[0], piece, 0 if entry.kept else entry.chunks - entry.read
+                yield entry.path[0], piece, 0 if entry.host_resident else entry.chunks - entry.read
                 yield entry.path[-1], piece, entry.chunks - entry.landed
         for (link, _), (entry, _) in self._carried.items():
             if entry.piece not in wanted:
@@ -161,27 +165,35 @@ class TransferQueue:
                     entry = line[piece]
                     break
                 first = link == entry.path[0]
-                staging = first and self._seats is not None and entry.host < 0
-                if staging and not self._seated(entry.urgency):
+                staging = first and self._free_staging is not None and entry.host_slot < 0
+                if staging and not self._has_staging(entry.urgency):
                     break
                 if first:
-                    chunk, seat = entry.started, -1
-                    if self._seats is not None and entry.host < 0:
-                        seat = self._seats.pop()
+                    chunk, staging_slot = entry.started, -1
+                    if self._free_staging is not None and entry.host_slot < 0:
+                        staging_slot = self._free_staging.pop()
                     entry.started += 1
                     more = entry.started < entry.chunks
                 else:
                     staged = entry.staged[entry.path.index(link)]
-                    chunk, seat = staged.popleft()
+                    chunk, staging_slot = staged.popleft()
                     more = bool(staged)
                 if not more:
                     del line[piece]
                 entry.moving += 1
                 self.moving += link in self.paced
-                begins = chunk == 0 and link == entry.path[int(entry.kept)]
+                begins = chunk == 0 and link == entry.path[int(entry.host_resident)]
                 lane, demand = idle.pop(), entry.urgency is Urgency.DEMAND
                 action = StartChunk(
-                    lane, entry.piece, entry.slot, chunk, link, seat, demand, entry.host, begins
+                    lane,
+                    entry.piece,
+                    entry.slot,
+                    chunk,
+                    link,
+                    staging_slot,
+                    demand,
+                    entry.host_slot,
+                    begins,
                 )
                 self._carried[link, lane] = entry, action
                 yield action
@@ -194,18 +206,18 @@ class TransferQueue:
         path = self.paths[device]
         if self.host is not None and any(self._lines[path[-1]]):
             return False
-        return bool(self._idle[path[0]]) and self._seated(urgency)
+        return bool(self._idle[path[0]]) and self._has_staging(urgency)
 
-    def _seated(self, urgency: Urgency) -> bool:
-        """Whether there is a seat beyond the first link; prefetches leave one for every lane."""
-        if self._seats is None:
+    def _has_staging(self, urgency: Urgency) -> bool:
+        """Whether a staging slot is free; prefetches leave one for every lane."""
+        if self._free_staging is None:
             return True
-        return len(self._seats) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
+        return len(self._free_staging) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
 
     def land(self, link: int, lane: int, ok: bool = True) -> Entry:
         """A lane has delivered its chunk, or failed to; a failure drops the entry.
 
-        The entry leaves the queue (`gone`) with its last chunk, or once nothing of it moves.
+        The entry leaves the queue (`finished`) with its last chunk, or once nothing of it moves.
         """
         entry, action = self._carried.pop((link, lane))
         self._idle[link].append(lane)
@@ -218,13 +230,13 @@ class TransferQueue:
             self.drop(entry.piece)
         if last or entry.dropped:
             entry.landed += last and ok
-            self._vacate(action.seat)
+            self._vacate(action.staging_slot)
         else:
             hop = entry.path.index(link) + 1
-            entry.staged[hop].append((action.chunk, action.seat))
+            entry.staged[hop].append((action.chunk, action.staging_slot))
             self._lines[entry.path[hop]][entry.urgency].setdefault(entry.piece, entry)
         if entry.moving == 0 and (entry.dropped or entry.landed == entry.chunks):
-            entry.gone = True
+            entry.finished = True
             if entry.piece in self.entries:
                 self._leave(entry)
         return entry
@@ -250,15 +262,15 @@ class TransferQueue:
         """Nothing of a piece moves any more: it has arrived, or was given up."""
         del self.entries[entry.piece]
         self.demands -= entry.urgency is Urgency.DEMAND
-        if entry.host >= 0 and not (entry.stays and entry.arrived):
+        if entry.host_slot >= 0 and not (entry.host_only and entry.arrived):
             assert self.host is not None
             self.host.leave(entry.piece, entry.read == entry.chunks)
 
-    def _vacate(self, seat: int) -> None:
-        if self._seats is not None and seat >= 0:
-            self._seats.append(seat)
+    def _vacate(self, staging_slot: int) -> None:
+        if self._free_staging is not None and staging_slot >= 0:
+            self._free_staging.append(staging_slot)
 
 
-def staging_seats(lanes: Sequence[int]) -> int:
+def count_staging_slots(lanes: Sequence[int]) -> int:
     """Seats that a chain of links needs: for every lane one in use, and one that waits."""
     return 2 * sum(lanes)

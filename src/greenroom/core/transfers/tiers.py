@@ -24,7 +24,7 @@ class HostTier:
     """Which pieces have a copy in host memory, whole or on its way.
 
     The slots of pieces on their way to the device are pinned: from `ask` to `leave` nobody else
-    gets them. A piece for which no slot can be had goes by the staging seats, and is not kept.
+    gets them. A piece for which no slot can be had goes by the staging slots, and is not kept.
     On several devices each has its own part of the slots, which follow one another.
     """
 

@@ -25,7 +25,7 @@ class Transfers:
         self,
         placement: Placement,
         lanes: int | Sequence[int],
-        seats: int | None,
+        staging_slots: int | None,
         host: HostTier | None,
         counts: Counts,
         options: Sequence[Option],
@@ -33,7 +33,7 @@ class Transfers:
     ) -> None:
         pieces = placement.pieces
         chain = (lanes,) if isinstance(lanes, int) else lanes
-        self.queue = TransferQueue(chain, seats, host, pieces.devices)
+        self.queue = TransferQueue(chain, staging_slots, host, pieces.devices)
         self.host = host
         self.entries = self.queue.entries
         self.busy = False  # something is on its way, or the pace of links is to be told
@@ -41,8 +41,8 @@ class Transfers:
         self._chunks: list[int] = pieces.chunks.tolist()
         self._home = placement.home_device
         self._nbytes: list[int] = pieces.nbytes.tolist()
-        self._nested = pieces.copies is not None and bool(pieces.copies.rest)
-        self.joins: dict[int, int] = {}  # piece -> the tier's slot of the copy that it joins
+        self._nested = pieces.copies is not None and bool(pieces.copies.remainder)
+        self.copy_slots: dict[int, int] = {}  # piece -> the tier's slot of the copy that it joins
         self._on_start = [o.started for o in options if overrides(o, "started")]
         self._on_land = [o.landed for o in options if overrides(o, "landed")]
 
@@ -51,11 +51,11 @@ class Transfers:
     def demand(self, expert: int, slot: int) -> int:
         """Ask for a step's expert. Returns the piece that comes: all of it, or what its copy
         lacks."""
-        extras = self._placement.extras
+        extras = self._placement.secondary
         piece = expert
         if self._nested and extras.whole(expert):
             piece = 2 * self._placement.pieces.experts + expert
-            self.joins[piece] = self._placement.extra_slot(extras.claim(expert))
+            self.copy_slots[piece] = self._placement.secondary_tier_slot(extras.claim(expert))
             self._counts.joined += 1
         self.add(piece, slot)
         return piece
@@ -84,17 +84,17 @@ class Transfers:
 
     def forget_join(self, piece: int) -> None:
         """End the lease of a copy whose expert did not come."""
-        if self.joins.pop(piece, -1) >= 0:
-            self._placement.extras.done(piece % self._placement.pieces.experts)
+        if self.copy_slots.pop(piece, -1) >= 0:
+            self._placement.secondary.done(piece % self._placement.pieces.experts)
 
     # ---- chunks
 
     def start(self, actions: list[Action], now: float) -> None:
         """Give every idle lane a chunk."""
         for chunk in self.queue.start():
-            if self.joins and (joins := self.joins.pop(chunk.piece, -1)) >= 0:
-                chunk.joins = joins
-                self._placement.extras.done(chunk.piece % self._placement.pieces.experts)
+            if self.copy_slots and (joins := self.copy_slots.pop(chunk.piece, -1)) >= 0:
+                chunk.copy_slot = joins
+                self._placement.secondary.done(chunk.piece % self._placement.pieces.experts)
             actions.append(chunk)
             for started in self._on_start:
                 started(chunk.link, chunk.lane, now)

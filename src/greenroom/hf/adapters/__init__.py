@@ -1,4 +1,4 @@
-"""Architectures that need more than transformers' own decorator: one file each, in one table."""
+"""Adapters: one file for each architecture that needs more than transformers' own decorator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightTransform
 
 from greenroom.hf.adapters.helpers.experts_interface import Adapter
 
-# By the folder of their code in transformers; each has a file of that name here.
+# Each name is a folder of transformers' models, and a file of this package.
 ADAPTERS = (
     "dbrx",
     "ernie4_5_vl_moe",
@@ -27,7 +27,7 @@ ADAPTERS = (
 
 
 def folder_of(kind: type[PreTrainedModel]) -> str:
-    """Where in transformers a class's code lies: `qwen3_moe`."""
+    """The folder of transformers that holds a class's code, such as `qwen3_moe`."""
     return kind.__module__.split(".")[-2]
 
 
@@ -44,9 +44,9 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
 
 
 def adapt(model: PreTrainedModel) -> str:
-    """Give a model on the meta device the form of the socket, where it does not have it already.
+    """Give a model's experts modules the experts interface; return a warning for the user, or "".
 
-    Returns what is to be said of it, if anything.
+    The model is on the meta device. Models whose experts have the interface are left alone.
     """
     adapter = adapter_of(model)
     if adapter is None:
@@ -57,10 +57,12 @@ def adapt(model: PreTrainedModel) -> str:
 
 
 def weight_transforms(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
-    """How a checkpoint's tensors become this model's parameters, by a quantiser of transformers
-    where they are to be expanded."""
+    """The weight transforms that make this model's parameters from a checkpoint's tensors.
+
+    `quantiser`: transformers' quantiser, where the tensors must be dequantised.
+    """
     mapping = get_model_conversion_mapping(model, None, quantiser)
     adapter = adapter_of(model)
     if adapter is None:
         return mapping
-    return [*adapter.conversions(mapping), *deepcopy(adapter.added)]
+    return [*adapter.transforms(mapping), *deepcopy(adapter.added)]

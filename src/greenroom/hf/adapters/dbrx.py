@@ -1,6 +1,6 @@
-"""DBRX: the experts of a layer lie one under another in two-dimensional tensors.
+"""DBRX: the experts of a layer are stacked along the rows of two-dimensional tensors.
 
-The third one, `w2`, is stored transposed; it is turned as it is read.
+The third tensor, `w2`, is stored transposed; it is transposed as it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class DbrxExperts(Experts):
-    """As transformers computes it: two products for gate and up, and `w2` as it is stored."""
+    """DBRX's experts: separate products for gate and up, and `w2` as it is stored."""
 
     own_arithmetic = True
 
@@ -38,7 +38,7 @@ class DbrxExperts(Experts):
 class StackedRows(ConversionOps):
     """[experts * rows, columns] -> [experts, rows, columns]."""
 
-    stacked = True  # an expert's rows are not behind an axis of their own
+    stacked = True  # the tensor has no expert axis
 
     @torch.no_grad()
     def convert(
@@ -46,11 +46,11 @@ class StackedRows(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
         experts = kwargs["config"].ffn_config.moe_num_experts
-        made = {}
-        for name, given in input_dict.items():
-            tensor = given[0] if isinstance(given, list) else given
-            made[name] = tensor if tensor.ndim == 3 else tensor.unflatten(0, (experts, -1))
-        return made
+        unstacked = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            unstacked[name] = tensor if tensor.ndim == 3 else tensor.unflatten(0, (experts, -1))
+        return unstacked
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
@@ -67,7 +67,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """DbrxFFN.forward, with one row a token for the experts."""
+    """DbrxFFN.forward, with the hidden states flattened to one row a token for the experts."""
     weights, index = self.route_tokens_to_experts(self.router(hidden_states))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     return self.experts(x, index, weights).view_as(hidden_states)
@@ -76,7 +76,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 ADAPTER = Adapter(
     "DbrxFFN",
     adapt,
-    "a third of an expert is turned as it is read",
+    "a third of an expert is transposed as it is read",
     added=(
         WeightConverter(
             source_patterns=["experts.mlp.w1", "experts.mlp.v1"],

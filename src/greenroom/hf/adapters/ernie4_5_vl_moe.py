@@ -1,6 +1,7 @@
-"""ERNIE 4.5 VL: text and pictures have experts of their own, of different widths.
+"""ERNIE 4.5 VL: text and images have separate experts, of different widths.
 
-Its checkpoints number them in one row, those for text first. Only these are served.
+Its checkpoints number the experts of a layer consecutively, text experts first. Only the text
+experts are served.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from greenroom.hf.adapters.helpers.experts_interface import (
 )
 
 
-class NotServed(nn.Module):
-    """Stands for the experts of pictures."""
+class UnservedExperts(nn.Module):
+    """A placeholder for the image experts; it raises when it is called."""
 
     def forward(self, *_: Tensor) -> Tensor:
-        raise UnsupportedModel("ERNIE 4.5 VL: pictures are not served, only text")
+        raise UnsupportedModel("ERNIE 4.5 VL: image inputs are not supported; give text only")
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
-    block.vision_moe.experts = NotServed()
+    block.vision_moe.experts = UnservedExperts()
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+def _without_vision(mapping: list[WeightTransform]) -> list[WeightTransform]:
     return [m for m in mapping if not any("vision_moe.experts" in p for p in m.target_patterns)]
 
 
 ADAPTER = Adapter(
     "Ernie4_5_VLMoeMoeBlock",
     adapt,
-    "the text's experts",
-    _conversions,
+    "text experts only",
+    _without_vision,
     added=(
         merge_experts("mlp.text_moe.experts.down_proj", "mlp.experts.*.down_proj.weight"),
         merge_experts(
@@ -48,5 +49,5 @@ ADAPTER = Adapter(
             then=[Concatenate(dim=1)],
         ),
     ),
-    unused=experts_numbered_from("moe_num_experts"),
+    is_unused=experts_numbered_from("moe_num_experts"),
 )

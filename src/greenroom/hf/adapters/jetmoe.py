@@ -1,4 +1,4 @@
-"""JetMoE: experts in the MLP, which are streamed, and in the attention, which stay in memory."""
+"""JetMoE: the experts of the MLP are streamed, those of the attention stay in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, layer_input: Tensor) -> Tensor:
-    """JetMoeMoE.forward; the router names the chosen in the order of experts."""
+    """JetMoeMoE.forward; its router returns the chosen experts sorted by expert."""
     order, _, gates, sizes, _ = self.router(layer_input.reshape(-1, self.input_size))
     shape = (-1, self.router.top_k)
     if gates.is_meta:

@@ -1,6 +1,7 @@
-"""Llama 4: a token's weight multiplies what its expert is given, and every expert sees all tokens.
+"""Llama 4: a token's gate weight multiplies its expert's input, not the output.
 
-Those that were not chosen see zeros, which give zeros. Here only the chosen one is computed.
+transformers gives every expert all tokens, with zeros for tokens that did not choose it. Here only
+the chosen expert is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class Llama4Experts(Experts):
-    """As transformers computes it: in a batched product over all tokens, the others' rows zero."""
+    """Llama 4's experts: a batched product over all tokens, with zeros for unrouted ones."""
 
     own_arithmetic = True
 
@@ -33,8 +34,8 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
     old = block.experts
     if block.top_k != 1:
         raise UnsupportedModel(
-            f"{type(model).__name__}: {block.top_k} experts a token, but only one is served: their"
-            " weights are for inputs, and their sum has an order of its own"
+            f"{type(model).__name__}: its config routes {block.top_k} experts per token; only"
+            " checkpoints with one expert per token (num_experts_per_tok=1) are supported"
         )
     block.experts = Llama4Experts(
         model,
@@ -48,7 +49,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama4TextMoe.forward for one expert a token; what it is given carries its weight."""
+    """Llama4TextMoe.forward for one expert a token, whose input is scaled by its gate weight."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
     index = torch.topk(logits, 1, dim=1).indices
@@ -56,4 +57,4 @@ def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return self.shared_expert(x).add_(routed), logits
 
 
-ADAPTER = Adapter("Llama4TextMoe", adapt, "the weight is the input's")
+ADAPTER = Adapter("Llama4TextMoe", adapt, "gate weights scale inputs")

@@ -1,7 +1,7 @@
-"""LongCat Flash: beside real experts there are some that give back what they are given.
+"""LongCat Flash: some experts are the identity and have no weights.
 
-Those need no weights. They have the highest ids, so adding them after the real ones is the order
-of transformers' own loop.
+Identity experts have the highest ids, so adding them after the real experts keeps the order of
+transformers' own loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ ADAPTER = Adapter(
     "LongcatFlashMoE",
     adapt,
     "identity experts need no weights",
-    unused=experts_numbered_from(
-        "n_routed_experts"
-    ),  # transformers writes weights for experts without any
+    # transformers saves weights for identity experts too.
+    is_unused=experts_numbered_from("n_routed_experts"),
 )

@@ -1,8 +1,8 @@
-"""NLLB-MoE, as transformers computes it.
+"""NLLB-MoE, with the routing that transformers computes.
 
-transformers 5 reads the router's mask, zeros and ones, as the numbers of the experts. So a token's
-first choice goes to expert 1 and everything else to expert 0, whatever the router meant. What is
-served here is the same: the loaded model's answer is that of transformers.
+transformers 5 reads the router's one-hot mask, zeros and ones, as expert ids. So a token's first
+choice goes to expert 1 and everything else to expert 0, whatever the router chose. Greenroom does
+the same, so that the loaded model's output is that of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
 
 
 class NllbMoeExperts(Experts):
-    """Biases are part of the products, and what an expert gives is scaled after its weight."""
+    """NLLB-MoE's experts: products with biases; the weighted output is scaled by the dropout."""
 
     own_arithmetic = True
     eager_only = True
@@ -64,6 +64,6 @@ ADAPTER = Adapter(
     added=tuple(
         merge_experts(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()
     ),
-    warning="NLLB-MoE is served as this transformers computes it: it reads the router's mask as"
-    " numbers of experts, so only experts 0 and 1 of a layer are used",
+    warning="NLLB-MoE: this transformers reads the router's mask as expert ids, so only experts 0"
+    " and 1 of a layer are used; Greenroom computes the same",
 )

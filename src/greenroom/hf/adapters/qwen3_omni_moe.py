@@ -1,4 +1,4 @@
-"""Qwen3 Omni: the thinker reads and writes; the talker, which speaks, is left on disk."""
+"""Qwen3 Omni: the thinker (text) is served; the talker (speech) is not loaded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from transformers.core_model_loading import PrefixChange, WeightTransform
 from greenroom.hf.adapters.helpers.experts_interface import Adapter
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+def _transforms(mapping: list[WeightTransform]) -> list[WeightTransform]:
     return [PrefixChange(prefix_to_remove="thinker"), *mapping]
 
 
-def _unused(name: str, model: PreTrainedModel) -> bool:
+def _is_unused(name: str, model: PreTrainedModel) -> bool:
     return name.startswith(("talker.", "code2wav."))
 
 
 ADAPTER = Adapter(
-    special="the thinker alone: no speech",
-    conversions=_conversions,
-    unused=_unused,
-    part="thinker_config",
-    names=((r"^thinker\.", ""),),
+    special="only the thinker: no speech",
+    transforms=_transforms,
+    is_unused=_is_unused,
+    config_part="thinker_config",
+    renames=((r"^thinker\.", ""),),
 )

@@ -1,4 +1,4 @@
-"""Step 3.7: its experts have the form of the socket, and only lack the decorator."""
+"""Step 3.7: its experts have the experts interface's shapes, and only lack the decorator."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Switch Transformers: one expert a token, no gate; encoder and decoder have layers of their own.
+"""Switch Transformers: one expert a token, without a gate projection; an encoder-decoder.
 
-A token that an expert has no room for (`expert_capacity`) has no expert.
+A token beyond an expert's `expert_capacity` is computed by no expert.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """SwitchTransformersSparseMLP.forward; the router says by a mask who is chosen."""
+    """SwitchTransformersSparseMLP.forward; its router returns the choice as a one-hot mask."""
     mask, weights, _ = self.router(hidden_states)
     mask = mask.flatten(0, 1)
-    # A row without a one is a token without an expert: an id that no expert has.
+    # A row of zeros is a token without an expert; it gets an id that no expert has.
     index = mask.argmax(1).masked_fill(mask.sum(1) == 0, self.experts.num_experts)
     out = self.experts(hidden_states.flatten(0, 1), index[:, None], weights.view(-1, 1))
     return out.view_as(hidden_states)

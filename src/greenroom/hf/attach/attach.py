@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from transformers import PreTrainedModel
 
 from greenroom.core.build import build_scheduler
-from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.cache.buffer import default_borrow_limit
 from greenroom.core.counts import Counts
 from greenroom.core.events import Resized
 from greenroom.core.pieces import Pieces
@@ -90,9 +90,9 @@ class Greenroom:
         records_routing = key and files.enabled() and not model.config.is_encoder_decoder
         self._recent = RecentRouting(setup.catalog.offsets, history) if records_routing else None
         co_compute = host_computes(setup)
-        self._ahead = slots_ahead(predictors.shape.top_k) if predictors else 0
+        self._ahead = default_borrow_limit(predictors.shape.top_k) if predictors else 0
         if co_compute or setup.config.proposes():
-            self._ahead = slots_ahead(experts_per_token(model))
+            self._ahead = default_borrow_limit(experts_per_token(model))
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         self.driver = self._make_driver(store, co_compute)
@@ -133,7 +133,7 @@ class Greenroom:
         scheduler = self._make_scheduler(pieces, co_compute)
         between = None
         if len(lanes_of(setup)) > 1:
-            slots_between = scheduler.view.seats
+            slots_between = scheduler.view.staging_slots
             between = memory_between(setup, pieces, chunks, slots_between, self.engines, co_compute)
         return Driver(
             scheduler,

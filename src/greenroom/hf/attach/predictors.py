@@ -59,7 +59,7 @@ def build_predictors(
     learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
     shape = Shape(catalog.experts_per_layer, top_k)
-    setting = PredictorSetup(shape, gates=gates, learned=learned)
+    setting = PredictorSetup(shape, gates=gates, tensors=learned)
     predictors = {choice.name: choice.build(setting) for choice in chosen}
     return ModelPredictors(shape, routers if captures else [], predictors)
 

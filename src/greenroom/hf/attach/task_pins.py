@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from greenroom.core.cache.pins import Pins
-from greenroom.core.events import Keep
+from greenroom.core.events import Pinned
 from greenroom.core.predictor import Ids
 from greenroom.runtime.driver.driver import Driver
 
@@ -21,7 +21,7 @@ class TaskPins:
         self._counts = np.zeros(pins.offsets[-1], np.int64)
         self._in_prompt = False
         self._request = 0
-        driver.send(Keep(pins.first))
+        driver.send(Pinned(pins.first))
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """Note the start of a pass."""
@@ -32,7 +32,7 @@ class TaskPins:
             self._counts[:] = 0
         if self._in_prompt and not prompt:
             task = self._pins.nearest(self._counts)
-            self._driver.send(Keep(self._pins.tasks[task].experts))
+            self._driver.send(Pinned(self._pins.tasks[task].experts))
         self._in_prompt = prompt
 
     def on_choice(self, layer: int, experts: Ids) -> None:

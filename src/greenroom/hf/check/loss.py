@@ -11,7 +11,7 @@ import logging
 from datetime import date
 
 from greenroom.config import LoadConfig
-from greenroom.core.machine import name_of
+from greenroom.core.machine import machine_name
 from greenroom.errors import OutputError
 from greenroom.hf.check.quality import Quality
 from greenroom.hf.checkpoint.fingerprint import fingerprint
@@ -28,7 +28,7 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
     """Store a measurement for later runs; a failure to write is a warning only."""
     if quality.lesser is None:
         return
-    digest, name = fingerprint(find_checkpoint(quality.model)), name_of(host_facts())
+    digest, name = fingerprint(find_checkpoint(quality.model)), machine_name(host_facts())
     at = config.approximation()
     assert at is not None
     loss = Loss(
@@ -47,7 +47,7 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
     at = setup.approximation
     if at is None or not setup.fingerprint:
         return None
-    records = files.load_records(setup.fingerprint, name_of(host_facts()))
+    records = files.load_records(setup.fingerprint, machine_name(host_facts()))
     return records.loss(at.precision, at.low, at.skip, at.substitute)
 
 

@@ -1,8 +1,9 @@
 """Checkpoints on disk: folders of safetensors, GGUF files and packs; only headers are read.
 
-resolve     from what a user names to a checkpoint; names: what was meant; hub: downloads
-checkpoint  a folder of safetensors; header, quantised, read: its tensors
-gguf        a GGUF file as a checkpoint; gguf_file: its headers
-pack        packs as they are read
-fingerprint, source, tokenizer  what else is told of a checkpoint; foreign: others' errors
+resolve         finds the checkpoint that a user names; names: suggestions; hub: downloads
+checkpoint      a folder of safetensors; header, quantised, read: its tensors
+gguf            a GGUF file as a checkpoint; gguf_file: its headers
+pack            reading packs
+fingerprint     a digest of a model; source: the files of a loaded model; tokenizer
+library_errors  errors of libraries that read a model's files
 """

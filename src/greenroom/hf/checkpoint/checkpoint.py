@@ -1,4 +1,4 @@
-"""A checkpoint folder: the files of its weights and where each tensor lies in them."""
+"""A checkpoint folder: its weight files, and the byte range of each tensor in them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 class Checkpoint:
     """A folder with a config and safetensors files; only headers have been read.
 
-    files:   absolute paths; `StoredTensor.file` is a position in them
+    files:   absolute paths; `StoredTensor.file` is an index of this tuple
     tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
-    stored:  by the names in the files
-    pack:    where the experts are, of a checkpoint that is a pack's dense parts
+    stored:  the tensors in the files, by their names there: codes and scales are separate
+    pack:    the pack that holds the experts, where this checkpoint is a pack's dense parts
     """
 
     folder: Path
@@ -50,33 +50,39 @@ class Checkpoint:
         names: Sequence[str],
         stored: dict[str, StoredTensor],
     ) -> Checkpoint:
-        """Of files in a folder, and the tensors that their headers say."""
+        """A checkpoint from the folder's file names and the tensors in their headers."""
         files = tuple(str(folder / name) for name in names)
         return cls(folder, config, files, combine_codes_and_scales(config, stored, folder), stored)
 
     @classmethod
     def of_files(
-        cls, folder: Path, config: dict[str, Any], names: Sequence[str], wanted: Mapping[str, str]
+        cls, folder: Path, config: dict[str, Any], names: Sequence[str], file_of: Mapping[str, str]
     ) -> Checkpoint:
-        """Of safetensors files, whose headers are read; `wanted` says which file has a tensor."""
+        """A checkpoint from safetensors files; reads their headers.
+
+        `file_of` names the file of each tensor, as the index does; it is empty without an index.
+        """
         tensors: dict[str, StoredTensor] = {}
         for number, name in enumerate(names):
-            found = read_header(folder / name, number)
-            # A name that two files have belongs to the one that the index says.
-            tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
-            if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
+            in_file = read_header(folder / name, number)
+            # Of a tensor that two files contain, the one in the file named by the index counts.
+            tensors.update((k, v) for k, v in in_file.items() if file_of.get(k, name) == name)
+            if lost := next(
+                (k for k, f in file_of.items() if f == name and k not in in_file), None
+            ):
                 raise CheckpointError(
-                    f"{folder / name}: lacks {printable(lost)}, which {INDEX} says it has"
+                    f"{folder / name}: the tensor {printable(lost)} is missing, though {INDEX} says"
+                    " that it is in this file"
                 )
         return cls.of(folder, config, names, tensors)
 
     @property
-    def source(self) -> dict[str, Any]:
-        """What transformers' `from_pretrained` methods are to be called with."""
+    def pretrained_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for transformers' `from_pretrained` methods."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
     def read_by_transformers(self) -> AbstractContextManager[None]:
-        """To be held while transformers reads the files by itself."""
+        """A context to hold while transformers reads the files itself."""
         return nullcontext()
 
     def read(
@@ -85,22 +91,25 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> torch.Tensor:
-        """One tensor, cast to `dtype`, expanded where it is encoded, in memory from `empty`."""
+        """One tensor, dequantised and cast to `dtype`, in memory from `empty`."""
         return read_tensor(self.files, name, self.tensors[name], dtype, empty)
 
     def read_stored(self, name: str) -> torch.Tensor:
-        """One tensor as it lies in its file, under its name there."""
+        """One tensor in its stored form, by its name in the file."""
         return read_tensor(self.files, name, self.stored[name])
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder of safetensors; NotAModel, UnsupportedModel or CheckpointError."""
+    """The checkpoint of a folder of safetensors.
+
+    Raises NotAModel, UnsupportedModel or CheckpointError.
+    """
     config = read_config(folder)
     return Checkpoint.of_files(folder, config, *_shards(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; NotAModel where there is none, or it is no model's."""
+    """The folder's config.json; NotAModel where it is missing or describes no model."""
     path = folder / "config.json"
     if not path.is_file():
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
@@ -111,7 +120,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(file names, tensor -> file as the index says; empty without an index)."""
+    """(names of the weight files, file of each tensor by the index; empty without an index)."""
     if (folder / SINGLE).is_file():
         return [SINGLE], {}
     index = folder / INDEX
@@ -119,22 +128,24 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise _no_weights(folder)
     try:
         table = read_object(index, CheckpointError, LONGEST).object("weight_map")
-        wanted = {name: table.text(name) for name in table}
+        file_of = {name: table.text(name) for name in table}
     except Malformed as error:
-        raise CheckpointError(f"{index}: damaged, it has no usable weight_map: {error}") from error
-    names = sorted({*wanted.values()})
+        raise CheckpointError(
+            f"{index}: damaged: its weight_map cannot be read: {error}"
+        ) from error
+    names = sorted({*file_of.values()})
     if not names:
-        raise CheckpointError(f"{index}: damaged, its weight_map is empty")
+        raise CheckpointError(f"{index}: damaged: its weight_map is empty")
     for name in names:
         if not name.isprintable() or len(name) > LONGEST_NAME:
-            raise CheckpointError(f"{index}: damaged, it names the file {show_value(name)}")
+            raise CheckpointError(f"{index}: damaged: {show_value(name)} is not a valid file name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")
         if not name.endswith(".safetensors"):
             raise UnsupportedModel(f"{index}: names {name!r}, but only safetensors are read")
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name}: missing, though {INDEX} names it")
-    return names, wanted
+    return names, file_of
 
 
 def _no_weights(folder: Path) -> Exception:
@@ -142,9 +153,9 @@ def _no_weights(folder: Path) -> Exception:
     if next(folder.glob("model-*.safetensors"), None):
         return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        return NotAModel(f"{folder}: no safetensors; give the GGUF file itself: {gguf}")
+        return NotAModel(f"{folder}: has no safetensors files; give the GGUF file itself: {gguf}")
     if pickle := next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None):
         return UnsupportedModel(
             f"{folder}: its weights are pickles ({pickle.name}): only safetensors are read"
         )
-    return NotAModel(f"{folder}: no {SINGLE} and no {INDEX}")
+    return NotAModel(f"{folder}: has no weights: neither {SINGLE} nor {INDEX}")

@@ -1,4 +1,4 @@
-"""What tells a model from another: a digest of its config and of its tensors' names and shapes."""
+"""A model's fingerprint: a digest of its config and of its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 
-OF_THE_FILE = {"transformers_version"}  # says who wrote it; names that begin with _ are paths
+IGNORED = {"transformers_version"}  # keys of the config that differ between copies of a model
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """64 hexadecimal digits, the same on every machine and however the files are cut into shards.
+    """A model's fingerprint: 64 hexadecimal digits, independent of machine and sharding.
 
-    Made of config.json's content and of each tensor's name, type, shape and size, as the headers
-    say; no weight is read. So it tells architectures and sizes apart, but not two trainings of one
-    architecture. A pack has that of the checkpoint it was made from: what is known of the one's
-    routing holds for the other.
+    It covers config.json and each tensor's name, type, shape and size in the headers; no weight is
+    read. So it distinguishes architectures and sizes, but not two trainings of one architecture. A
+    pack has the fingerprint of its source, so that traces and predictors of one fit the other.
     """
     if checkpoint.pack is not None:
         return checkpoint.pack.header.source.fingerprint
@@ -30,11 +29,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _content(value: Any) -> Any:
-    """A config without what two copies of a model may differ in."""
+    """A config without the keys in which two copies of a model may differ."""
     if isinstance(value, dict):
         return {
             key: _content(inner)
             for key, inner in value.items()
-            if key not in OF_THE_FILE and not key.startswith("_")
+            if key not in IGNORED and not key.startswith("_")
         }
     return [_content(inner) for inner in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: config and tokenizer by transformers' own GGUF mapping.
 
-Experts stay where they are, in the blocks that they are stored in. Everything else is expanded as
-transformers expands it, by gguf's own code. What the mapping does not say of the config is said by
-the file's metadata (the experts' width).
+Experts stay in the file's quantised blocks. The dense parts are dequantised as transformers does
+it, by gguf's own code. Config values that the mapping leaves out, such as the experts' width, come
+from the file's metadata.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.hf.checkpoint.library_errors import check_layers, wrap_library_errors
 from greenroom.json_file import printable
 
-# Architectures whose experts are compared with transformers' own in the tests.
+# Architectures that the tests compare with transformers.
 SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe")
-LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's name for it
+UNMAPPED = {  # metadata that transformers' mapping leaves out -> the config's name for it
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attention.key_length": "head_dim",
@@ -43,23 +43,26 @@ LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's n
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file, or its parts. `folder` is the (first) file; `tensors` have GGUF's names."""
+    """A model in GGUF files: `folder` is the (first) file, `tensors` have GGUF's names."""
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> GgufCheckpoint:
-        """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
+        """Open a GGUF file by its headers.
+
+        Raises NotAModel, UnsupportedModel or CheckpointError.
+        """
         if find_spec("gguf") is None:
             raise UnsupportedModel(
-                f"{path}: GGUF files need the package gguf: pip install 'greenroom[gguf]'"
+                f"{path}: reading GGUF files needs the package gguf: pip install 'greenroom[gguf]'"
             )
         paths, metadata, tensors = read_gguf(Path(path).absolute())
-        made = cls(paths[0], metadata, tuple(map(str, paths)), tensors, dict(tensors))
-        if made.architecture not in SERVED:
+        checkpoint = cls(paths[0], metadata, tuple(map(str, paths)), tensors, dict(tensors))
+        if checkpoint.architecture not in SERVED:
             raise UnsupportedModel(
-                f"{path}: a GGUF file of the architecture {printable(made.architecture)}:"
-                f" {', '.join(SERVED)} are served"
+                f"{path}: the architecture {printable(checkpoint.architecture)} is not supported in"
+                f" GGUF files; supported are {', '.join(SERVED)}"
             )
-        return made
+        return checkpoint
 
     @property
     def architecture(self) -> str:
@@ -67,12 +70,12 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def mapped(self) -> bool:
-        """Whether transformers has a mapping of names and values for it, and not of names alone."""
+        """True if transformers maps the tensors' values too, and not only their names."""
         return self.architecture in GGUF_CONFIG_ARCHS
 
     @property
-    def source(self) -> dict[str, Any]:
-        """What transformers' `from_pretrained` methods are to be called with."""
+    def pretrained_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for transformers' `from_pretrained` methods."""
         return {
             "pretrained_model_name_or_path": self.folder.parent,
             "gguf_file": self.folder.name,
@@ -81,8 +84,10 @@ class GgufCheckpoint(Checkpoint):
 
     @contextmanager
     def read_by_transformers(self) -> Iterator[None]:
-        """transformers takes a scaling of rotary embeddings from the wrong bytes of the file, an
-        array, which NumPy from 2.4 on makes no number of. So it is not shown any; see `_scaling`.
+        """Hide the metadata of rotary scaling from gguf's reader, which transformers uses.
+
+        transformers reads the scaling from the wrong bytes of the file, as an array, which fails
+        from NumPy 2.4 on. `_scaling` reads it instead.
         """
         import gguf
 
@@ -92,17 +97,17 @@ class GgufCheckpoint(Checkpoint):
                 for key in [key for key in self.fields if ".rope.scaling." in key]:
                     del self.fields[key]
 
-        own = gguf.GGUFReader
+        original = gguf.GGUFReader
         gguf.GGUFReader = Reader
         try:
             yield
         finally:
-            gguf.GGUFReader = own
+            gguf.GGUFReader = original
 
     def hf_config(self) -> PreTrainedConfig:
-        """transformers' config of the model, with what its mapping leaves out."""
+        """transformers' config of the model, completed by metadata that its mapping leaves out."""
         check_layers(self.config, len(self.tensors), str(self.folder))
-        with wrap_library_errors(f"{self.folder}: its metadata is no config"):
+        with wrap_library_errors(f"{self.folder}: no config can be made of its metadata"):
             if self.mapped:
                 values = get_gguf_config(self.config, tuple(self.tensors))
             else:
@@ -110,20 +115,22 @@ class GgufCheckpoint(Checkpoint):
                     values = load_gguf_checkpoint(str(self.folder))["config"]
             values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
             config = AutoConfig.for_model(**values)
-        for key, name in LEFT_OUT.items():
+        for key, name in UNMAPPED.items():
             value = self.config.get(f"{self.architecture}.{key}")
             if value is not None and hasattr(config, name):
                 setattr(config, name, value)
         return config
 
     def _scaling(self) -> dict[str, Any] | None:
-        """How rotary embeddings are stretched; transformers' mapping takes other bytes for it."""
+        """The config's rope_scaling; transformers' mapping reads it from the wrong bytes."""
         prefix = f"{self.architecture}.rope.scaling."
         kind = self.config.get(f"{prefix}type", "none")
         if kind == "none":
             return None
         if kind != "yarn" or self.mapped:
-            raise UnsupportedModel(f"{self.folder}: rotary embeddings are stretched by {kind}")
+            raise UnsupportedModel(
+                f"{self.folder}: the RoPE scaling {kind} is not supported for this architecture"
+            )
         return {
             "rope_type": "yarn",
             "rope_theta": self.config.get(f"{self.architecture}.rope.freq_base", 1e4),
@@ -135,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
         }
 
     def dtype(self) -> str:
-        """What to compute in: the halves that the weights are stored in, else bfloat16."""
+        """The dtype to compute in: the weights' own float type, bfloat16 for quantised weights."""
         kinds = {(s.encoding, s.dtype) for s in self.tensors.values() if len(s.shape) > 1}
         if any(encoding != PLAIN for encoding, _ in kinds) or (PLAIN, "bfloat16") in kinds:
             return "bfloat16"

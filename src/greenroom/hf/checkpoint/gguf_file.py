@@ -1,7 +1,8 @@
-"""The headers of GGUF files: metadata, and which tensor lies at which bytes; files in parts too.
+"""The headers of GGUF files, split files included: metadata and the byte range of each tensor.
 
-Every length is held against what is left of the file before anything of it is read. Checked are
-magic and version, types, rows that are whole blocks, and that every tensor lies inside of its file.
+Every length is compared with the rest of the file before anything of that length is read. Checked
+are magic and version, types, that rows are complete blocks, and that every tensor lies inside of
+its file.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, StoredTensor]]:
-    """The headers of a model's GGUF file, or of all parts that belong to it: (paths, metadata,
-    tensors). Arrays of strings in the metadata are only counted.
+    """(paths, metadata, tensors) of a GGUF model in one or several files.
+
+    Arrays of strings in the metadata are only counted.
 
     Tensors are by GGUF's names, shapes in torch's order; `StoredTensor.file` is an index of paths.
     Raises NotAModel, UnsupportedModel or CheckpointError.
@@ -49,48 +51,47 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
     metadata, tensors = _header(paths[0], 0)
     if metadata.get("split.count", 1) not in (0, len(paths)):
         raise CheckpointError(
-            f"{paths[0]}: says that it is one of {metadata['split.count']} parts, but its name"
-            f" says {len(paths)}"
+            f"{paths[0]}: its metadata says that the model has {metadata['split.count']} files, but"
+            f" its name says {len(paths)}"
         )
     if "general.architecture" not in metadata:
-        raise CheckpointError(f"{paths[0]}: names no architecture in its metadata")
+        raise CheckpointError(f"{paths[0]}: its metadata has no general.architecture")
     for number, part in enumerate(paths[1:], start=1):
-        found, more = _header(part, number)
-        if found.get("split.no", number) != number:
-            raise CheckpointError(f"{part}: is another part than its name says")
-        tensors |= more
-    wanted = metadata.get("split.tensors.count", len(tensors))
-    if wanted != len(tensors):
-        raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, not {wanted}")
+        part_metadata, part_tensors = _header(part, number)
+        if part_metadata.get("split.no", number) != number:
+            raise CheckpointError(f"{part}: its number in the metadata is not the one in its name")
+        tensors |= part_tensors
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise CheckpointError(f"{path}: its files have {len(tensors)} tensors, not {expected}")
     return paths, metadata, tensors
 
 
 def encoding_of(ggml: str) -> str:
-    """The encoding of a type of ggml's; its own name where there is none, and no kernel reads it,
-    though gguf can expand it."""
+    """The encoding of a ggml type; ggml's name for types that no kernel reads."""
     name = ggml.lower()
     return next((each for each in (f"gguf_{name}", name) if each in BLOCKS), ggml)
 
 
 def ggml_type(encoding: str) -> str:
-    """The name of ggml's that an encoding of a GGUF file has."""
+    """ggml's name of an encoding."""
     return encoding.removeprefix("gguf_").upper()
 
 
 def model_in(folder: Path) -> Path | None:
     """The only GGUF model of a folder; NotAModel where there are several."""
-    found = [
+    models = [
         path
         for path in sorted(folder.glob("*.gguf"))
         if not path.name.startswith("mmproj")
         and ((part := PART.match(path.name)) is None or int(part["number"]) == 1)
     ]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found[:5])
+    if len(models) > 1:
+        names = ", ".join(path.name for path in models[:5])
         raise NotAModel(f"{folder}: holds several GGUF models ({names}): give one of these files")
-    if not found and (late := next(folder.glob("*.gguf"), None)):
-        return late  # a later part: its first one is missing
-    return found[0] if found else None
+    if not models and (late := next(folder.glob("*.gguf"), None)):
+        return late  # not the first file of a split model: opening it names the missing one
+    return models[0] if models else None
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
@@ -127,15 +128,15 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
         cursor = Cursor(path)
         for key, value, _ in cursor.pairs():
             if key in metadata:
-                raise Damaged(f"{printable(key)} is twice in its metadata")
+                raise DamagedHeader(f"{printable(key)} is twice in its metadata")
             metadata[key] = value
         entries = [cursor.entry() for _ in range(cursor.tensors)]
         if len({name for name, *_ in entries}) < len(entries):
-            raise Damaged("two tensors have one name")
+            raise DamagedHeader("two tensors have one name")
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
-            raise Damaged("general.alignment is no alignment")
-    except Damaged as error:
+            raise DamagedHeader("its general.alignment is not a possible alignment")
+    except DamagedHeader as error:
         raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
     data = -(-cursor.at // align) * align
     tensors = {
@@ -146,15 +147,15 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
     return metadata, tensors
 
 
-class Damaged(ValueError):
-    """A header of a GGUF file cannot be right."""
+class DamagedHeader(ValueError):
+    """A GGUF header with values that cannot be right."""
 
 
 _Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, type, offset
 
 
 class Cursor:
-    """Reads the header of a GGUF file from its beginning to its end."""
+    """A sequential reader of a GGUF file's header."""
 
     def __init__(self, path: str | Path) -> None:
         self._blob: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
@@ -162,7 +163,7 @@ class Cursor:
         self.version, self.tensors, self._pairs = self._take("IQQ")
 
     def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
-        """Each key and value of the metadata, and both as they lie in the file."""
+        """(key, value, the bytes of both) for each entry of the metadata."""
         for _ in range(self._pairs):
             begin = self.at
             key = self._text(LONGEST_NAME)
@@ -170,14 +171,14 @@ class Cursor:
             yield key, value, bytes(self._blob[begin : self.at])
 
     def entry(self) -> _Entry:
-        """A tensor; dimensions are in ggml's order, the fastest first."""
+        """The next tensor's (name, shape, type, offset); the shape is in torch's order."""
         name = self._text(LONGEST_NAME)
         (axes,) = self._take("I")
         if axes > MOST_AXES:
-            raise Damaged(f"{printable(name)} has {axes} axes")
+            raise DamagedHeader(f"{printable(name)} has {axes} axes")
         shape = self._take(f"{axes}Q")[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
-            raise Damaged(f"{printable(name)} is larger than any tensor")
+            raise DamagedHeader(f"{printable(name)} is larger than any tensor")
         kind, offset = self._take("IQ")
         return name, shape, kind, offset
 
@@ -188,15 +189,15 @@ class Cursor:
         if kind == TEXT:
             return self._text(self._blob.size)
         if kind != ARRAY:
-            raise Damaged(f"its metadata have a value of the type {kind}")
+            raise DamagedHeader(f"its metadata has a value of the unknown type {kind}")
         kind, count = self._take("IQ")
         if kind in NUMBERS:
             return list(self._take(f"{count}{NUMBERS[kind]}"))
         if kind != TEXT:
-            raise Damaged(f"its metadata have an array of the type {kind}")
+            raise DamagedHeader(f"its metadata has an array of the unknown type {kind}")
         blob, at = self._blob.data, self.at
         try:
-            for _ in range(count):  # a vocabulary: they are only counted
+            for _ in range(count):  # a vocabulary: its strings are only counted
                 at += 8 + SIZE.unpack_from(blob, at)[0]
         except (struct.error, OverflowError):
             at = INT64
@@ -208,24 +209,24 @@ class Cursor:
     def _text(self, longest: int) -> str:
         (length,) = self._take("Q")
         if length > longest:
-            raise Damaged(f"a name or text of {length} bytes")
+            raise DamagedHeader(f"it has a name or text of {length} bytes")
         (text,) = self._take(f"{length}s")
         try:
             return str(text, "utf-8")
         except UnicodeDecodeError as error:
-            raise Damaged("a name or text is not UTF-8") from error
+            raise DamagedHeader("it has a name or text that is not UTF-8") from error
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        """The next values, of struct's format."""
+        """The next values, by a format of `struct`."""
         try:
-            found = struct.unpack_from(f"<{form}", self._blob.data, self.at)
+            values = struct.unpack_from(f"<{form}", self._blob.data, self.at)
         except struct.error as error:
             raise self._cut_off() from error
         self.at += struct.calcsize(f"<{form}")
-        return found
+        return values
 
-    def _cut_off(self) -> Damaged:
-        return Damaged(f"it ends at byte {self._blob.size}, inside of its header")
+    def _cut_off(self) -> DamagedHeader:
+        return DamagedHeader(f"it ends at byte {self._blob.size}, inside of its header")
 
 
 def _stored(
@@ -237,7 +238,9 @@ def _stored(
     try:
         ggml = GGMLQuantizationType(kind)
     except ValueError as error:
-        raise UnsupportedModel(f"{path}: {name} is of the unknown type {kind}") from error
+        raise UnsupportedModel(
+            f"{path}: {name} has the unknown type {kind}: a newer gguf package may know it"
+        ) from error
     block, nbytes = GGML_QUANT_SIZES[ggml]
     if not shape or shape[-1] % block:
         raise CheckpointError(
@@ -245,7 +248,7 @@ def _stored(
             f" in blocks of {block}"
         )
     size = prod(shape) // block * nbytes
-    if ggml.name in DTYPES:  # safetensors' names are ggml's too
+    if ggml.name in DTYPES:  # ggml and safetensors have the same names
         return StoredTensor(file, DTYPES[ggml.name], shape, offset, size)
     codes = (*shape[:-1], shape[-1] // block * nbytes)
     return StoredTensor(file, "uint8", shape, offset, size, encoding_of(ggml.name), codes)

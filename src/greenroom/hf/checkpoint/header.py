@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies at which bytes.
+"""The header of a safetensors file: the type, shape and byte range of each tensor.
 
 Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
 maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
@@ -57,10 +57,10 @@ BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch'
 class StoredTensor:
     """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`.
 
-    An encoded one is a matrix, or a stack of them, whose codes lie there and whose companions lie
-    elsewhere. Its `shape` is what it is expanded to: [..., outputs, inputs], or the other way round
-    where it is `transposed` on expanding; `codes` is the shape of its codes, in `dtype`. `unit`
-    outputs share one row of the companions.
+    An encoded tensor is a matrix, or a stack of matrices: its codes lie at `offset`, its companions
+    (scales) elsewhere. `shape` is that of the decoded tensor: [..., outputs, inputs], or [...,
+    inputs, outputs] where decoding transposes it (`transposed`). `codes` is the shape of the codes,
+    in `dtype`. `unit` outputs share one row of the companions.
     """
 
     file: int
@@ -76,13 +76,13 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The plain tensors in the files: itself, or the codes and the companions."""
+        """The plain tensors in the files: this one, or the codes and the companions."""
         if self.encoding == PLAIN:
             return (self,)
         return replace(self, shape=self.codes, encoding=PLAIN), *self.companions
 
     def __getitem__(self, number: int) -> StoredTensor:
-        """One of a stack, by its number on the first axis."""
+        """One matrix of a stack, by its index on the first axis."""
         return replace(
             self.rows(number, 1),
             shape=self.shape[1:],
@@ -91,7 +91,7 @@ class StoredTensor:
         )
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """Some rows of a plain tensor, from the number `first` on."""
+        """Rows `first` .. `first + count` of a plain tensor."""
         size = self.nbytes // self.shape[0]
         shape = (count, *self.shape[1:])
         return replace(self, shape=shape, offset=self.offset + first * size, nbytes=count * size)
@@ -99,7 +99,7 @@ class StoredTensor:
 
 @contextmanager
 def read_errors(path: str | Path) -> Iterator[None]:
-    """CheckpointError where `path` cannot be read."""
+    """Raise CheckpointError where reading `path` fails."""
     try:
         yield
     except OSError as error:
@@ -131,7 +131,7 @@ def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
 
 
 def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> StoredTensor:
-    """One entry of the JSON; `data` is where the data begins. CheckpointError where it is wrong."""
+    """The tensor of one JSON entry, or CheckpointError; `data` is the data's first byte."""
     check_name(path, name)
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -155,13 +155,13 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
 
 
 def check_name(path: Path, name: str) -> None:
-    """CheckpointError where no tensor can be called so."""
+    """Check that `name` can be a tensor's name, or CheckpointError."""
     if not name.isprintable() or len(name) > LONGEST_NAME:
-        raise CheckpointError(f"{path}: a tensor is called {show_value(name)}")
+        raise CheckpointError(f"{path}: {show_value(name)} is not a valid name of a tensor")
 
 
 def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
-    """No tensor may reach past the file's end or into another one."""
+    """Check that no tensor overlaps another or ends beyond the file, or CheckpointError."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.nbytes == 0:

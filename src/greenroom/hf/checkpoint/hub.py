@@ -1,4 +1,4 @@
-"""Download a model from the hub: the one place that talks to the network."""
+"""Downloads from the Hugging Face hub; no other module talks to the network."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ FILES = [
     "*.jinja",
     "LICENSE*",
 ]
-ANSWER_S = 4.0  # in which the hub must answer
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # the disk's fault
+ANSWER_S = 4.0  # seconds to wait for the hub's answer
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # errors of the local disk
 NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
 
 
 def download(model: str) -> Path:
-    """The local snapshot of a hub id, downloaded where needed; NotAModel if that fails."""
+    """The local snapshot of a hub id, downloaded if needed; NotAModel where that fails."""
     with hub_errors(model):
         folder = snapshot_download(
             model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=DownloadBar,
@@ -53,7 +53,7 @@ def download(model: str) -> Path:
 
 
 class DownloadBar(tqdm):
-    """The hub's bar of bytes: it reports to `report`, and draws nothing."""
+    """The hub library's progress bar: it calls `report(done, total)` and draws nothing."""
 
     report: Callable[[float, float], object] = staticmethod(lambda done, of: None)
 
@@ -67,8 +67,7 @@ class DownloadBar(tqdm):
 
 
 def reachable() -> bool:
-    """Whether anybody answers at the hub's address, asked once. The hub's library asks six times,
-    and waits between them."""
+    """True if the hub answers one request; the hub's library would retry six times, with pauses."""
     if constants.HF_HUB_OFFLINE:
         return False
     answers: list[Any] = []
@@ -84,14 +83,14 @@ def reachable() -> bool:
 
 
 def cached_snapshot(model: str) -> Path | None:
-    """The local snapshot of a hub id, as far as it is there; None without one. Asks nobody."""
+    """The local snapshot of a hub id, perhaps incomplete, or None; uses no network."""
     with hub_errors(model):
-        found = try_to_load_from_cache(model, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+        path = try_to_load_from_cache(model, "config.json")
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def read_remote(model: str) -> Checkpoint:
-    """A hub id's config and headers as a checkpoint whose weights cannot be read.
+    """A checkpoint of a hub id's config and headers, without weights.
 
     The config is a small file in the hub's cache; headers come by range requests, one or two a
     file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
@@ -102,21 +101,23 @@ def read_remote(model: str) -> Checkpoint:
         folder = Path(hf_hub_download(model, "config.json")).parent
         config = read_config(folder)
         try:
-            found = get_safetensors_metadata(model)
+            metadata = get_safetensors_metadata(model)
         except hub.NotASafetensorsRepoError as error:
-            raise UnsupportedModel(f"{model}: the hub has no safetensors of it") from error
-    names = sorted(found.files_metadata)
+            raise UnsupportedModel(
+                f"{model}: this model has no safetensors files on the hub"
+            ) from error
+    names = sorted(metadata.files_metadata)
     tensors: dict[str, StoredTensor] = {}
     for number, name in enumerate(names):
-        for key, info in found.files_metadata[name].tensors.items():
-            if found.weight_map.get(key, name) == name:
+        for key, info in metadata.files_metadata[name].tensors.items():
+            if metadata.weight_map.get(key, name) == name:
                 tensors[key] = tensor_of(folder / name, number, key, vars(info), 0)
     return Checkpoint.of(folder, config, names, tensors)
 
 
 @contextmanager
 def hub_errors(model: str) -> Iterator[None]:
-    """What the hub and the way to it raise, as one line of ours."""
+    """Raise errors of the hub and of the network as one line of Greenroom's."""
     try:
         yield
     except ModelError:

@@ -1,4 +1,4 @@
-"""Libraries that read a model's files: what they raise is one error of ours, their work bounded."""
+"""Guards around libraries that read a model's files: uniform errors, bounded work."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.nn.modules.module import (
 from greenroom.errors import CheckpointError, GreenroomError
 
 LAYERS = re.compile(r"(layers|n_layer|depth|block_count)$")  # keys of configs that count layers
-MOST_LAYERS = 1024  # where a checkpoint has fewer tensors
-PARTS = 16  # parameters and modules for a tensor of the checkpoint; models have about two
-FREE = 2048  # beyond these
-PANIC = "PanicException"  # Rust's, which is no Exception
+MOST_LAYERS = 1024  # layers that a config may have; more if the checkpoint has more tensors
+PARTS = 16  # parameters and modules for each tensor of the checkpoint; models have about two
+FREE = 2048  # parameters and modules on top of these
+PANIC = "PanicException"  # raised by Rust libraries; it is no subclass of Exception
 
 
 @contextmanager
 def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError) -> Iterator[None]:
-    """Turn whatever a library raises about files into one line of `error`, after `what`.
+    """Raise whatever a library raises as one line of `error`, prefixed by `what`.
 
-    Errors of ours, of the disk and of memory pass, and so does an interruption.
+    Greenroom's own errors, errors of the disk or of memory and interrupts pass unchanged.
     """
     try:
         yield
@@ -40,16 +40,16 @@ def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError
 
 
 def error_line(error: BaseException) -> str:
-    """What an error says, in one line, with its kind where that says more than its text."""
-    said = " ".join(str(error).split())[:300]
-    plain = isinstance(error, ValueError | RuntimeError | OSError) and said
-    return said if plain else f"{type(error).__name__}: {said}".rstrip(": ")
+    """An error's message in one line, with its class where that is needed."""
+    message = " ".join(str(error).split())[:300]
+    plain = isinstance(error, ValueError | RuntimeError | OSError) and message
+    return message if plain else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
-    """CheckpointError where a config, or a part of it, asks for more layers than there can be.
+    """Check that a config has no more layers than the checkpoint could hold, or CheckpointError.
 
-    Libraries make lists of that length before any tensor is looked for.
+    Libraries allocate lists of that length before they look for any tensor.
     """
     most = max(tensors, MOST_LAYERS)
     for key, value in config.items():
@@ -57,14 +57,16 @@ def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
             check_layers(value, tensors, where)
         elif type(value) in (int, float) and LAYERS.search(key) and value > most:
             raise CheckpointError(
-                f"{where}: {key} is {value:.0f}, but the checkpoint has {tensors} tensors"
+                f"{where}: {key} is {value:.0f}, but the checkpoint has only {tensors} tensors"
             )
 
 
 @contextmanager
 def bounded_construction(tensors: int, where: str) -> Iterator[None]:
-    """CheckpointError as soon as a model that is constructed has far more parts than a checkpoint
-    of so many tensors can fill."""
+    """Stop a model's construction with CheckpointError once it has far too many parts.
+
+    `tensors`: how many the checkpoint has.
+    """
     left, thread = FREE + PARTS * tensors, threading.get_ident()
 
     def count(*registered: object) -> None:
@@ -72,7 +74,7 @@ def bounded_construction(tensors: int, where: str) -> Iterator[None]:
         left -= threading.get_ident() == thread
         if left < 0:
             raise CheckpointError(
-                f"{where}: asks for a far larger model than {tensors} tensors can fill"
+                f"{where}: its config describes a far larger model than {tensors} tensors can fill"
             )
 
     hooks = [

@@ -1,4 +1,4 @@
-"""What a user may have meant by MODEL, before anything heavy is imported."""
+"""Early checks of MODEL, and suggestions for mistyped names; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 
 
 def check_name(model: str | os.PathLike[str]) -> None:
-    """NotAModel for what is nothing here, and cannot be a hub id either."""
+    """Check that a name is local or can be a hub id; NotAModel otherwise."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if text == DEMO or path.exists() or path.with_name(f"{path.name}.unfinished").exists():
@@ -33,22 +33,22 @@ def check_name(model: str | os.PathLike[str]) -> None:
 
 
 def suggestion(text: str) -> str:
-    """The end of a message: the nearest name that there is; empty without one."""
+    """The end of an error message: "; did you mean NAME?", or "" without a similar name."""
     names = {name.lower(): name for name in _models()}
     names.pop(text.lower(), None)
     parts = {key.rpartition("/")[2]: name for key, name in names.items()}
-    found = get_close_matches(text.lower(), names, 1) or get_close_matches(text.lower(), parts, 1)
-    return f"; did you mean {(names | parts)[found[0]]}?" if found else ""
+    match = get_close_matches(text.lower(), names, 1) or get_close_matches(text.lower(), parts, 1)
+    return f"; did you mean {(names | parts)[match[0]]}?" if match else ""
 
 
 def _models() -> Iterator[str]:
-    """The model that ships, those in the working folder, and hub ids in the hub's cache."""
+    """Names of the demo, of models in the working folder, and of hub ids in the cache."""
     from huggingface_hub import constants
 
     yield DEMO
     with suppress(OSError):
-        here = sorted(Path().iterdir())
-        yield from [p.name for p in here if p.suffix == ".gguf" or (p / "config.json").is_file()]
+        paths = sorted(Path().iterdir())
+        yield from [p.name for p in paths if p.suffix == ".gguf" or (p / "config.json").is_file()]
     with suppress(OSError):
         for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
             yield path.name.removeprefix("models--").replace("--", "/", 1)

@@ -1,7 +1,8 @@
-"""Read whole tensors into ordinary memory: the dense parts of a model, and references.
+"""Read complete tensors into ordinary memory: the dense parts of a model, and references.
 
-Files are read, not mapped, and what was read is dropped from the page cache: the dense parts are in
-memory once, not twice. What is cast or expanded is so piece by piece, for the same reason.
+Files are read, not mapped, and the pages that were read are dropped from the page cache, so that
+the dense parts are in memory once, not twice. Casts and dequantisation work in small chunks for the
+same reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.runtime.encodings import ENCODINGS, Encoding
 
-PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
+CHUNK = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
 
 def read_tensor(
@@ -28,10 +29,10 @@ def read_tensor(
     dtype: torch.dtype | None = None,
     empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
-    """A tensor of `stored.shape`; CheckpointError where the file ends too early or fails.
+    """A tensor of `stored.shape`; CheckpointError where the file is truncated or cannot be read.
 
-    `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)` makes
-    what is returned, but for stacks of encoded matrices.
+    `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)`
+    allocates the result, except for stacks of encoded matrices.
     """
     if stored.encoding == PLAIN:
         kind = _dtype(files[stored.file], name, stored)
@@ -40,15 +41,15 @@ def read_tensor(
         return tensor.reshape(stored.shape)
     assert dtype is not None
     if len(stored.shape) > 2:
-        each = range(stored.shape[0])
-        return torch.stack([read_tensor(files, name, stored[i], dtype) for i in each])
+        matrices = (stored[i] for i in range(stored.shape[0]))
+        return torch.stack([read_tensor(files, name, matrix, dtype) for matrix in matrices])
     return _matrix(files, name, stored, dtype, empty)
 
 
 def read_parts(
     files: Sequence[str], name: str, stored: StoredTensor, parts: Sequence[Tensor]
 ) -> None:
-    """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
+    """Read an encoded matrix undecoded into `parts`: the codes, then the companions."""
     for tensor, part in zip(stored.parts, parts, strict=True):
         _read(files, name, tensor, part.view(-1))
 
@@ -60,25 +61,25 @@ def _matrix(
     dtype: torch.dtype,
     empty: Callable[..., Tensor],
 ) -> Tensor:
-    """An encoded matrix, expanded some rows at a time."""
+    """An encoded matrix, decoded in chunks of rows."""
     rows, columns = stored.shape[:: -1 if stored.transposed else 1]
     matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
     step = unit = stored.unit
-    if rows % unit == 0:  # otherwise each row of scales is expanded by itself
-        step *= max(1, PIECE // (4 * columns * unit))
+    if rows % unit == 0:  # otherwise each row of scales is decoded separately
+        step *= max(1, CHUNK // (4 * columns * unit))
     decode = decoder(stored.encoding)
     codes, *companions = stored.parts
     for row in range(0, rows, step):
         count = min(step, rows - row)
         parts = [codes.rows(row, count)]
         parts += [c.rows(row // unit, -(-count // unit)) for c in companions]
-        own = [read_tensor(files, name, part) for part in parts]
-        matrix[row : row + count] = decode(own, (count, columns), dtype)
+        tensors = [read_tensor(files, name, part) for part in parts]
+        matrix[row : row + count] = decode(tensors, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
 
 
 def decoder(encoding: str) -> Callable[..., Tensor]:
-    """What expands an encoding: ours, or gguf's own for ggml types that no kernel reads."""
+    """The decoder of an encoding; gguf's for ggml types that no kernel reads."""
     if encoding in ENCODINGS:
         return ENCODINGS[encoding].decode
     from gguf import GGMLQuantizationType, dequantize
@@ -92,27 +93,29 @@ def decoder(encoding: str) -> Callable[..., Tensor]:
 def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:
     kind: torch.dtype | None = getattr(torch, stored.dtype, None)
     if kind is None:
-        raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
+        raise UnsupportedModel(
+            f"{path}: {name} is stored as {stored.dtype}, a type that torch does not have"
+        )
     return kind
 
 
 def _read(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -> None:
-    """A plain tensor's elements, into a tensor [n]; cast where it has another type."""
+    """Read a plain tensor's elements into `into` [n], cast to its dtype."""
     path = files[stored.file]
     kind = _dtype(path, name, stored)
     cast = into.dtype != kind
     try:
         with open(path, "rb", buffering=0) as stream:
             stream.seek(stored.offset)
-            for part in into.split(PIECE // kind.itemsize) if cast else (into,):
-                piece = torch.empty(len(part), dtype=kind) if cast else part
-                view = piece.view(torch.uint8).numpy().data
+            for part in into.split(CHUNK // kind.itemsize) if cast else (into,):
+                chunk = torch.empty(len(part), dtype=kind) if cast else part
+                view = chunk.view(torch.uint8).numpy().data
                 while view:
                     if not (n := stream.readinto(view)):
                         raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
                     view = view[n:]
                 if cast:
-                    part.copy_(piece)
+                    part.copy_(chunk)
             os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error

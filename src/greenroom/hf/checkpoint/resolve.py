@@ -1,4 +1,4 @@
-"""Find the model that a user means, and open it: a folder, a GGUF file, a pack, or a hub id."""
+"""Find and open the model that a user names: a folder, a GGUF file, a pack, or a hub id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfi
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the config and all headers: of a folder, a GGUF file, or a pack.
+    """Open a folder, a GGUF file or a pack: read its config and all headers.
 
     Raises NotAModel, UnsupportedModel or CheckpointError.
     """
@@ -28,24 +28,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint of whatever `resolve` takes, downloaded where needed."""
+    """The checkpoint of a name that `resolve` accepts, downloaded if needed."""
     return open_checkpoint(resolve(model))
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id; or a GGUF
-    file: given as such, or the only one in a folder without a config.
+    """The path of a model: its folder, or its GGUF file.
 
-    A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
-    Raises NotAModel or UnsupportedModel with one line that says what to do.
+    `model` is a local folder, `demo` (the model that ships), a hub id, a GGUF file, or a folder
+    without a config that holds one GGUF model. A hub id is downloaded (config, tokenizer and
+    safetensors only; resumed where it stopped). Raises NotAModel or UnsupportedModel with one line
+    that says what to do.
     """
-    if (here := find_local(model)) is not None:
-        return here
+    if (path := find_local(model)) is not None:
+        return path
     return download(os.fspath(model))
 
 
 def find_local(model: str | os.PathLike[str]) -> Path | None:
-    """As `resolve`, but None for what can only be a hub id."""
+    """The path of a local model; None for a name that can only be a hub id."""
     text = os.fspath(model)
     if text == "demo":
         return demo_folder()
@@ -69,7 +70,7 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
 
 
 def demo_folder() -> Path:
-    """Where the shipped model lies: in the installed package, or in the repository it runs from."""
+    """The folder of the shipped demo model, in the installed package or in the repository."""
     import greenroom
 
     package = Path(greenroom.__file__).parent
@@ -80,10 +81,10 @@ def demo_folder() -> Path:
 
 
 def open_or_inspect(source: str) -> Checkpoint:
-    """A checkpoint that is here or was downloaded, else what the hub says of one."""
-    if (here := find_local(source)) is not None:
-        return open_checkpoint(here)
+    """A local or downloaded checkpoint, else its config and headers from the hub."""
+    if (path := find_local(source)) is not None:
+        return open_checkpoint(path)
     if (folder := cached_snapshot(source)) is not None:
-        with suppress(GreenroomError):  # some of it is there
+        with suppress(GreenroomError):  # the download is incomplete
             return open_checkpoint(folder)
     return read_remote(source)

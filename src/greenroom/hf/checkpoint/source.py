@@ -1,4 +1,4 @@
-"""Where a loaded model comes from: its checkpoint, and whether its files are still the same."""
+"""The source of a loaded model: its checkpoint, and stamps that detect changed files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from greenroom.runtime.store.stamps import Stamps
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The checkpoint of a model, as it was when its headers were read.
+    """The checkpoint of a loaded model, as it was when its headers were read.
 
-    dtype:  as `ModelSkeleton.of` takes it
-    stamps: of all files of weights
+    dtype:  the argument of `ModelSkeleton.of`
+    stamps: sizes and times of all weight files
     """
 
     checkpoint: Checkpoint
@@ -23,7 +23,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSource:
-        """A checkpoint that was just opened. CheckpointError where a file is gone already."""
+        """The source of a model; CheckpointError where a file of `checkpoint` is gone."""
         files = checkpoint.files
         if checkpoint.pack is not None:
             files = (*files, str(checkpoint.pack.folder / DATA))

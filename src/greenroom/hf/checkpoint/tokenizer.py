@@ -10,12 +10,16 @@ from greenroom.hf.checkpoint.library_errors import wrap_library_errors
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer; CheckpointError where there is none that can be used."""
+    """A checkpoint's tokenizer; CheckpointError where it has no usable one."""
     with (
         wrap_library_errors(f"{checkpoint.folder}: no usable tokenizer"),
         checkpoint.read_by_transformers(),
     ):
-        tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
-    if not len(tokenizer) > len(tokenizer.all_special_tokens):  # made up where there is no file
+        tokenizer = AutoTokenizer.from_pretrained(
+            **checkpoint.pretrained_arguments, trust_remote_code=False
+        )
+    if not len(tokenizer) > len(
+        tokenizer.all_special_tokens
+    ):  # transformers makes an empty one where files are missing
         raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: its files are missing")
     return tokenizer

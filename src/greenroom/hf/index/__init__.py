@@ -1,6 +1,6 @@
-"""From a checkpoint's tensors to the byte ranges of each expert: the catalog.
+"""Index a checkpoint: the catalog with the byte ranges of every expert.
 
-routes    which tensor becomes which parameter; gguf_routes: the same for GGUF's names
-experts   which of a model's modules are experts
-catalog   where every expert lies, in a pack too; columns, blocks, extents: its steps
+conversions  the tensors of each parameter; gguf_conversions: the same for GGUF's names
+experts      the experts modules of a model
+catalog      the catalog, of a pack too; columns, blocks, extents: its steps
 """

@@ -1,9 +1,9 @@
-"""Read a layout conversion off its result: which strided blocks move where.
+"""Derive the strided blocks that a layout conversion moves, from the conversion's result.
 
 A chain of conversions (merge, concatenate, chunk, transpose, interleave) only moves rows and
-columns. Run on matrices that hold the elements' own numbers, its result says where each element
-came from; this module finds the two-dimensional strided blocks in these numbers. Of an encoded
-matrix whole rows must stay together: its outputs may be moved, its inputs may not.
+columns. It is run on matrices whose elements are numbered, so its result tells where each element
+came from; this module finds the two-dimensional strided blocks in these numbers. Rows of an encoded
+matrix must stay complete: its outputs may be moved, its inputs may not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from greenroom.hf.index.columns import SourceTensor
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.index.experts import StreamedParameter
 
-MOST = 1 << 10  # blocks; a layout that needs more is not a layout but a permutation
+MOST = 1 << 10  # blocks; a conversion that needs more is an arbitrary permutation
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements (i, j) of source tensor `source` and where they go; all figures in elements."""
+    """A strided block of elements and its target; all figures are in elements."""
 
     source: int
     source_start: int
@@ -41,10 +41,10 @@ class Block:
 
 
 def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
-    """The blocks of a conversion, or None where there is no short description.
+    """The blocks of a conversion, or None where it needs too many.
 
-    `origin[i, j]` is the number of the source element that lands at target element (i, j); source
-    tensors are numbered one after another and have `sizes` elements.
+    `origin[i, j]` is the number of the source element that lands at target element (i, j). Source
+    tensors have `sizes` elements, which are numbered consecutively.
     """
     if not origin.size:
         return None
@@ -61,32 +61,34 @@ def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
     return blocks
 
 
-def _runs(line: np.ndarray, ends: np.ndarray) -> list[slice]:
-    """Cut a row or a column into runs of one tensor whose numbers are evenly spaced: all of it,
-    every second element, or one run after another."""
-    source = np.searchsorted(ends, line, side="right")
+def _runs(numbers: np.ndarray, ends: np.ndarray) -> list[slice]:
+    """Cut a row or column into runs of evenly spaced numbers of one tensor.
+
+    A single run, two interleaved runs, or consecutive runs.
+    """
+    source = np.searchsorted(ends, numbers, side="right")
 
     def run(start: int, step: int) -> slice:
-        """The longest run that starts here."""
-        values, tensor = line[start::step], source[start::step]
+        """The longest run from `start` on."""
+        values, tensor = numbers[start::step], source[start::step]
         evenly = values[0] + (values[:2][-1] - values[0]) * np.arange(len(values))
         same = (values == evenly) & (tensor == tensor[0])
         count = len(values) if same.all() else int(same.argmin())
         return slice(start, start + (count - 1) * step + 1, step)
 
     for step in (1, 2):
-        runs = [run(start, step) for start in range(min(step, len(line)))]
-        if all(found.stop + step > len(line) for found in runs):
+        runs = [run(start, step) for start in range(min(step, len(numbers)))]
+        if all(each.stop + step > len(numbers) for each in runs):
             return runs
     runs, start = [], 0
-    while start < len(line) and len(runs) <= MOST:
+    while start < len(numbers) and len(runs) <= MOST:
         runs.append(run(start, 1))
         start = runs[-1].stop
     return runs
 
 
 def _block(origin: np.ndarray, down: slice, across: slice, ends: np.ndarray) -> Block | None:
-    """The block of some rows and columns; None where it is not one."""
+    """The block at some rows and columns; None where its elements are not evenly spaced."""
     values = origin[down, across]
     (rows, columns), width = values.shape, origin.shape[1]
     first, last = values[0, 0], values[[0, 0, -1, -1], [0, -1, 0, -1]]
@@ -116,52 +118,53 @@ def derive_blocks(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     conversion: WeightConversion,
-    own: list[SourceTensor],
-    wanted: dict[str, StreamedParameter],
+    sources: list[SourceTensor],
+    targets: dict[str, StreamedParameter],
 ) -> dict[str, list[Block]]:
-    """For each target parameter's name the blocks that fill it from one expert's tensors.
+    """The blocks that fill each target parameter from one expert's `sources`, by parameter name.
 
-    Blocks count elements, and rows where the parts are encoded. CheckpointError where the shapes do
-    not make the parameters; UnsupportedModel where there is no short description.
+    Blocks count elements, or rows where the sources are encoded. Raises CheckpointError where the
+    shapes do not make the parameters; UnsupportedModel where a conversion is too irregular.
     """
-    made = _convert(model, conversion, own)
-    found = {}
-    for full_name, streamed in wanted.items():
-        numbers = made.get(full_name)
+    converted = _convert(model, conversion, sources)
+    blocks_of = {}
+    for full_name, streamed in targets.items():
+        numbers = converted.get(full_name)
         shape = (1, *streamed.shape[1:])
         if numbers is None or tuple(numbers.shape) != shape:
             got = "another arrangement" if numbers is None else list(numbers.shape[1:])
-            having = ", ".join(f"{part.name} {list(part.shape)}" for part in own)
+            having = ", ".join(f"{part.name} {list(part.shape)}" for part in sources)
             raise CheckpointError(
-                f"{checkpoint.files[own[0].stored.file]}: {having} make {got} an expert, but"
+                f"{checkpoint.files[sources[0].stored.file]}: {having} make {got} an expert, but"
                 f" {full_name} has shape {list(shape[1:])}"
             )
-        sizes = [prod(part.shape) for part in own]
+        sizes = [prod(part.shape) for part in sources]
         matrix: Tensor | None = numbers[0]
-        if own[0].stored.encoding != PLAIN:
+        if sources[0].stored.encoding != PLAIN:
             module = model.get_submodule(streamed.module)
             matrix, sizes = _rows(numbers[0].T if module.is_transposed else numbers[0], sizes)
         blocks = find_blocks(matrix.numpy(), sizes) if matrix is not None else None
         if blocks is None:
             raise UnsupportedModel(
-                f"{type(model).__name__}: the conversion of {full_name} is too irregular"
+                f"{type(model).__name__}: experts are not supported whose weights are rearranged as"
+                f" irregularly as those of {full_name}"
             )
-        found[streamed.name] = blocks
-    return found
+        blocks_of[streamed.name] = blocks
+    return blocks_of
 
 
 def _rows(matrix: Tensor, sizes: list[int]) -> tuple[Tensor | None, list[int]]:
-    """(sources of the rows [1, rows], rows of each part); None where a row was taken apart."""
+    """(source row of each row [1, rows], rows of each part); None where a row was split."""
     columns = matrix.shape[1]
     first = matrix[:, :1]
-    whole = torch.equal(matrix, first + torch.arange(columns, dtype=matrix.dtype))
-    if not whole or any(size % columns for size in sizes) or (first % columns).any():
+    complete = torch.equal(matrix, first + torch.arange(columns, dtype=matrix.dtype))
+    if not complete or any(size % columns for size in sizes) or (first % columns).any():
         return None, sizes
     return (first // columns).T, [size // columns for size in sizes]
 
 
 class _OneExpert:
-    """A model as conversions see it (they ask for parameters' shapes), with a single expert."""
+    """A view of a model with a single expert, for conversions that ask for parameters' shapes."""
 
     def __init__(self, model: PreTrainedModel, targets: Sequence[str]) -> None:
         self._model, self._targets = model, targets
@@ -172,27 +175,27 @@ class _OneExpert:
 
 
 def _convert(
-    model: PreTrainedModel, conversion: WeightConversion, own: list[SourceTensor]
+    model: PreTrainedModel, conversion: WeightConversion, sources: list[SourceTensor]
 ) -> dict[str, Tensor]:
-    """Run the route's conversion on the numbers of one expert's elements; [1, ...] a target."""
-    sizes = [prod(part.shape) for part in own]
+    """Convert the element numbers of one expert's tensors; each target is [1, ...]."""
+    sizes = [prod(part.shape) for part in sources]
     dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
     numbered = [
         _numbers(part, start, dtype)
-        for part, start in zip(own, accumulate(sizes, initial=0), strict=False)
+        for part, start in zip(sources, accumulate(sizes, initial=0), strict=False)
     ]
-    given = {
+    tensors = {
         part.name: numbers if "*" in part.pattern else numbers[None]
-        for part, numbers in zip(own, numbered, strict=True)
+        for part, numbers in zip(sources, numbered, strict=True)
     }
     try:
-        return conversion.convert(given, _OneExpert(model, conversion.targets), model.config)
-    except (RuntimeError, ValueError, IndexError):  # shapes that do not go together
+        return conversion.convert(tensors, _OneExpert(model, conversion.targets), model.config)
+    except (RuntimeError, ValueError, IndexError):  # shapes that do not fit together
         return {}
 
 
 def _numbers(part: SourceTensor, start: int, dtype: torch.dtype) -> Tensor:
-    """Numbers from `start` on, in the order in which the elements are stored."""
+    """Element numbers from `start` on, in the order in which the elements are stored."""
     numbers = torch.arange(start, start + prod(part.shape), dtype=dtype)
     if part.stored.transposed:
         return numbers.reshape(part.shape[::-1]).T

@@ -1,10 +1,10 @@
-"""Index a checkpoint: the catalog of where every expert's bytes lie and how they fill a slot.
+"""Make the catalog of a checkpoint: every expert's byte ranges, and how they fill a slot.
 
-For each experts module, transformers' own conversion is run on the numbers of one expert's elements
-(blocks.py) and the strided blocks are read off its result; every other expert is the same blocks
-at its own offsets (columns.py). Tensors that are neighbours in a file are read together, as one
-extent (extents.py). Encoded matrices stay as they are stored. A pack's header says where its
-experts lie: only the model's config must agree with it.
+For each experts module, transformers' own conversion is run on the element numbers of one expert,
+and its result gives the strided blocks (blocks.py); other experts have the same blocks at other
+offsets (columns.py). Tensors that are adjacent in a file are read together, as one extent
+(extents.py). Encoded matrices stay encoded. The catalog of a pack comes from its header, which is
+checked against the model's config.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def make_catalog(
     """The catalog of all streamed experts.
 
     `model` is on the meta device and still has its expert parameters. Raises CheckpointError where
-    an expert's tensor is missing or of a wrong shape, UnsupportedModel where one is stored in a way
-    that is not served.
+    an expert's tensor is missing or of a wrong shape, UnsupportedModel for a tensor in a form that
+    is not supported.
     """
     if checkpoint.pack is not None:
         return _pack_catalog(checkpoint.pack, model, layers)
@@ -63,7 +63,7 @@ def make_catalog(
 
 
 class _Indexer:
-    """What the layers of a checkpoint share: the conversions that were read off already."""
+    """Indexes the layers of a checkpoint; layers with equal shapes share their blocks."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class _Indexer:
             for conversion in conversions.values()
             for target in conversion.targets
         }
-        self.derived: dict[Any, dict[str, list[Block]]] = {}
+        self.block_cache: dict[Any, dict[str, list[Block]]] = {}
 
     def layer(
         self, layer: list[StreamedParameter], order: list[str]
     ) -> tuple[list[tuple[Extent, ...]], SlotLayout]:
-        """The extents of each expert of one layer, and its slot's layout."""
+        """(the extents of each expert of one layer, the layout of its slots)."""
         conversions = self._conversions(layer)
         experts = layer[0].shape[0]
         parts = [
@@ -91,20 +91,22 @@ class _Indexer:
         ]  # [conversion][expert]
         self._check_equal(conversions, parts, layer)
         blocks = [
-            self._blocks(conversion, mine[0], layer)
-            for conversion, mine in zip(conversions, parts, strict=True)
+            self._blocks(conversion, by_expert[0], layer)
+            for conversion, by_expert in zip(conversions, parts, strict=True)
         ]
         layout = _layout(layer, order, parts, blocks)
-        plans = [  # one list of copies for each stored tensor of an expert, in its own bytes
+        plans = [  # one list of copies for each stored tensor of an expert, in that tensor's bytes
             plan
-            for mine, found in zip(parts, blocks, strict=True)
-            for i, part in enumerate(mine[0])
-            for plan in _copies(part.stored, i, found, layout)
+            for by_expert, blocks_of in zip(parts, blocks, strict=True)
+            for i, part in enumerate(by_expert[0])
+            for plan in _copies(part.stored, i, blocks_of, layout)
         ]
         shared: dict[Any, tuple[Copy, ...]] = {}
         table = [
             extents_of(
-                [s for mine in parts for p in mine[e] for s in p.stored.parts], plans, shared
+                [s for by_expert in parts for p in by_expert[e] for s in p.stored.parts],
+                plans,
+                shared,
             )
             for e in range(experts)
         ]
@@ -123,7 +125,7 @@ class _Indexer:
             if shares or not names >= set(conversion.targets):
                 raise UnsupportedModel(
                     f"{type(self.model).__name__}: experts that share tensors with other parameters"
-                    " are not served yet"
+                    " are not supported"
                 )
             if conversion not in conversions:
                 conversions.append(conversion)
@@ -135,54 +137,69 @@ class _Indexer:
         parts: list[list[list[SourceTensor]]],
         layer: list[StreamedParameter],
     ) -> None:
-        """Every expert's tensors must have the shapes (and types) that make its parameters."""
-        for conversion, mine in zip(conversions, parts, strict=True):
-            encoded = any(part.stored.encoding != PLAIN for part in mine[0])
-            if encoded and len({part.kind for part in mine[0]}) > 1:
+        """Check that all experts have tensors of the right shapes and of the same types."""
+        for conversion, by_expert in zip(conversions, parts, strict=True):
+            encoded = any(part.stored.encoding != PLAIN for part in by_expert[0])
+            if encoded and len({part.kind for part in by_expert[0]}) > 1:
                 raise mixed_types_error(
-                    [[part] for part in mine[0]], conversion.targets[0], self.checkpoint.folder
+                    [[part] for part in by_expert[0]], conversion.targets[0], self.checkpoint.folder
                 )
-            if len({tuple((part.shape, part.kind) for part in own) for own in mine}) == 1:
+            if (
+                len({tuple((part.shape, part.kind) for part in tensors) for tensors in by_expert})
+                == 1
+            ):
                 continue
-            right = next((own for own in mine if self._fits(conversion, own, layer)), None)
+            right = next(
+                (tensors for tensors in by_expert if self._fits(conversion, tensors, layer)), None
+            )
             if right is None:
                 continue
-            for part, other in (pair for own in mine for pair in zip(own, right, strict=True)):
+            for part, other in (
+                pair for tensors in by_expert for pair in zip(tensors, right, strict=True)
+            ):
                 if part.shape != other.shape:
                     raise CheckpointError(
                         f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
                         f" {list(part.shape)}, but {list(other.shape)} is right"
                     )
-            raise mixed_types_error(mine, conversion.targets[0], self.checkpoint.folder)
+            raise mixed_types_error(by_expert, conversion.targets[0], self.checkpoint.folder)
 
     def _fits(
-        self, conversion: WeightConversion, own: list[SourceTensor], layer: list[StreamedParameter]
+        self,
+        conversion: WeightConversion,
+        tensors: list[SourceTensor],
+        layer: list[StreamedParameter],
     ) -> bool:
         try:
-            self._blocks(conversion, own, layer)
+            self._blocks(conversion, tensors, layer)
         except CheckpointError:
             return False
         return True
 
     def _blocks(
-        self, conversion: WeightConversion, own: list[SourceTensor], layer: list[StreamedParameter]
+        self,
+        conversion: WeightConversion,
+        tensors: list[SourceTensor],
+        layer: list[StreamedParameter],
     ) -> dict[str, list[Block]]:
-        """For each target parameter's name the blocks that fill it from one expert's tensors."""
-        wanted = {s.full_name: s for s in layer if s.full_name in conversion.targets}
+        """The blocks that fill each target parameter from one expert's tensors, by its name."""
+        targets = {s.full_name: s for s in layer if s.full_name in conversion.targets}
         key = (
             id(conversion.converter),
-            tuple((p.shape, p.stored.encoding != PLAIN, p.stored.transposed) for p in own),
-            tuple((s.name, s.shape) for s in wanted.values()),
+            tuple((p.shape, p.stored.encoding != PLAIN, p.stored.transposed) for p in tensors),
+            tuple((s.name, s.shape) for s in targets.values()),
         )
-        if key not in self.derived:
-            self.derived[key] = derive_blocks(self.model, self.checkpoint, conversion, own, wanted)
-        return self.derived[key]
+        if key not in self.block_cache:
+            self.block_cache[key] = derive_blocks(
+                self.model, self.checkpoint, conversion, tensors, targets
+            )
+        return self.block_cache[key]
 
 
 def _copies(
     stored: StoredTensor, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
 ) -> list[list[Copy]]:
-    """The copies out of each stored tensor of a part, which is the number `source` of its route."""
+    """The copies out of each stored tensor of source tensor number `source`."""
     plans = []
     for i, tensor in enumerate(stored.parts):
         copies: list[Copy] = []
@@ -203,17 +220,17 @@ def _layout(
     parts: list[list[list[SourceTensor]]],
     blocks: list[dict[str, list[Block]]],
 ) -> SlotLayout:
-    """Tensors in the order in which the first expert's bytes lie on disk.
+    """The layout of a slot: tensors in the order of the first expert's bytes on disk.
 
-    Then an expert whose tensors are neighbours in the file is one run of bytes in the slot too.
+    So an expert whose tensors are adjacent in the file is one run of bytes in the slot too.
     """
-    wanted = {streamed.name: streamed for streamed in layer}
+    parameters = {streamed.name: streamed for streamed in layer}
     place: dict[str, tuple[int, int]] = {}
-    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     encodings: dict[str, str] = {}
-    for mine, found in zip(parts, blocks, strict=True):
-        for name, its in found.items():
-            first, streamed = mine[0][its[0].source].stored, wanted[name]
+    for by_expert, blocks_of in zip(parts, blocks, strict=True):
+        for name, its in blocks_of.items():
+            first, streamed = by_expert[0][its[0].source].stored, parameters[name]
             plain, kinds = first.encoding == PLAIN, [""]
             if not plain:
                 encodings[name] = first.encoding
@@ -223,31 +240,34 @@ def _layout(
                 key = f"{name}.{kind}".rstrip(".")
                 place[key] = tensor.file, tensor.offset
                 if plain:
-                    made[key] = streamed.shape[1:], str(streamed.dtype)[6:]
+                    tensors[key] = streamed.shape[1:], str(streamed.dtype)[6:]
                     continue
                 rows = outputs * tensor.shape[0] // first.codes[0]
                 dtype = "float32" if kind and first.encoding == "fp8" else tensor.dtype
-                made[key] = (rows, tensor.shape[1]), dtype
-    if set(order) != set(made):
-        order = sorted(made, key=lambda name: place[name])
+                tensors[key] = (rows, tensor.shape[1]), dtype
+    if set(order) != set(tensors):
+        order = sorted(tensors, key=lambda name: place[name])
     dtype = str(layer[0].dtype)[6:]
-    return SlotLayout.pack([(name, *made[name]) for name in order], encodings, dtype)
+    return SlotLayout.pack([(name, *tensors[name]) for name in order], encodings, dtype)
 
 
 def _pack_catalog(
     pack: Pack, model: PreTrainedModel, layers: Sequence[list[StreamedParameter]]
 ) -> PackCatalog:
-    """The catalog for a model, which is on the meta device; CheckpointError where the pack's
-    experts are not those of its config."""
+    """The catalog of a pack; CheckpointError where its experts do not fit the model's config."""
     names = [layer.name for layer in pack.header.layers]
     if names != [layer[0].module for layer in layers]:
-        raise CheckpointError(f"{pack.folder / HEADER}: has other layers than the config says")
+        raise CheckpointError(
+            f"{pack.folder / HEADER}: its layers are not those of the model's config"
+        )
     for layer, streamed in zip(pack.header.layers, layers, strict=True):
         _check_packed(pack, model, layer, streamed)
     dtypes = [{each.name: str(each.dtype)[6:] for each in layer} for layer in layers]
-    own = pack.header.dtype
-    if pack.header.precision and any({*layer.values()} != {own} for layer in dtypes):
-        raise UsageError(f"{pack.folder}: a pack with copies computes in {own}: leave out --dtype")
+    dtype = pack.header.dtype
+    if pack.header.precision and any({*layer.values()} != {dtype} for layer in dtypes):
+        raise UsageError(
+            f"{pack.folder}: a pack with copies computes in {dtype}: leave out --dtype"
+        )
     return catalog_of(pack.header, pack.folder, dtypes)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that feed each expert: found by name, and checked to be all there and all alike."""
+"""Find the tensors of each expert, and check that they are complete and alike."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from greenroom.hf.index.conversions import WeightConversion
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One tensor, or one expert's slice of a fused one, that feeds one expert.
+    """A tensor of one expert: a stored tensor, or one expert's slice of a fused tensor.
 
-    `stored` is of this expert alone: for an encoded matrix, codes and companions have two axes.
+    `stored` covers only this expert: codes and companions of an encoded matrix have two axes.
     """
 
     name: str
@@ -31,7 +31,7 @@ class SourceTensor:
 
     @property
     def kind(self) -> str:
-        """In what it is stored: encoding, or dtype, and the dtypes of its companions."""
+        """The stored type: an encoding or dtype, and the dtypes of the companions."""
         if self.stored.encoding == PLAIN:
             return self.stored.dtype
         scales = " and ".join(companion.dtype for companion in self.stored.companions)
@@ -41,7 +41,7 @@ class SourceTensor:
 def source_tensors(
     checkpoint: Checkpoint, conversion: WeightConversion, experts: int
 ) -> list[list[SourceTensor]]:
-    """The parts of each expert [expert][part], patterns in the converter's order."""
+    """The source tensors of each expert, [expert][tensor], in the order of the patterns."""
     patterns = (
         conversion.converter.source_patterns if conversion.converter else list(conversion.sources)
     )
@@ -51,7 +51,7 @@ def source_tensors(
         if not names:
             raise CheckpointError(
                 f"{checkpoint.folder}: {conversion.targets[0]} needs tensors named like"
-                f" {pattern.replace(chr(92), '')}, and there are none"
+                f" {pattern.replace(chr(92), '')}, and the checkpoint has none"
             )
         stacked = any(getattr(op, "stacked", False) for op in conversion.operations)
         columns.append(_column(checkpoint, pattern, names, experts, stacked))
@@ -63,7 +63,7 @@ def _column(
 ) -> list[SourceTensor]:
     """One tensor, or slice of a fused tensor, for each expert.
 
-    `stacked`: the experts' rows lie one under another, without an axis of their own.
+    `stacked`: the fused tensor has no expert axis; experts follow one another along the rows.
     """
     stored = checkpoint.tensors
     for name in names:
@@ -86,12 +86,12 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> No
     path = checkpoint.files[stored.file]
     if stored.encoding == PLAIN and stored.dtype not in FLOATS:
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {stored.dtype}, without scales that say what it means"
+            f"{path}: {name} is stored as {stored.dtype}, without scales to decode it"
         )
     if stored.encoding not in (PLAIN, *BLOCKS):
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {stored.encoding}: experts of this type are not served"
-            f" ({', '.join(BLOCKS)} are)"
+            f"{path}: {name} is stored as {stored.encoding}, which is not supported for experts;"
+            f" supported are {', '.join(BLOCKS)}"
         )
     rows = stored.codes[-2] if stored.codes else 0
     if rows % stored.unit:
@@ -103,8 +103,8 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> No
 def mixed_types_error(
     parts: Sequence[list[SourceTensor]], target: str, folder: Path
 ) -> UnsupportedModel:
-    """The error for experts of one layer that are not stored alike."""
-    kinds = {tuple(part.kind for part in own): own for own in parts}
+    """The error for experts of one layer that are stored in different types."""
+    kinds = {tuple(part.kind for part in expert): expert for expert in parts}
     (a, first), (b, other) = list(kinds.items())[:2]
     at = next((i for i in range(len(a)) if a[i] != b[i]), 0)
     return UnsupportedModel(
@@ -114,16 +114,16 @@ def mixed_types_error(
 
 
 def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
-    """The names must be those of experts 0 .. experts-1, one each."""
+    """Check that the names are those of experts 0 .. experts - 1, one each."""
     split = [name.split(".") for name in names]
     columns = list(zip_longest(*split))
     number = next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
-    if number is None:  # a single name: its expert's number is the last one before the end
-        number = max((i for i, word in enumerate(split[0]) if word.isdigit()), default=0)
-    found = {words[number] for words in split if number < len(words)}
-    lead = split[0][number].rstrip("0123456789")  # nothing, or as in `expert_7`
-    wanted = (f"{lead}{e}" for e in range(experts))  # no more of them than there are names
-    if lost := next((e for e in wanted if e not in found), None):
+    if number is None:  # a single name: the last part that is a number is its expert's
+        number = max((i for i, part in enumerate(split[0]) if part.isdigit()), default=0)
+    present = {name[number] for name in split if number < len(name)}
+    lead = split[0][number].rstrip("0123456789")  # empty, or as in `expert_7`
+    expected = (f"{lead}{e}" for e in range(experts))  # lazy: `experts` may be a wrong huge number
+    if lost := next((e for e in expected if e not in present), None):
         name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
         raise CheckpointError(f"{folder}: {name} is missing: the config says {experts} experts")
     if len(names) != experts:

@@ -1,6 +1,6 @@
-"""Which checkpoint tensor becomes which parameter, by transformers' own rules.
+"""The checkpoint tensors of each parameter, by transformers' own weight conversions.
 
-No table per architecture: the renamings and conversions are those that `from_pretrained` applies.
+There is no table per architecture: the renamings and conversions are those of `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from greenroom.hf.adapters import adapter_of, weight_transforms
 
 @dataclass
 class WeightConversion:
-    """The tensors that make one parameter, or several where a tensor is split.
+    """The conversion of checkpoint tensors to a parameter, or to several.
 
-    `sources` maps a converter's source pattern to its tensors' names in natural order: for experts
-    stored one by one that is the order of the experts. Without a converter there is one tensor.
+    `sources` maps a converter's source pattern to its tensors' names in natural order, which is the
+    order of experts where these are stored one by one. Without a converter there is one tensor.
     """
 
     targets: tuple[str, ...]
@@ -40,11 +40,11 @@ class WeightConversion:
 
     @property
     def operations(self) -> list[ConversionOps]:
-        """What is done to the tensors; nothing where there is no converter."""
+        """The converter's operations; empty without a converter."""
         return self.converter.operations if self.converter else []
 
     def convert(self, tensors: Mapping[str, Tensor], model: Any, config: Any) -> dict[str, Tensor]:
-        """The parameters that tensors make, both by name; some of a pattern's may be left out."""
+        """Convert tensors to parameters, both by name; a pattern's tensors may be incomplete."""
         first = self.targets[0]
         if self.converter is None:
             return {first: next(iter(tensors.values()))}
@@ -53,33 +53,33 @@ class WeightConversion:
             for name in names:
                 if name in tensors:
                     converter.add_tensor(first, name, pattern, tensors[name])
-        made = converter.convert(first, model=model, config=config)
-        return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
+        parameters = converter.convert(first, model=model, config=config)
+        return {name: v[0] if isinstance(v, list) else v for name, v in parameters.items()}
 
 
 def find_conversions(
     model: PreTrainedModel, names: Iterable[str], mapping: Sequence[WeightTransform] | None = None
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """(routes by their first parameter, tensors that the model has no parameter for).
+    """(conversions by their first parameter, tensors that the model does not use).
 
-    The model may be on the meta device, but must still have all of its parameters. `mapping`:
-    other renamings and conversions than the model's own.
+    The model may be on the meta device, but must still have all of its parameters. `mapping`
+    replaces the model's own weight transforms.
     """
     mapping, adapter = mapping or weight_transforms(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
-    derived = model.state_dict()
+    parameters = model.state_dict()
     prefix = model.base_model_prefix
     conversions: dict[str, WeightConversion] = {}
     unused: list[str] = []
     for name in sorted(names, key=dot_natural_key):
-        if adapter is not None and adapter.unused(name, model):
+        if adapter is not None and adapter.is_unused(name, model):
             continue
-        target, pattern = rename_source_key(name, renamings, converters, prefix, derived)
-        if target not in derived and name in derived:
-            target, pattern = rename_source_key(name, [], [], prefix, derived)
-        if target not in derived:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, pattern = rename_source_key(name, [], [], prefix, parameters)
+        if target not in parameters:
             unused.append(name)
             continue
         if target not in conversions:
@@ -97,7 +97,7 @@ def _targets(first: str, converter: WeightConverter | None) -> tuple[str, ...]:
 
 
 class TargetDtypes:
-    """The dtype in which each parameter will be, as transformers decides it on loading.
+    """The dtype of each parameter after loading, as transformers decides it.
 
     A parameter keeps the dtype that it was constructed in, except those of a `dtype_plan`
     (`_keep_in_fp32_modules`).

@@ -1,4 +1,4 @@
-"""From blocks to byte ranges: what is copied where, and which tensors are read together."""
+"""Turn blocks into byte ranges: copies into a slot, and extents that are read together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.checkpoint.pack.copies import contiguous_copy
 from greenroom.hf.index.blocks import Block
 
-GAP = 4096  # bytes; tensors at most this far apart are read in one go
+GAP = 4096  # bytes; tensors at most this far apart are read together
 
 
 def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
@@ -30,15 +30,19 @@ def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
 
 
 def elements_of(block: Block, unit: int, width: int) -> Block:
-    """A block of outputs (one row) as elements of a tensor whose rows, of `width` elements, stand
-    for `unit` outputs each."""
+    """Convert a block of outputs to a block of elements.
+
+    The elements are those of a tensor with one row, of `width` elements, for `unit` outputs.
+    """
     outputs, (step, target_step) = (
         block.shape[1],
         (block.source_strides[1], block.target_strides[1]),
     )
     counts = outputs, block.source_start, block.target_start
     if unit > 1 and (step != 1 or target_step != 1 or any(n % unit for n in counts)):
-        raise UnsupportedModel("experts whose scales stand for outputs that are moved apart")
+        raise UnsupportedModel(
+            "experts are not supported where a conversion separates outputs that share a scale"
+        )
     return replace(
         block,
         source_start=block.source_start // unit * width,
@@ -50,28 +54,28 @@ def elements_of(block: Block, unit: int, width: int) -> Block:
 
 
 def extents_of(
-    own: Sequence[StoredTensor], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
+    tensors: Sequence[StoredTensor], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
 ) -> tuple[Extent, ...]:
-    """Group one expert's tensors into extents; experts arranged alike share their copies.
+    """Group one expert's tensors into extents; experts with the same arrangement share copies.
 
-    What must be transformed on its way is not read together with what need not: it would make the
-    rest indivisible.
+    Tensors that must be transformed are not read together with others, since these could then not
+    be read in chunks.
     """
-    order = sorted(range(len(own)), key=lambda i: (own[i].file, own[i].offset))
-    straight = [all(copy.contiguous for copy in plan) for plan in plans]
+    order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].offset))
+    contiguous = [all(copy.contiguous for copy in plan) for plan in plans]
     groups: list[list[int]] = []
     end = (-1, 0, True)
     for i in order:
-        part = own[i]
-        if (part.file, straight[i]) == end[::2] and part.offset - end[1] <= GAP:
+        part = tensors[i]
+        if (part.file, contiguous[i]) == end[::2] and part.offset - end[1] <= GAP:
             groups[-1].append(i)
         else:
             groups.append([i])
-        end = (part.file, part.offset + part.nbytes, straight[i])
+        end = (part.file, part.offset + part.nbytes, contiguous[i])
     extents = []
     for group in groups:
-        first, last = own[group[0]], own[group[-1]]
-        inside = tuple((i, own[i].offset - first.offset) for i in group)
+        first, last = tensors[group[0]], tensors[group[-1]]
+        inside = tuple((i, tensors[i].offset - first.offset) for i in group)
         if inside not in shared:
             shared[inside] = _place(inside, plans)
         length = last.offset + last.nbytes - first.offset
@@ -80,7 +84,7 @@ def extents_of(
 
 
 def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[Copy, ...]:
-    """The copies of an extent: each tensor's at its place, joined where they are one run."""
+    """The copies of an extent, from tensors at their offsets; adjacent runs are merged."""
     placed: list[Copy] = []
     for i, at in inside:
         for copy in plans[i]:

@@ -1,11 +1,11 @@
-"""Several sequences in one pass, each with keys and values of its own.
+"""Batched passes: several sequences in one pass, each with its own KV cache.
 
-transformers' continuous batching keeps all keys and values in blocks of one tensor, made once, and
-knows nothing of a budget that experts share; one token then takes neither our compiled layers nor a
-cache that grows in place. So a batch is put together here: the tokens of all sequences lie one
-after another, [1, T], as one prompt would. Whatever looks at one token alone need not know; the
+transformers' continuous batching stores all keys and values in blocks of one tensor of fixed size,
+and has no memory budget that experts share; single tokens could use neither our compiled layers nor
+a cache that grows in place. So batches are formed here: the tokens of all sequences are
+concatenated, [1, T], like one prompt. Modules that compute token by token need no change; the
 attention of a layer (`ATTENTION`, in place of the model's own) takes each sequence by itself; and
-the experts are called once for all of them, so that one fetch serves all who need it.
+the experts are called once for all tokens, so that each expert is fetched once.
 
 Batching is tried out when a `Batch` is made (`try_batching`), without the experts. Where a model
 cannot batch (states of a recurrence, sparse attention, a cache of another kind), each sequence has
@@ -29,17 +29,19 @@ from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
-LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that are known
+LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that can be batched
 
 Attend = Callable[..., tuple[Tensor, Any]]
 
 
 class BatchedCache(Cache):
-    """The keys and values of the sequences of one pass, which has `lengths` tokens of each.
+    """The KV caches of all sequences in one pass, and their numbers of new tokens.
 
-    `exact`: every token is to be computed as if it were alone. `now` are keys and values of each
-    sequence in the layer that was last updated; `joined` ones go through the layer, which makes
-    more of them before its attention (multi-head latent attention).
+    caches, lengths: a cache and the new tokens of each sequence
+    exact:  every token has the bits that it would have in a pass of one sequence
+    joined: `update` returns all sequences' keys and values in one tensor, since the layer expands
+            them before its attention (multi-head latent attention)
+    layer_states: keys and values of each sequence in the layer that was last updated
     """
 
     def __init__(
@@ -53,45 +55,50 @@ class BatchedCache(Cache):
         super().__init__(layers=[])
         self.caches, self.lengths = list(caches), list(lengths)
         self.exact, self._joined = exact, joined
-        # One token of each, which has others before it? Else the compiled layers do not know it.
+        # Compiled layers need one new token in each sequence, and tokens before it.
         self.one_token_each = max(lengths) == 1 and all(length_of(cache) for cache in caches)
-        self.now: list[tuple[Tensor, Tensor]] = []
-        self._given: Any = None  # what positions were asked of last, which all layers are given
+        self.layer_states: list[tuple[Tensor, Tensor]] = []
+        self._embeddings: Any = None  # the argument of the last `positions`, the same in all layers
         self._positions: list[tuple[Tensor, Tensor]] = []
 
-    def positions(self, given: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and sines [1, T, width] of the pass: those of each token, [1, 1, width]."""
-        if self._given is not given:
-            cos, sin = (each.split(1, 1) for each in given)
-            self._given, self._positions = given, list(zip(cos, sin, strict=True))
+    def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Split a pass's cosines and sines [1, T, width] by token: [1, 1, width] each."""
+        if self._embeddings is not embeddings:
+            cos, sin = (each.split(1, 1) for each in embeddings)
+            self._embeddings, self._positions = embeddings, list(zip(cos, sin, strict=True))
         return self._positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """New keys and values [1, heads, T, width] go to their sequences. They come back as given,
-        since `now` is what attention is over; or `joined`: [1, heads, all tokens, width]."""
+        """Append new keys and values [1, heads, T, width] to the caches of their sequences.
+
+        Returns the arguments, since attention reads `layer_states`; where `joined`, all keys and
+        values, [1, heads, tokens of all sequences, width].
+        """
         parts = zip(
             self.caches,
             key_states.split(self.lengths, 2),
             value_states.split(self.lengths, 2),
             strict=True,
         )
-        self.now = [cache.update(k, v, layer_idx, *args, **kwargs) for cache, k, v in parts]
+        self.layer_states = [
+            cache.update(k, v, layer_idx, *args, **kwargs) for cache, k, v in parts
+        ]
         if self._joined:
-            keys, values = zip(*self.now, strict=True)
+            keys, values = zip(*self.layer_states, strict=True)
             return torch.cat(keys, 2), torch.cat(values, 2)
         return key_states, value_states
 
-    def over(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What the attention of each sequence is over, where it was given these."""
+    def split_states(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values for the attention of each sequence; `key` and `value` are the layer's."""
         if not self._joined:
-            return self.now
-        tokens = [k.shape[2] for k, _ in self.now]
+            return self.layer_states
+        tokens = [k.shape[2] for k, _ in self.layer_states]
         return list(zip(key.split(tokens, 2), value.split(tokens, 2), strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The most that any of them has; positions are given, nothing is computed from it."""
+        """The longest sequence's tokens. Positions are given, so nothing depends on it."""
         return max(length_of(cache) for cache in self.caches)
 
 
@@ -100,14 +107,14 @@ def length_of(cache: Any) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def _own_attention(module: nn.Module, name: str) -> Attend:
-    """What a model computes attention with where we do not."""
-    own: Attend
+def _model_attention(module: nn.Module, name: str) -> Attend:
+    """The attention function that a model uses without batching."""
+    function: Attend
     if name == "eager":  # every modelling file has one
-        own = sys.modules[type(module).__module__].eager_attention_forward
+        function = sys.modules[type(module).__module__].eager_attention_forward
     else:
-        own = ALL_ATTENTION_FUNCTIONS[name]
-    return own
+        function = ALL_ATTENTION_FUNCTIONS[name]
+    return function
 
 
 def _attention_of(name: str) -> Attend:
@@ -120,31 +127,31 @@ def _attention_of(name: str) -> Attend:
         batched_cache: BatchedCache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        own = _own_attention(module, name)
+        attention = _model_attention(module, name)
         if batched_cache is None:
-            return own(module, query, key, value, attention_mask, **kwargs)
-        window, found = kwargs.get("sliding_window"), []
-        over = batched_cache.over(key, value)
-        for q, (k, v) in zip(query.split(batched_cache.lengths, 2), over, strict=True):
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        window, outputs = kwargs.get("sliding_window"), []
+        states = batched_cache.split_states(key, value)
+        for q, (k, v) in zip(query.split(batched_cache.lengths, 2), states, strict=True):
             mask = causal(q.shape[2], k.shape[2], window, q)
             if mask is not None and name == "eager":  # it adds the mask to the scores
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(
                     ~mask, torch.finfo(q.dtype).min
                 )
             elif mask is not None and window is None and q.shape[2] == k.shape[2]:
-                mask = None  # causal by itself
-            found.append(own(module, q, k, v, mask, **kwargs)[0])
-        return torch.cat(found, 1), None
+                mask = None  # sdpa's own causal mask does
+            outputs.append(attention(module, q, k, v, mask, **kwargs)[0])
+        return torch.cat(outputs, 1), None
 
     return attend
 
 
-for _own, _ours in ATTENTION.items():
-    ALL_ATTENTION_FUNCTIONS.register(_ours, _attention_of(_own))
+for _name, _batched_name in ATTENTION.items():
+    ALL_ATTENTION_FUNCTIONS.register(_batched_name, _attention_of(_name))
 
 
 def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | None:
-    """[1, 1, new, tokens]: what each of the last `new` of them looks at; None where that is all."""
+    """The mask [1, 1, new, tokens] of the last `new` tokens; None where they attend to all."""
     if new == 1 and (window is None or tokens <= window):
         return None
     rows = torch.arange(tokens - new, tokens, device=like.device)[:, None]
@@ -156,12 +163,13 @@ def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | 
 
 
 class Batch:
-    """The passes of one model for many sequences.
+    """Runs passes of one model for many sequences, batched where the model allows it.
 
-    `apart` says why sequences cannot lie together, "" where they can. With `exact` every token
-    is computed as if its sequence were alone: only single tokens lie together then, and only
-    where all layers around the experts are known token by token. `plain`: keys and values are of
-    the usual kind, each token's by itself.
+    sequential_reason: why sequences cannot be batched, "" where they can
+    has_dynamic_cache: the KV cache has separate keys and values for each token
+
+    With `exact` every token has the bits that it would have without batching: then only single
+    tokens are batched, and only where all dense layers are compiled token by token.
     """
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
@@ -169,9 +177,9 @@ class Batch:
         self._configs = _configs(model)
         self.exact, self.joined = exact, False
         self.has_dynamic_cache = has_dynamic_cache(model)
-        self.sequential_reason = self._why_apart()
+        self.sequential_reason = self._find_obstacle()
 
-    def _why_apart(self) -> str:
+    def _find_obstacle(self) -> str:
         model = self._model
         if reason := unbatchable_reason(model, self._configs):
             return reason
@@ -188,8 +196,10 @@ class Batch:
         return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
-        """Can sequences with so many new tokens each be in one pass? With `exact` those that begin
-        with a single token cannot."""
+        """Check that sequences with so many new tokens each can be one pass.
+
+        With `exact` each must have one new token.
+        """
         if len(lengths) == 1:
             return True
         return not self.sequential_reason and (not self.exact or max(lengths) == 1)
@@ -197,37 +207,37 @@ class Batch:
     def __call__(
         self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
     ) -> list[Tensor]:
-        """A pass: the new tokens of each sequence, which follow those in its cache.
+        """Run a pass with the new tokens of each sequence, and append them to `caches`.
 
-        Logits [V] after the last token of each, or [new tokens, V] of those that are `scored`;
-        `caches` have the new tokens then.
+        Returns logits after the last token of each sequence, [V]; after every new token, [new, V],
+        of the sequences that are `scored`.
         """
         if len(ids) == 1:
-            return self._alone(ids[0], caches, scored is not None and scored[0])
+            return self._run_one(ids[0], caches, scored is not None and scored[0])
         lengths = [len(each) for each in ids]
         keep = [n if scored is not None and scored[i] else 1 for i, n in enumerate(lengths)]
         cache = BatchedCache(caches, lengths, exact=self.exact, joined=self.joined)
-        logits = self._together(ids, cache, keep)
+        logits = self._run_batch(ids, cache, keep)
         if scored is None or not any(scored):
             return list(logits)
         parts = zip(logits.split(keep), scored, strict=True)
         return [part if each else part[-1] for part, each in parts]
 
-    def _alone(self, ids: Sequence[int], caches: list[Any], scored: bool) -> list[Tensor]:
+    def _run_one(self, ids: Sequence[int], caches: list[Any], scored: bool) -> list[Tensor]:
         out = self._pass(ids, caches[0], logits_to_keep=len(ids) if scored else 1)
         caches[0] = out.past_key_values
         return [out.logits[0] if scored else out.logits[0, -1]]
 
-    def _together(
+    def _run_batch(
         self, ids: Sequence[Sequence[int]], cache: BatchedCache, keep: Sequence[int]
     ) -> Tensor:
-        """Logits [sum(keep), V]: after the last so many tokens of each sequence."""
+        """Logits [sum(keep), V] after the last `keep` tokens of each sequence."""
         model = self._model
         positions: list[int] = []
         rows: list[int] = []
-        for each, own, count in zip(ids, cache.caches, keep, strict=True):
-            had = length_of(own)
-            positions += range(had, had + len(each))
+        for each, own_cache, count in zip(ids, cache.caches, keep, strict=True):
+            length = length_of(own_cache)
+            positions += range(length, length + len(each))
             rows += range(len(positions) - count, len(positions))
         experts = model.greenroom.bindings.batch_invariant() if self.exact else nullcontext()
         with self._attending(), self._head_by_tokens(), experts:
@@ -248,19 +258,19 @@ class Batch:
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
-        """Attention is ours for the while."""
-        own = [config._attn_implementation_internal for config in self._configs]
+        """Context with the attention functions of this module."""
+        names = [config._attn_implementation_internal for config in self._configs]
         try:
-            for config, name in zip(self._configs, own, strict=True):
+            for config, name in zip(self._configs, names, strict=True):
                 config._attn_implementation_internal = ATTENTION[name]
             yield
         finally:
-            for config, name in zip(self._configs, own, strict=True):
+            for config, name in zip(self._configs, names, strict=True):
                 config._attn_implementation_internal = name
 
     @contextmanager
     def _head_by_tokens(self) -> Iterator[None]:
-        """Where bits must be those of one token, the head takes one at a time."""
+        """Context in which the head computes one token at a time, where `exact`."""
         head = self._model.get_output_embeddings()
         if not self.exact or head is None:
             yield
@@ -276,31 +286,31 @@ class Batch:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs that say how attention is computed."""
-    found = {id(module.config): module.config for module in model.modules()
-             if hasattr(module, "config")}  # fmt: skip
-    return [c for c in found.values() if getattr(c, "_attn_implementation_internal", None)]
+    """All configs in a model that name its attention function."""
+    configs = {id(module.config): module.config for module in model.modules()
+               if hasattr(module, "config")}  # fmt: skip
+    return [c for c in configs.values() if getattr(c, "_attn_implementation_internal", None)]
 
 
 def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
-    """Why a model's sequences cannot lie together, as far as it can be told without a pass."""
+    """The reason against batching that shows without a pass; "" where there is none."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     if not has_dynamic_cache(model):
-        return f"keys and values of {name} are not kept token by token"
+        return f"the KV cache of {name} does not store keys and values token by token"
     if others := {c._attn_implementation_internal for c in configs} - set(ATTENTION):
         return f"{name} computes attention by {', '.join(sorted(others))}"
     text = model.config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
         return f"{name} has layers of {', '.join(sorted(others))}"
     if getattr(text, "attention_chunk_size", None):
-        return f"{name} looks at chunks of its context"
+        return f"{name} has chunked attention"
     return ""
 
 
 def has_dynamic_cache(model: Any) -> bool:
-    """Are keys and values of the usual kind? Then an empty cache is made for each sequence."""
+    """Check that the KV cache is a DynamicCache of plain or sliding layers."""
     if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
         return False
     if not model._supports_default_dynamic_cache():
@@ -311,8 +321,11 @@ def has_dynamic_cache(model: Any) -> bool:
 
 @torch.inference_mode()
 def try_batching(batch: Batch, model: Any) -> str:
-    """Why sequences cannot lie together: what they give together differs from each by itself by
-    more than rounding, or fails. Without experts: it takes no time, and reads nothing."""
+    """Try batched passes, without experts; returns why they cannot be used, "" where they can.
+
+    They fail where the batched pass raises an error, or differs from sequential passes by more than
+    rounding. Nothing is read, and it takes little time.
+    """
     batch.sequential_reason = ""
     random = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -321,29 +334,31 @@ def try_batching(batch: Batch, model: Any) -> str:
     near = 1e-3 if model.dtype is torch.float32 else 5e-2
     try:
         with model.greenroom.hooks.without_experts():
-            wanted = [_in_parts(batch, [each], [end]) for each, end in zip(ids, ends, strict=True)]
-            found = _in_parts(batch, ids, ends)
+            expected = [
+                _read_parts(batch, [each], [end]) for each, end in zip(ids, ends, strict=True)
+            ]
+            batched = _read_parts(batch, ids, ends)
     except Exception as error:  # a model's own code fails in its own way
         return f"{type(model).__name__} takes one sequence at a time: {str(error)[:200]!r}"
     for place in range(3):
-        for each, (alone, *_) in zip(found[place], (w[place] for w in wanted), strict=True):
-            if not (each - alone).float().norm() <= near * alone.float().norm():
-                return f"{type(model).__name__} does not know whose token it is"
-            if batch.exact and not torch.equal(each, alone):
+        for each, (single, *_) in zip(batched[place], (e[place] for e in expected), strict=True):
+            if not (each - single).float().norm() <= near * single.float().norm():
+                return f"{type(model).__name__} mixes tokens of different sequences"
+            if batch.exact and not torch.equal(each, single):
                 return f"{type(model).__name__}: a token's bits depend on those beside it"
     return ""
 
 
-def _in_parts(
+def _read_parts(
     batch: Batch, ids: Sequence[list[int]], ends: Sequence[tuple[int, ...]]
 ) -> list[list[Tensor]]:
-    """The logits of sequences that are read in parts, which end there."""
-    caches, begins, found = [batch.cache() for _ in ids], [0] * len(ids), []
+    """The logits of sequences that are read in parts; `ends` has each sequence's part ends."""
+    caches, begins, logits = [batch.cache() for _ in ids], [0] * len(ids), []
     for part in zip(*ends, strict=True):
-        given = [each[a:b] for each, a, b in zip(ids, begins, part, strict=True)]
-        if batch.can_batch([len(each) for each in given]):
-            found.append(batch(given, caches))
+        new = [each[a:b] for each, a, b in zip(ids, begins, part, strict=True)]
+        if batch.can_batch([len(each) for each in new]):
+            logits.append(batch(new, caches))
         else:
-            found.append([batch([each], caches[i : i + 1])[0] for i, each in enumerate(given)])
+            logits.append([batch([each], caches[i : i + 1])[0] for i, each in enumerate(new)])
         begins = list(part)
-    return found
+    return logits

@@ -1,10 +1,10 @@
-"""Keys and values that grow in place, and what a KV cache holds.
+"""KV cache layers that grow in place, and functions on KV caches of any kind.
 
 transformers' `DynamicCache` makes new tensors of all keys and values for every token: with 190
-tokens of context 0.2 ms a layer, and more as the context grows; and their memory comes back in
-pieces that fit nothing else. Here a layer's tensors are views of larger ones. In host memory those
-are address space: a page is there once it is written, and all are gone with the last view, so that
-nothing is ever copied within `room` tokens. On a GPU they grow by a BLOCK of tokens.
+tokens of context 0.2 ms a layer, and more as the context grows; and it fragments memory. Here a
+layer's tensors are views of larger ones. In host memory these are reserved address space: a page
+takes memory once it is written, and all are freed with the last view, so that nothing is copied
+within `room` tokens. On a GPU they grow by a BLOCK of tokens.
 """
 
 from __future__ import annotations
@@ -30,66 +30,65 @@ from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.attention import KeyValueView
 from greenroom.runtime.memory.system import reserve_memory
 
-ROOM = 4096  # tokens of address space, where nothing else is said
+ROOM = 4096  # tokens of address space by default
 BLOCK = 256  # tokens that a GPU's tensors grow by
-FREED = 64 << 20  # bytes that a GPU's allocator may keep of tensors that were outgrown
+FREED = 64 << 20  # bytes of outgrown tensors that a GPU's allocator may keep
 
 
 def _view(number: int) -> Any:
-    """Keys or values, as a layer has them."""
+    """The property for a layer's keys (0) or values (1)."""
 
     def look(layer: GrowingLayer) -> Tensor | None:
-        return layer._look()[number]
+        return layer._current_views()[number]
 
     def replace(layer: GrowingLayer, tensor: Tensor | None) -> None:
-        layer._views, layer._wholes = [*layer._look()], None
+        layer._views, layer._buffers = [*layer._current_views()], None
         layer._views[number] = tensor
 
     return property(look, replace)
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` with room for the tokens to come.
+    """A `DynamicLayer` with room for further tokens behind its last one.
 
-    Keys and values are views of tensors with room behind their tokens, until others take their
-    place: a copy, or a part of them. The views are made when somebody looks at them: two views of
-    every layer take a compiled pass as long as a layer.
+    Keys and values are views of larger tensors, until other tensors are assigned to them. Views are
+    made when they are read: making two for every layer takes a compiled pass as long as a layer.
     """
 
     def __init__(self, room: int, in_blocks: bool) -> None:
         """`room` tokens of address space, or as many blocks of memory as it takes."""
         self._room, self._in_blocks = room, in_blocks
-        self._views: list[Tensor | None] | None = [None, None]  # None: of `_wholes`, not made yet
-        self._wholes: tuple[Tensor, Tensor] | None = None
-        self._count = 0  # tokens in these
+        self._views: list[Tensor | None] | None = [None, None]  # None: not yet made of `_buffers`
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._count = 0  # tokens in `_buffers`
         super().__init__()
 
     @classmethod
     def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> GrowingLayer:
-        """A layer that goes on where a plain one is."""
-        made = cls(room, in_blocks)
+        """A growing layer with the tokens of a plain one."""
+        growing = cls(room, in_blocks)
         for name, value in vars(layer).items():
-            setattr(made, name, value)
-        return made
+            setattr(growing, name, value)
+        return growing
 
     keys, values = _view(0), _view(1)
 
-    def _look(self) -> list[Tensor | None]:
+    def _current_views(self) -> list[Tensor | None]:
         if self._views is None:
-            assert self._wholes is not None
-            self._views = [has_all_tokens[:, :, : self._count] for has_all_tokens in self._wholes]
+            assert self._buffers is not None
+            self._views = [buffer[:, :, : self._count] for buffer in self._buffers]
         return self._views
 
     def get_seq_length(self) -> int:
-        return super().get_seq_length() if self._wholes is None else self._count
+        return super().get_seq_length() if self._buffers is None else self._count
 
     @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, heads, tokens, width] with those that are given now."""
-        # A search with beams makes new tensors for every token: they are not worth a room.
-        moved = self._wholes is None and self.get_seq_length() and len(key_states) > 1
+        """Append keys and values [batch, heads, new, width]; returns all of them."""
+        # Beam search replaces the tensors for every token, so room would be wasted.
+        moved = self._buffers is None and self.get_seq_length() and len(key_states) > 1
         if moved or key_states.requires_grad or key_states.dim() != 4:
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
@@ -101,35 +100,35 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def append_token(self) -> KeyValueView | None:
-        """Add a token, unset; None, and nothing done, where there are several requests."""
-        keys, values = self._wholes or self._tensors()
+        """Append a token, not yet written; None, and no change, with several sequences."""
+        keys, values = self._buffers or self._tensors()
         if keys.shape[0] != 1:
             return None
         self._add(1, keys, values)
-        assert self._wholes is not None
-        return KeyValueView(*self._wholes, self._count)
+        assert self._buffers is not None
+        return KeyValueView(*self._buffers, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
-        """More tokens, which are not set."""
-        if self._wholes is None or self._count + tokens > self._most:
+        """Append tokens, not yet written."""
+        if self._buffers is None or self._count + tokens > self._most:
             self._make(self.get_seq_length() + tokens, like)
         self._count += tokens
         self._views = None
 
     def _make(self, tokens: int, like: Sequence[Tensor]) -> None:
-        """New tensors with room for so many tokens; keys and values move there."""
-        have, before = self.get_seq_length(), self._look()
+        """Move keys and values to new tensors with room for so many tokens."""
+        have, before = self.get_seq_length(), self._current_views()
         keys, values = (self._fresh(each, tokens) for each in like)
         for old, new in zip(before, (keys, values), strict=True):
             if have and old is not None:
                 new[:, :, :have] = old
-        self._wholes, self._count, self._views = (keys, values), have, None
+        self._buffers, self._count, self._views = (keys, values), have, None
         self._most = min(keys.shape[2], values.shape[2])
 
     def _fresh(self, like: Tensor, tokens: int) -> Tensor:
-        """A tensor with room for so many tokens, and more."""
+        """A tensor like this one, with room for at least so many tokens."""
         batch, heads, _, width = like.shape
-        with torch.inference_mode(False):  # else nobody outside could write to it
+        with torch.inference_mode(False):  # else it could not be written outside of inference mode
             if self._in_blocks:
                 room = -(-tokens // BLOCK) * BLOCK
                 return like.new_empty((batch, heads, room, width))
@@ -141,49 +140,51 @@ class GrowingLayer(DynamicLayer):
             return torch.frombuffer(space, dtype=like.dtype).view(batch, heads, room, width)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Without the last -`tokens_to_remove` tokens; those that remain are not moved."""
-        if self._wholes is None or tokens_to_remove >= 0:
+        """Remove the last -`tokens_to_remove` tokens; the others do not move."""
+        if self._buffers is None or tokens_to_remove >= 0:
             super().crop(tokens_to_remove)
         else:
             self._count, self._views = max(0, self._count + tokens_to_remove), None
 
     def grow(self, tokens: int) -> int:
-        """Room for so many tokens; the bytes that were left behind for it."""
-        if not self.get_seq_length() or (self._wholes is not None and tokens <= self._most):
+        """Make room for so many tokens; returns the bytes of the tensors that were outgrown."""
+        if not self.get_seq_length() or (self._buffers is not None and tokens <= self._most):
             return 0
         before = self.nbytes
         self._make(tokens, self._tensors())
         return before
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
-        keys, values = self._look()
+        keys, values = self._current_views()
         assert keys is not None
         assert values is not None
         return keys, values
 
     @property
     def nbytes(self) -> int:
-        """Memory that keys and values take; a page is taken once it has been written."""
+        """Bytes of memory that keys and values take; unwritten pages take none."""
         if not self.is_initialized:
             return 0
-        if self._wholes is None or self._in_blocks:
-            return sum(tensor.nbytes for tensor in self._wholes or self._tensors())
+        if self._buffers is None or self._in_blocks:
+            return sum(tensor.nbytes for tensor in self._buffers or self._tensors())
         pages = 0
-        for batch, heads, _, width in (has_all_tokens.shape for has_all_tokens in self._wholes):
-            row = self._count * width * self._wholes[0].element_size()
+        for batch, heads, _, width in (buffer.shape for buffer in self._buffers):
+            row = self._count * width * self._buffers[0].element_size()
             pages += batch * heads * -(-row // PAGESIZE)
         return pages * PAGESIZE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        """Its tokens without the room behind them."""
-        made = copy.copy(self)
-        made._views = [tensor if tensor is None else tensor.clone() for tensor in self._look()]
-        made._wholes = None
-        return made
+        """A copy with its tokens, without the room behind them."""
+        duplicate = copy.copy(self)
+        duplicate._views = [
+            tensor if tensor is None else tensor.clone() for tensor in self._current_views()
+        ]
+        duplicate._buffers = None
+        return duplicate
 
 
 def caches_of(cache: Any) -> tuple[Any, ...]:
-    """The caches of decoder layers that a cache is made of."""
+    """The caches of decoder layers in a cache: two of an encoder-decoder model, or one."""
     if isinstance(cache, EncoderDecoderCache):
         return cache.self_attention_cache, cache.cross_attention_cache
     return () if cache is None else (cache,)
@@ -196,7 +197,7 @@ def layers_of(cache: Any) -> Iterator[Any]:
 
 
 def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
-    """Let the plain layers of a cache grow in place, also those that it has yet to make."""
+    """Make the plain layers of a cache grow in place, also layers added later."""
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
             continue
@@ -208,9 +209,9 @@ def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
 
 
 def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
-    """Add a token to a layer, unset.
+    """Append a token to a layer, not yet written.
 
-    None where the cache is of another kind, empty, or holds several requests.
+    None where the cache is of another kind, empty, or holds several sequences.
     """
     if type(cache) is not DynamicCache or cache.offloading or layer_idx >= len(cache.layers):
         return None
@@ -228,8 +229,11 @@ def remove_token(cache: Any, layer_idx: int) -> None:
 
 
 def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
-    """On a GPU: room for so many tokens, layer by layer. What was outgrown goes back as it adds
-    up, by `release`; else the allocator would keep all of it until the last layer has grown."""
+    """Make room for so many tokens on a GPU, layer by layer.
+
+    Every FREED bytes of outgrown tensors `release` is called; else the allocator would keep all of
+    them until the last layer has grown.
+    """
     freed = 0
     for layer in layers_of(cache):
         if type(layer) is GrowingLayer:
@@ -242,9 +246,9 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
 
 
 def has_all_tokens(cache: Any, tokens: int) -> bool:
-    """Are the keys and values of a sequence's first tokens all there, each by itself?
+    """Check that a cache has separate keys and values for each of the first tokens.
 
-    A recurrence keeps none of them, a sliding window forgets, a quantised cache joins several.
+    It has not with a recurrence, behind a sliding window, or where it is quantised.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return False
@@ -260,19 +264,19 @@ def _has_all_tokens(layer: Any) -> bool:
 
 
 def truncate(cache: Any, tokens: int) -> bool:
-    """Forget what is after a sequence's first tokens, in place; False where that cannot be done.
+    """Remove all but a sequence's first tokens, in place; False where that is not possible.
 
-    Layers may have different numbers of them, as after a pass that failed.
+    Layers may have different numbers of tokens, as after a pass that failed.
     """
     if cache is None or type(cache) is not DynamicCache or cache.offloading:
         return cache is None and tokens == 0
     for layer in cache.layers:
-        more = layer.get_seq_length() - tokens if isinstance(layer, DynamicLayer) else 1
-        if more > 0 and not _has_all_tokens(layer):
+        excess = layer.get_seq_length() - tokens if isinstance(layer, DynamicLayer) else 1
+        if excess > 0 and not _has_all_tokens(layer):
             return False
     for layer in cache.layers:
-        if (more := layer.get_seq_length() - tokens) > 0:
-            layer.crop(-more)
+        if (excess := layer.get_seq_length() - tokens) > 0:
+            layer.crop(-excess)
     return True
 
 
@@ -284,7 +288,7 @@ def copy_tokens(cache: Any, tokens: int, into: Any) -> Any:
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes that a cache of any kind holds now."""
+    """Bytes of memory that a cache of any kind takes now."""
     return sum(
         layer.nbytes if isinstance(layer, GrowingLayer) else tensor_bytes(vars(layer))
         for layer in layers_of(cache)
@@ -292,13 +296,13 @@ def held_bytes(cache: Any) -> int:
 
 
 def tensor_bytes(values: Any) -> int:
-    """Bytes behind the tensors in lists, dicts and tensors that are made of others."""
+    """Bytes of the storages of all tensors in nested lists, dicts and composite tensors."""
     storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The plain tensors in it; optimum-quanto's are made of others."""
+    """The plain tensors in a nested value; optimum-quanto's tensors contain others."""
     for value in tree_leaves(values):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()

@@ -1,7 +1,7 @@
-"""How keys and values are kept: `--kv`, by transformers' own caches.
+"""Kinds of KV cache that `--kv` names, as transformers' own caches.
 
-`dynamic` keeps them as they are computed. `fp8`, `int4` and `int2` quantise them, which changes the
-output; `offloaded` keeps them in host memory, behind a GPU, which does not.
+`dynamic` stores keys and values as computed. `fp8`, `int4` and `int2` quantise them, which changes
+the output; `offloaded` stores a GPU's keys and values in host memory, which does not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from greenroom.hf.kv.cache import tensor_bytes
 DYNAMIC, OFFLOADED, FP8 = "dynamic", "offloaded", "fp8"
 BITS = {"int4": 4, "int2": 2}  # quantised by optimum-quanto
 GROUP = 64  # the most values that share a scale
-RESIDUAL = 128  # the newest tokens, which optimum-quanto's layers keep as they are
-# What an update of a layer takes while it runs, in times of its keys and values as computed: all
-# are expanded and joined with the new ones, and from time to time quantised again.
+RESIDUAL = 128  # newest tokens, which optimum-quanto's layers do not quantise
+# Memory of a layer's update, in times of its keys and values as computed: all of them are expanded
+# and joined with the new ones, and from time to time quantised again.
 UPDATING = {"fp8": 5.0, "int4": 6.0, "int2": 7.0}
 
 Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of values) of each layer
@@ -32,7 +32,7 @@ Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of value
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """One of `--kv`'s, for one model. `group` values share a scale, where it is quantised."""
+    """A kind of KV cache for one model; `group` values share a scale where it is quantised."""
 
     name: str = DYNAMIC
     group: int = GROUP
@@ -43,7 +43,7 @@ class CacheKind:
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """What `generate` is told, under transformers' names."""
+        """Options of transformers' generation config for this kind."""
         if self.name == DYNAMIC:
             return {}
         if self.name == OFFLOADED:
@@ -68,34 +68,34 @@ class CacheKind:
         return DynamicCache(config=config, offloading=self.name == OFFLOADED)
 
     def stored_bytes(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
-        """Bytes of 64 tokens of a layer as they are stored; found by storing some.
+        """Bytes of a layer's 64 tokens as stored, measured by storing 64 tokens.
 
-        The first tokens that are expanded again have optimum-quanto compile what does it.
+        One more token makes optimum-quanto compile its kernels now.
         """
         from transformers.cache_utils import Fp8QuantizedLayer, QuantoQuantizedLayer
 
         options = {k: v for k, v in self._options.items() if k != "backend"}
         layer: Any = (Fp8QuantizedLayer if self.name == FP8 else QuantoQuantizedLayer)(**options)
-        given = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
-        layer.update(*given)
+        tensors = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
+        layer.update(*tensors)
         stored_bytes = tensor_bytes([layer._quantized_keys, layer._quantized_values])
-        layer.update(*(tensor[:, :, :1] for tensor in given))
+        layer.update(*(tensor[:, :, :1] for tensor in tensors))
         return stored_bytes
 
 
 def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> CacheKind:
-    """What was asked for, for a model on the meta device; UsageError where it cannot be had."""
+    """The kind of `--kv NAME` for a model on the meta device; UsageError where it has none."""
     if name == DYNAMIC:
         return CacheKind()
     config: Any = model.config
     if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         raise UsageError(
-            f"--kv {name}: {config.model_type} has a cache of its own: --kv dynamic keeps it"
+            f"--kv {name}: {config.model_type} has a cache of its own: use --kv dynamic"
         )
     if name == OFFLOADED:
         if not on_a_gpu:
             raise UsageError(
-                "--kv offloaded keeps what is a GPU's in host memory: on a CPU it is there already"
+                "--kv offloaded moves a GPU's KV cache to host memory: on a CPU use --kv dynamic"
             )
         return CacheKind(name)
     if name in BITS and not (
@@ -110,7 +110,7 @@ def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool
         kind.cache(config)
     except ValueError as error:
         raise UsageError(
-            f"--kv {name}: {config.model_type} has layers that are not of full attention, and"
-            " transformers quantises no others: --kv dynamic"
+            f"--kv {name}: {config.model_type} has layers without full attention, whose keys and"
+            " values transformers cannot quantise: use --kv dynamic"
         ) from error
     return kind

@@ -1,4 +1,4 @@
-"""What a model's keys and values take, by a pass on the meta device."""
+"""Memory of a model's KV cache, measured by a pass on the meta device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from transformers.cache_utils import DynamicLayer
 from greenroom.hf.kv.cache import BLOCK, FREED, layers_of
 from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, CacheKind, cache_kind
 
-PROBE = 47  # tokens; no other dimension is likely to be that
+PROBE = 47  # tokens; a dimension of this size is taken for the tokens
 GPU_PAGE = 2 << 20  # what torch's allocator rounds large tensors up to
 LARGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """One layer of a cache, for one sequence.
+    """Memory of one layer's keys and values, for one sequence.
 
-    `token` bytes a token, up to `most` tokens where it forgets; `fixed` bytes of states; `rows` of
-    tokens; whether it grows in place. `shape` is its heads and the widths of keys and values.
+    token:    bytes a token
+    fixed:    bytes of states, whatever the tokens
+    rows:     heads of keys and of values: each begins on a page of its own
+    most:     tokens of a sliding window, None without
+    in_place: whether its tensors grow in place
+    shape:    heads, width of keys, width of values
     """
 
     token: int
@@ -35,22 +39,22 @@ class LayerSize:
     shape: tuple[int, int, int] = (1, 1, 1)
 
     def held_bytes(self, tokens: int) -> int:
-        """Bytes, without what is lost to pages."""
+        """Bytes of so many tokens, without the unused ends of pages."""
         return self.token * (tokens if self.most is None else min(tokens, self.most)) + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Bytes of a model's KV cache where the slots are, and on the host where that is elsewhere."""
+    """Memory of a model's KV cache, on the slots' device and in host memory."""
 
     layers: tuple[LayerSize, ...]
     kind: CacheKind = field(default_factory=CacheKind)
-    stored_bytes: tuple[int, ...] = ()  # of 64 tokens of each layer, where it is quantised
+    stored_bytes: tuple[int, ...] = ()  # of each layer's 64 tokens, where it is quantised
     on_a_gpu: bool = False
     room: int = 4096  # tokens that grow without a copy
 
     def held_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Between passes, for so many tokens of each sequence of a batch."""
+        """Bytes between passes, with so many tokens in each sequence of a batch."""
         if self.kind.quantised:
             stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
             residual = RESIDUAL * sum(layer.token for layer in self.layers)
@@ -60,18 +64,18 @@ class KVBytes:
         return sum(self._paged_bytes(layer, tokens, batch) for layer in self.layers)
 
     def host_bytes(self, tokens: int) -> int:
-        """In host memory beside a GPU's."""
+        """Bytes in host memory that a GPU's offloaded cache takes."""
         offloaded = self.kind.name == OFFLOADED
         return sum(layer.held_bytes(tokens) for layer in self.layers) if offloaded else 0
 
     def update_bytes(self, tokens: int, batch: int = 1) -> int:
-        """While a layer takes in its tokens."""
+        """Further bytes while one layer adds its tokens."""
         if self.kind.quantised:
             return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
         if self.kind.name == OFFLOADED:
             return batch * self._largest(tokens)
-        everything = self.on_a_gpu or tokens > self.room
-        copied = (x.held_bytes(tokens) for x in self.layers if everything or not x.in_place)
+        all_copy = self.on_a_gpu or tokens > self.room
+        copied = (x.held_bytes(tokens) for x in self.layers if all_copy or not x.in_place)
         freed = FREED if self.on_a_gpu and tokens > BLOCK else 0
         return batch * max(copied, default=0) + freed
 
@@ -79,7 +83,7 @@ class KVBytes:
         return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
 
     def saved_bytes(self, tokens: int) -> int:
-        """What this kind saves against keys and values as computed; negative where it costs."""
+        """Bytes that this kind saves over `dynamic`; negative where it takes more."""
         return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
             tokens
         ) - self.total_bytes(tokens)
@@ -88,7 +92,7 @@ class KVBytes:
         return max((layer.held_bytes(tokens) for layer in self.layers), default=0)
 
     def _paged_bytes(self, layer: LayerSize, tokens: int, batch: int) -> int:
-        """With what is lost to pages."""
+        """Bytes of a layer with the unused ends of pages."""
         if not layer.in_place:
             return batch * layer.held_bytes(tokens)
         if not self.on_a_gpu:
@@ -97,9 +101,7 @@ class KVBytes:
         return nbytes + (2 * GPU_PAGE if nbytes > LARGE else 0)
 
 
-_LAYERS: dict[
-    tuple[Any, ...], list[LayerSize]
-] = {}  # of models that were loaded: a pass takes a while
+_LAYERS: dict[tuple[Any, ...], list[LayerSize]] = {}  # by model: measuring takes a while
 
 
 def kv_bytes(
@@ -110,9 +112,9 @@ def kv_bytes(
     on_a_gpu: bool = False,
     room: int = 4096,
 ) -> KVBytes:
-    """For a model on the meta device, which is given `block` tokens at a time.
+    """The KV cache's memory for a model on the meta device; prompts are read in `block` tokens.
 
-    UsageError where keys and values cannot be kept as asked.
+    UsageError where the model cannot have the kind `kv`.
     """
     config = model.config
     key = type(model), model.dtype, block, config.to_json_string(), config._attn_implementation
@@ -134,21 +136,21 @@ def kv_bytes(
 
 
 def _layers(model: PreTrainedModel, block: int) -> list[LayerSize]:
-    """What a pass of PROBE tokens leaves in a cache."""
+    """The layers' sizes, from the cache after a pass of PROBE tokens."""
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
-    # Some encoders refuse to be told of a cache; decoders have one by default.
-    told: dict[str, Any] = {"use_cache": True}
+    # Some encoders refuse `use_cache`; decoders have a cache by default.
+    options: dict[str, Any] = {"use_cache": True}
     if model.config.is_encoder_decoder:
-        told = {"decoder_input_ids": ids}
+        options = {"decoder_input_ids": ids}
     with torch.no_grad():
-        cache: Any = model(input_ids=ids, **told).past_key_values
+        cache: Any = model(input_ids=ids, **options).past_key_values
     return [_layer(layer, block) for layer in layers_of(cache)]
 
 
 def _layer(layer: Any, block: int) -> LayerSize:
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     window = getattr(layer, "sliding_window", None)
-    if window is not None:  # it may have forgotten some of the tokens
+    if window is not None:  # the window may be shorter than PROBE
         growing, tokens = [layer.keys, layer.values], layer.keys.shape[-2]
     else:
         growing, tokens = [tensor for tensor in tensors if PROBE in tensor.shape], PROBE
@@ -167,7 +169,7 @@ def _layer(layer: Any, block: int) -> LayerSize:
 
 
 def _by_config(model: PreTrainedModel) -> list[LayerSize]:
-    """Full attention in every layer: keys and values of heads x width."""
+    """The layers' sizes from the config, as full attention: keys and values of heads x width."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

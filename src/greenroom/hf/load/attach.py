@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.core.cache.cache import compile_for
-from greenroom.core.machine import name_of
+from greenroom.core.machine import machine_name
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv.kinds import CacheKind
@@ -102,7 +102,7 @@ def _loaded(model: Any, budget: Budget, slot_budget: SlotBudget, process: int) -
 
 def _keep_process(setup: ModelSetup, process: int) -> None:
     """Leave to plans and later runs what a process takes beside dense parts and slots."""
-    name, digest = name_of(host_facts()), setup.fingerprint
+    name, digest = machine_name(host_facts()), setup.fingerprint
     if not setup.remember:
         return
     try:

@@ -10,7 +10,7 @@ from greenroom.config import LoadConfig
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.home_devices import spread
-from greenroom.core.transfers.queue import staging_seats
+from greenroom.core.transfers.queue import count_staging_slots
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
 from greenroom.hf.memory.devices import engines_for, lanes_of
@@ -85,9 +85,14 @@ def budget_for(
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
     """The setup with the host tier that the budget has room for, or BudgetError."""
     lanes = spread(lanes_of(setup), len(setup.devices))
-    seats, caller_bytes = staging_seats(lanes), setup.keys_values.host_bytes(setup.context)
+    staging_slots, caller_bytes = (
+        count_staging_slots(lanes),
+        setup.keys_values.host_bytes(setup.context),
+    )
     stride = setup.catalog.slot_bytes if setup.config.uses_host() else None
-    budget, slots = host_slots(config.host_memory, setup.catalog, seats, caller_bytes, stride)
+    budget, slots = host_slots(
+        config.host_memory, setup.catalog, staging_slots, caller_bytes, stride
+    )
     kept = choose(config.policy, slots, setup.catalog.experts).name
     return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=kept)
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
-from greenroom.core.machine import name_of
+from greenroom.core.machine import machine_name
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_or_inspect
@@ -73,7 +73,7 @@ class Description:
         skeleton = self.skeleton
         need = MemoryNeeds(0, skeleton.dense_bytes, 0, 0, LIBRARIES)
         if not self.keys_values.on_a_gpu:
-            known = load_records(self.fingerprint, name_of(host_facts())).process
+            known = load_records(self.fingerprint, machine_name(host_facts())).process
             process = rss_bytes() + COMPILERS if known is None else known
             staging = readers * (CHUNK_BYTES + (1 << 20))
             need = replace(need, process=process + caller_bytes, staging=staging)

@@ -97,7 +97,7 @@ def place(description: Description, budget: Budget, config: LoadConfig) -> Model
     if setup.watch:
         setup = _configured(description, setup, config, room)
     if everything:  # nothing is missed, and so all is exact and whole
-        setup = replace(setup, config=setup.config.exact())
+        setup = replace(setup, config=setup.config.without_approximation())
         if setup.split is not None:
             setup = replace(setup, catalog=skeleton.catalog, split=None)
     else:

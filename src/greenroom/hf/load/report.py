@@ -136,13 +136,13 @@ def _lesser(greenroom: Greenroom) -> str:
     """What misses are served with, and what that means."""
     setup, at = greenroom.setup, greenroom.setup.approximation
     assert at is not None
-    seats = setup.copies.secondary_slots if setup.copies is not None else 0
+    secondary_slots = setup.copies.secondary_slots if setup.copies is not None else 0
     what = [
         f"below {share:g} of the gate weights {how}"
         for share, how in (
             (at.skip, "left out"),
             (at.substitute, "replaced by experts that are there"),
-            (at.low, f"in {at.precision} ({seats} slots{', exact later' * at.promote})"),
+            (at.low, f"in {at.precision} ({secondary_slots} slots{', exact later' * at.promote})"),
         )
         if share
     ]

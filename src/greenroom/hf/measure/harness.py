@@ -119,7 +119,9 @@ class Harness:
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
-            config=config if self.setup.approximation is not None else config.exact(),
+            config=config
+            if self.setup.approximation is not None
+            else config.without_approximation(),
         )
         self.model.greenroom = made = Greenroom(self.model, setup)
         if self._growth is not None and capacity is None:

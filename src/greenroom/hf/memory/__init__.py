@@ -1,7 +1,10 @@
-"""What a model takes of memory: its budget, slots for its experts, the devices they are on.
+"""Memory of a model: its budget, the slots of its experts, and their devices.
 
-setup    all that was decided about a model
-slots    how many, of what size, where; split: experts cut in two; approximate: inexact misses
-devices  where experts are computed, behind which links, by which kernels
-budget   what must be in memory beside slots; growth: slots make room for keys and values
+setup        options, sizes and devices of one run
+slots        number, size and memory of slots
+split        experts split in two parts
+approximate  approximated misses
+devices      devices, links and kernels that compute the experts
+budget       memory that is needed besides slots
+slot_budget  slots that leave memory to the KV cache as it grows
 """

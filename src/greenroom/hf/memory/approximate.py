@@ -20,14 +20,16 @@ APPROXIMATION_OPTIONS = tuple(
 
 
 def check_copies(catalog: Catalog, at: Approximation | None) -> None:
-    """UsageError, which names the command that makes them, where a checkpoint has not the copies
-    that misses shall be served from."""
+    """Check that a checkpoint has the low-precision copies that the options need.
+
+    UsageError, which names the command that makes such a pack.
+    """
     if at is None or not at.low:
         return
     precision = at.precision
-    there = catalog.header.precision if isinstance(catalog, PackCatalog) else ""
-    if there != precision:
-        has = f"this pack's are in {there}" if there else "this checkpoint has none"
+    packed = catalog.header.precision if isinstance(catalog, PackCatalog) else ""
+    if packed != precision:
+        has = f"this pack has copies in {packed}" if packed else "this checkpoint has none"
         raise UsageError(
             f"--miss-precision {precision} needs copies of the experts in {precision}, and {has}:"
             " make a pack that has them with `greenroom pack MODEL -o OUT --experts same"
@@ -36,21 +38,23 @@ def check_copies(catalog: Catalog, at: Approximation | None) -> None:
 
 
 def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int) -> Copies | None:
-    """The copies of a pack, in slots that take their share of `room` whole experts; those of a
-    token at least."""
+    """The copies of a pack, and the number of their secondary slots.
+
+    These take their share of the memory of `room` experts, but hold those of a token at least.
+    """
     if at is None or not at.low:
         return None
     assert isinstance(catalog, CopiesCatalog)
-    exact, low, rest = catalog.copy_bytes()
+    exact, low, remainder = catalog.copy_bytes()
     share = int(at.share * room * catalog.slot_bytes + 1e-9)
     most = catalog.experts
-    return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
+    return Copies(exact, low, remainder, min(most, max(top_k, share // max(low))))
 
 
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """Experts of a layer whose misses may be approximated, with copies where the pack has any."""
+    """A layer's experts whose misses may be approximated, with the pack's copies if any."""
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)
@@ -60,7 +64,7 @@ def approximate_layer(
     assert setup.approximation is not None
     if setup.approximation.substitute and module.has_bias:
         raise UsageError(
-            "--substitute-below takes another expert's matrices, and this model's experts have"
-            " biases beside them: leave it out"
+            "--substitute-below replaces an expert's matrices by another's, and the experts of this"
+            " model have biases too: leave the option out"
         )
     return ExpertsWithCopies(module, layout, slots.pools[0], low)

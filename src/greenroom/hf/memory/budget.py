@@ -1,8 +1,8 @@
-"""The memory budget: what must be in memory besides the experts, before and after loading.
+"""The memory budget: the slots that it leaves besides everything else in memory.
 
-`--memory M` is the whole process: Python and its libraries, dense parts, KV cache, workspace,
-staging; what is left becomes slots. With a GPU it is of the GPU's memory, and `--host-memory` is
-the process: Python, CUDA's own, staging seats; what is left there keeps experts.
+`--memory M` covers the entire process: Python and its libraries, dense parts, KV cache, workspace,
+staging; the remainder becomes slots. With a GPU it covers the GPU's memory, and `--host-memory` the
+process: Python, CUDA's own memory, staging slots; the remainder caches experts there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from greenroom.runtime.kernels.dense.stored import expanded_bytes
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
 
-PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of it, whatever the memory
-AUTO_SHARE = 0.8  # of what is available: the rest is the user's
-SLACK = 32 << 20  # what allocators keep and nobody can count
+PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of this size
+AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processes
+SLACK = 32 << 20  # for allocators, whose unused memory cannot be counted
 
 Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes beside the slots. `process` is measured, the others are computed."""
+    """Bytes that a run needs besides slots; `process` is measured, the others computed."""
 
     process: int
     dense: int
@@ -53,41 +53,45 @@ class MemoryNeeds:
 
 
 def budget_bytes(memory: str | int | None) -> int:
-    """`--memory` in bytes; a share (or `auto`) is of what this process has and could have now."""
+    """`--memory` in bytes; a share (or `auto`) is of available memory and this process's."""
     return _amount(memory, "--memory", available_bytes() + rss_bytes())
 
 
-def _amount(given: str | int | None, option: str, available: int) -> int:
-    if given is None or given == "auto":
+def _amount(value: str | int | None, option: str, available: int) -> int:
+    if value is None or value == "auto":
         return int(available * AUTO_SHARE)
-    return Amount.parse(given, option).of(available)
+    return Amount.parse(value, option).of(available)
 
 
 def capacity_for(
     budget: int,
     need: MemoryNeeds,
     catalog: Catalog,
-    at_least: int = 1,
+    min_slots: int = 1,
     label: str = "",
     devices: int = 1,
 ) -> int:
-    """Slots that a budget (`label`, where it is not the process) leaves. BudgetError says how
-    much would do. Of several GPUs it is each one's: all have as many slots as the first."""
+    """The slots that a budget leaves, but no more than there are experts.
+
+    `label` is the memory in words, where it is not the process's. The budget is of each of several
+    GPUs, which all have the same number of slots. BudgetError, which names a sufficient budget,
+    where fewer than `min_slots` are left.
+    """
     slots = (budget - need.total) // catalog.slot_bytes * devices
-    if slots < at_least:
-        enough = need.total + -(-at_least // devices) * catalog.slot_bytes
+    if slots < min_slots:
+        enough = need.total + -(-min_slots // devices) * catalog.slot_bytes
         raise BudgetError(
-            f"a budget of {show_bytes(budget)}{label} is too small: {need} and {at_least}"
+            f"a budget of {show_bytes(budget)}{label} is too small: {need} and {min_slots}"
             f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
         )
     return int(min(slots, catalog.experts))
 
 
 class DeviceBudget:
-    """`--memory` on a GPU: bytes, or a share of what was free when this was made.
+    """The budget of `--memory` on a GPU: bytes, or a share of what was free at the start.
 
-    `read` says what is free now. BudgetError where more is asked for than is free: others may hold
-    it, and a GPU cannot swap.
+    `read` returns free and total bytes now. BudgetError where more is asked for than is free: other
+    processes may use it, and a GPU cannot swap.
     """
 
     LABEL = " of the GPU's memory"
@@ -98,48 +102,49 @@ class DeviceBudget:
         self.nbytes = _amount(memory, "--memory", self.free)
         if self.nbytes > self.free:
             raise BudgetError(
-                f"--memory {memory}: of the GPU's {show_bytes(total)} {show_bytes(self.free)} are"
-                " free, other processes hold the rest; a GPU's memory is --memory, what experts may"
-                " take of the host's is --host-memory"
+                f"--memory {memory} is more than the GPU has free: {show_bytes(self.free)} of"
+                f" {show_bytes(total)}; with a GPU, --memory is the GPU's memory and --host-memory"
+                " the host's"
             )
 
     def after(self, slots: int) -> MemoryNeeds:
-        """What is needed once everything is loaded, with so many bytes of slots: dense parts and
-        libraries are what has gone since the start."""
+        """The needs once everything is loaded, with so many bytes of slots.
+
+        Dense parts and libraries take what else became used since the start.
+        """
         return MemoryNeeds(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
 
 
 def host_slots(
     host_memory: str | int | None,
     catalog: Catalog,
-    seats: int,
+    staging_slots: int,
     kv: int = 0,
     slot_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """(budget in bytes, experts that it has room for in host memory beside the process).
+    """The budget of host memory in bytes, and the experts that it has room for.
 
-    `kv` bytes are for keys and values that are kept there; an expert takes `slot_bytes` where it is
-    not kept as the disk has it. Without an amount as much is taken as
-    there is, within `AUTO_SHARE`; none is enough then.
-    BudgetError where a budget does not even hold the process and its staging seats.
+    `kv` bytes are for offloaded keys and values; an expert takes `slot_bytes` where its layout is
+    not that of the disk. Without an amount it is AUTO_SHARE of available memory, and may leave room
+    for no expert. BudgetError where an amount is too small for the process and its staging slots.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
-    seat, slot = slot_sizes(chunks_of(catalog))
-    slot = slot_bytes or slot
-    least = process + SLACK + seats * seat + kv
+    staging_bytes, expert_bytes = slot_sizes(chunks_of(catalog))
+    expert_bytes = slot_bytes or expert_bytes
+    least = process + SLACK + staging_slots * staging_bytes + kv
     if budget < least and host_memory not in (None, "auto"):
         keys = f" and keys and values {show_bytes(kv)}" if kv else ""
         raise BudgetError(
             f"--host-memory {host_memory} is too small: the process takes {show_bytes(process)}"
-            f" and staging {show_bytes(seats * seat)}{keys};"
+            f" and staging {show_bytes(staging_slots * staging_bytes)}{keys};"
             f" --host-memory {-(-least // (1 << 20))}MiB would do"
         )
-    return budget, min(max(0, (budget - least) // slot), catalog.experts)
+    return budget, min(max(0, (budget - least) // expert_bytes), catalog.experts)
 
 
 def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
-    """How every expert is cut, as the store will do it."""
+    """The chunks of every expert, as the store will cut them."""
     return [
         tuple(chunk for extent in catalog.extents(e) for chunk in cut(extent, CHUNK_BYTES))
         for e in range(catalog.experts)
@@ -147,15 +152,18 @@ def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """What one token asks of a layer at once, as far as the config says."""
+    """Experts that one token uses in a layer, by the config; 1 where it does not say."""
     config = model.config.get_text_config()
     return int(getattr(config, "num_experts_per_tok", None) or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Activations of a pass, in bytes: `fixed`, for each `token` of it, for each token of its
-    `context`, and for each `pair` of one of these and one of those."""
+    """Bytes of a pass's activations.
+
+    They are `fixed` bytes, bytes for each new `token`, for each token of the `context`, and for
+    each `pair` of a new token and a token of the context.
+    """
 
     fixed: int
     token: int
@@ -164,7 +172,7 @@ class Workspace:
 
     @classmethod
     def of(cls, model: PreTrainedModel, catalog: Catalog) -> Workspace:
-        """Experts' inputs and outputs, the widest of the dense parts, attention, logits."""
+        """The activations of experts, the widest dense layer, attention and logits."""
         config: Any = model.config.get_text_config()
         hidden, heads = config.hidden_size, config.num_attention_heads
         weights = [
@@ -184,15 +192,15 @@ class Workspace:
         eager = config._attn_implementation == "eager"
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or hidden // heads
-        # Of grouped heads all get keys and values of their own; scores are torch's, or its masks.
+        # Grouped keys and values are repeated for each head; a pair has scores, or a mask.
         repeated = 2 * heads * width * model.dtype.itemsize if kv_heads < heads else 0
         widened += expanded_bytes(model)
         return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
 
     def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
-        """Of a pass of `length` tokens of each sequence, `tokens` with those before them.
+        """Bytes of a pass with `length` new tokens in each sequence, `tokens` with its context.
 
-        Room for a block of a prompt is kept also while single tokens are decoded.
+        A block of a prompt is always counted, also while single tokens are decoded.
         """
         rows = max(batch * length, min(block, tokens))
         attention = batch * tokens * (self.context + length * self.pair)

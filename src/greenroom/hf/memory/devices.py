@@ -1,4 +1,4 @@
-"""Where a model's experts are computed: on which devices, behind which links, by which kernels."""
+"""Devices that compute a model's experts, their links and their kernels."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
-IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
+IN_FLIGHT = 2  # chunks that are copied to a GPU at a time: queued copies cannot be cancelled
 LINKS = ("disk -> host", "host -> device")
 
 log = logging.getLogger(__name__)
 
 
 def engine_for(setup: ModelSetup, number: int) -> Engine:
-    """One of the GPUs; the first one has the dense parts."""
+    """One of a run's GPUs; the first one has the dense parts."""
     return Cuda(setup.devices[number])
 
 
 def engines_for(setup: ModelSetup) -> list[Engine]:
-    """Every GPU; none where slots are in host memory."""
+    """All GPUs of a run; none where slots are in host memory."""
     return [engine_for(setup, n) for n in range(len(setup.devices))] if setup.cuda else []
 
 
 def lanes_of(setup: ModelSetup) -> tuple[int, ...]:
-    """Transfers at a time of each link."""
+    """The lanes of each link: its transfers at a time."""
     if setup.cuda:
         return setup.readers, IN_FLIGHT
     return (setup.readers, 1) if setup.fake else (setup.readers,)
 
 
 def links_of(setup: ModelSetup) -> tuple[str, ...]:
-    """What the links are called; the last one there is for each of several devices."""
+    """Names of the links; each of several devices has a last link of its own."""
     chain = LINKS[: len(lanes_of(setup))]
     if len(setup.devices) == 1:
         return chain
@@ -44,38 +44,37 @@ def links_of(setup: ModelSetup) -> tuple[str, ...]:
 
 
 def kernels_of(setup: ModelSetup) -> str:
-    """What computes the experts where they are; UsageError where it cannot."""
+    """The name of the kernels; UsageError where the device cannot run those asked for."""
     if setup.kernels == "auto":
         if not setup.cuda:
             return "numba"
         if find_spec("triton") is not None:
             return GPU_KERNEL
-        log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
+        log.warning(
+            "Triton is not installed (pip install 'greenroom[gpu]'): the eager kernels are slower"
+        )
         return "eager"
     if setup.cuda and setup.kernels in COMPILED:
         raise UsageError(
-            f"--kernels {setup.kernels} computes on a CPU: with --device cuda take triton or eager"
+            f"--kernels {setup.kernels} is for a CPU: with --device cuda use triton or eager"
         )
     return setup.kernels
 
 
 def host_computes(setup: ModelSetup) -> bool:
-    """Does the host's processor compute too? It is said where it was asked for and cannot."""
+    """Check that the host's CPU computes misses too; warns where it was asked to and cannot."""
     if not setup.config.uses_host():
         return False
-    if why := co_compute_obstacle(setup):
-        log.warning("--co-compute auto: %s", why)
+    if reason := co_compute_obstacle(setup):
+        log.warning("--co-compute auto has no effect: %s", reason)
         return False
     return setup.capacity < setup.catalog.experts
 
 
 def co_compute_obstacle(setup: ModelSetup) -> str:
-    """Why misses cannot be shared out between two processors here; nothing where they can."""
+    """The reason why two processors cannot share the misses; "" where they can."""
     if not (setup.cuda or setup.fake):
-        return "there is one processor here, and nothing to choose"
+        return "without a GPU the CPU computes everything"
     if setup.host_capacity < len(setup.devices):
-        return (
-            "host memory has no room for experts, so there is nothing to compute there;"
-            " --host-memory says how much it may take"
-        )
+        return "host memory has no room for experts: give a larger --host-memory"
     return ""

@@ -1,4 +1,4 @@
-"""All that was decided about how a model is served: options, sizes, devices."""
+"""The setup of a run: options, sizes and devices."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from greenroom.hf.kv.sizes import KVBytes
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """All that was decided about a model; `fake` uses the device that poisons stale slots, behind a
-    second link.
+    """The setup of a run of one model: options, sizes and devices.
 
-    On a GPU (`cuda`) the slots are in its memory, and `host_capacity` experts are kept in host
-    memory between them and the disk, by `host_policy`; so they are behind the fake device.
+    On a GPU (`cuda`) the slots are in its memory, and `host_capacity` further experts are in host
+    memory, by `host_policy`. The `fake` device has that second link too, and poisons stale slots.
     """
 
     catalog: Catalog
     capacity: int
     policy: str = "auto"
     scope: Scope = "shared"
-    split: Split | None = None  # how experts are cut, as the catalog's pieces are
-    copies: Copies | None = None  # in low precision, which the catalog must have
-    watch: bool = False  # record what the next run's split and budgets are set by
-    pins: Pins | None = None  # experts of tasks that stay
+    split: Split | None = None  # sizes of split experts, as in the catalog
+    copies: Copies | None = None  # sizes of low-precision copies, as in the catalog
+    watch: bool = False  # count decoded tokens for the next run's --split auto
+    pins: Pins | None = None  # experts that are pinned, by task
     prefetch: str = "off"
-    predictor: str | None = None  # the file of `learned`
+    predictor: str | None = None  # the file of the predictor `learned`
     guard: bool = True
     fingerprint: str = ""  # of the checkpoint
-    chosen: str = ""  # where policy, scope and prefetch come from, if neither user nor defaults
-    remember: bool = False  # begin with what earlier runs learned, and leave it to the next
+    chosen: str = ""  # origin of policy, scope and prefetch, where they are stored settings
+    remember: bool = False  # use what earlier runs learned, and save it for the next
     kernels: str = "auto"
     fake: bool = False
     cuda: bool = False
-    devices: tuple[int, ...] = (0,)  # their numbers; experts are spread over several
+    devices: tuple[int, ...] = (0,)  # their numbers; experts are distributed over all
     host_capacity: int = 0
     host_policy: str = "auto"
     config: SchedulerConfig = NO_OPTIONS  # the options of the scheduler
     readers: int = 2
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second
-    seed: int = 0  # of the policy, and of when experts arrive on the fake device
-    budget_bytes: int | None = None  # of the memory that the slots are in
-    host_bytes: int | None = None  # budget of host memory, where that is another one
+    seed: int = 0  # of the policy, and of arrival times on the fake device
+    budget_bytes: int | None = None  # of the memory that has the slots
+    host_bytes: int | None = None  # budget of host memory behind a GPU
     context: int = 0  # tokens that the KV cache has room for
-    keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of a request
-    source: ModelSource | None = None  # the checkpoint, where all experts can be read again
+    keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of one sequence
+    source: ModelSource | None = None  # the checkpoint, which materialize reads again
 
     @property
     def approximation(self) -> Approximation | None:
-        """What misses may be served with instead of their exact experts."""
+        """How misses may be approximated; None where all are exact."""
         return self.config.approximation()

@@ -1,4 +1,4 @@
-"""The slots of a model's experts: how many, of what size, in which memory, and read from where."""
+"""Slots of a model's experts: number, size, memory, and the store that fills them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chunks = Sequence[tuple[Chunk, ...]]
 
 
 def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache") -> int:
-    """How many slots an amount of cache is; BudgetError where not even one expert fits."""
+    """The number of slots in an amount of cache; BudgetError where no expert fits."""
     amount = Amount.parse(cache, what)
     if amount.share is not None:
         slots = amount.of(catalog.experts)
@@ -37,7 +37,7 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
         slots = amount.of(0) // catalog.slot_bytes
     if slots < 1:
         raise BudgetError(
-            f"{what} {cache} holds no expert: one takes {catalog.slot_bytes} bytes"
+            f"{what} {cache} has no room for an expert: one takes {catalog.slot_bytes} bytes"
             f" ({1 / catalog.experts:.2%} of the {catalog.experts} experts)"
         )
     return min(slots, catalog.experts)
@@ -47,7 +47,7 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     """All experts of a model, each with its home."""
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
-        _check_whole(setup)
+        _check_one_memory(setup)
     if setup.copies is not None:
         return Pieces.with_copies(catalog.offsets, setup.copies, chunks)
     if setup.split is not None:
@@ -56,31 +56,33 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices))
 
 
-def _check_whole(setup: ModelSetup) -> None:
-    """UsageError for what is computed from one host memory alone."""
+def _check_one_memory(setup: ModelSetup) -> None:
+    """UsageError for formats of experts that one host memory must have alone."""
     catalog = setup.catalog
     if any(layout.segments for layout in catalog.layouts):
         raise UsageError(
-            "experts in segments are computed from one host memory: pack the model without"
-            " --segments for GPUs, several devices or a host tier"
+            "experts in segments work in one CPU's memory only: pack the model without --segments"
+            " for GPUs, several devices or a host tier"
         )
-    if isinstance(catalog, CopiesCatalog) and catalog.nestings:
+    if isinstance(catalog, CopiesCatalog) and catalog.nested_layouts:
         raise UsageError(
-            "int8 experts that contain int4 copies are joined in one host memory: pack the model"
+            "int8 experts that contain int4 copies work in one CPU's memory only: pack the model"
             " without --miss-precision for GPUs, several devices or a host tier"
         )
     if setup.approximation is not None:
         raise UsageError(
-            "--miss-precision, --skip-below and --substitute-below are for one CPU's memory: leave"
-            " them out with GPUs, several devices or a host tier"
+            "--miss-precision, --skip-below and --substitute-below work in one CPU's memory only:"
+            " leave them out with GPUs, several devices or a host tier"
         )
 
 
-def open_store(setup: ModelSetup, given: Store | None) -> tuple[Store, bool]:
-    """Where experts wait (the checkpoint's files, or what stands in for them), as slow as it was
-    asked to be; and whether it is read past the page cache."""
-    if given is not None:
-        store, direct = given, True
+def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, bool]:
+    """Open the store of experts; returns it, and whether it reads past the page cache.
+
+    It is the checkpoint's files or their `replacement`, slowed to the read limit if there is one.
+    """
+    if replacement is not None:
+        store, direct = replacement, True
     else:
         disk = disk_store(setup.catalog, setup.direct)
         store, direct = disk, disk.direct
@@ -92,18 +94,21 @@ def open_store(setup: ModelSetup, given: Store | None) -> tuple[Store, bool]:
 
 
 def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
-    """The chunks of every piece; none of those that do not exist."""
+    """The chunks of every piece, by its id; () for ids without a piece."""
     catalog = setup.catalog
-    there, count = set(range(catalog.experts)), catalog.experts
+    pieces, count = set(range(catalog.experts)), catalog.experts
     if isinstance(catalog, PackCatalog) and (setup.split or setup.copies):
-        there = set(catalog.pieces)
-        count = 2 * count if setup.split else len(there)
-    return [store.chunks(piece) if piece in there else () for piece in range(count)]
+        pieces = set(catalog.pieces)
+        count = 2 * count if setup.split else len(pieces)
+    return [store.chunks(piece) if piece in pieces else () for piece in range(count)]
 
 
 def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
-    """Room for `setup.capacity` experts, in the memory of each device; tops of split experts in
-    slots of a size for each group. Bottoms and copies have slots of their own."""
+    """Make slots for `setup.capacity` experts, in the memory of each device.
+
+    Tops of split experts have slots of one size for each group. Bottoms and copies have a pool of
+    secondary slots.
+    """
     catalog, copies, split = setup.catalog, setup.copies, setup.split
     strides, most = [catalog.slot_bytes], [catalog.experts]
     if split is not None and setup.scope == "shared":
@@ -125,22 +130,26 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         strides, most = [*strides, max(copies.low)], [*most, copies.secondary_slots]
     else:
         strides, most = strides * len(counts), most * len(counts)
-    made: list[SlotPool]
+    slot_pools: list[SlotPool]
     if engines:
-        made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
+        slot_pools = [
+            DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)
+        ]
     else:
         kind = FakeSlots if setup.fake else HostSlots
-        nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+        nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
         joins = PlaneJoiner(nestings) if nestings and split is None else None
-        made = [
+        slot_pools = [
             kind(*each, plane_joiner=None if n else joins)
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
-    return MultiPoolTier(made, setup.capacity, sizes) if len(made) > 1 else made[0]
+    return (
+        MultiPoolTier(slot_pools, setup.capacity, sizes) if len(slot_pools) > 1 else slot_pools[0]
+    )
 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
-    """What keeps experts in host memory, where there is room for any."""
+    """The tier of experts in host memory; None where it has no room for any."""
     if setup.host_capacity < len(setup.devices):
         return None
     return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
@@ -150,17 +159,19 @@ def memory_between(
     setup: ModelSetup,
     pieces: Pieces,
     chunks: Chunks,
-    seats: int,
+    staging_slots: int,
     engines: Sequence[Engine],
     computes: bool,
 ) -> HostMemory:
-    """Host memory between the disk and the slots: `seats` for what passes through, and what the
-    tier keeps; `computes`: as slots that the host's processor can compute from."""
-    kept = setup.host_capacity
+    """Host memory between the disk and the slots: staging slots, and those of the host tier.
+
+    `computes`: the tier's slots have the layout from which the host's CPU can compute.
+    """
+    capacity = setup.host_capacity
     nodes = []
-    if engines and kept >= len(setup.devices):
-        each = zip(pieces.slots_per_device(kept), engines, strict=True)
+    if engines and capacity >= len(setup.devices):
+        each = zip(pieces.slots_per_device(capacity), engines, strict=True)
         nodes = [(share, engine.node) for share, engine in each]
     engine = engines[0] if engines else Engine()
     stride = setup.catalog.slot_bytes if computes else None
-    return HostMemory(engine, chunks, seats, kept, nodes, stride)
+    return HostMemory(engine, chunks, staging_slots, capacity, nodes, stride)

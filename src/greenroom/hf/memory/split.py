@@ -1,4 +1,4 @@
-"""Cut the experts of a pack in two: which segments are the top that may stay."""
+"""Split the experts of a pack in two: a top segment for slots, and a bottom segment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 def split_experts(
     catalog: Catalog, shares: float | Sequence[float], top_k: int
 ) -> tuple[Catalog, Split | None]:
-    """The catalog of tops and bottoms, each layer cut at the segment nearest to its share; without
-    a split where every layer stays whole.
+    """Split a pack's experts, each layer at the segment boundary nearest to its share.
 
-    UsageError where experts do not lie in segments, or there are shares for another number of
-    layers.
+    Returns the catalog of tops and bottoms with their sizes; the same catalog and None where no
+    layer is split. UsageError where the pack has no segments, or another number of layers.
     """
     layers = len(catalog.layers)
     each = [shares] * layers if isinstance(shares, float) else list(shares)
@@ -25,20 +24,22 @@ def split_experts(
         raise UsageError(f"--split has {len(each)} numbers, the model has {layers} layers")
     if not isinstance(catalog, PackCatalog) or not any(x.segments for x in catalog.layouts):
         raise UsageError(
-            "--split cuts experts that are packed in segments: make such a pack with"
+            "--split needs experts that are packed in segments: make such a pack with"
             " `greenroom pack MODEL -o OUT --experts same --segments 8` and run that"
         )
     cuts = [nearest(layout, share) for layout, share in zip(catalog.layouts, each, strict=True)]
-    made = catalog.cut_at(cuts)
-    tops, bottoms = made.piece_bytes()
+    split_catalog = catalog.cut_at(cuts)
+    tops, bottoms = split_catalog.piece_bytes()
     if not any(bottoms):
         return catalog, None
     most = min(catalog.experts_per_layer)
-    return made, Split(tops, bottoms, max(2, min(SECONDARY_SLOTS_PER_CHOICE * top_k, 2 * most)))
+    return split_catalog, Split(
+        tops, bottoms, max(2, min(SECONDARY_SLOTS_PER_CHOICE * top_k, 2 * most))
+    )
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """The number of segments, at least 1, that take nearest to this share of an expert."""
+    """The number of segments, at least 1, nearest to this share of an expert."""
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))

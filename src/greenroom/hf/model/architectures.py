@@ -82,7 +82,7 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
     name = (config.architectures or [config.model_type])[0]
     if folder in NOT_SERVED:
         raise UnsupportedModel(f"{name}: {NOT_SERVED[folder]}: not served")
-    if folder in ADAPTERS and (part := load_adapter(folder).part):
+    if folder in ADAPTERS and (part := load_adapter(folder).config_part):
         config = getattr(config, part, config)
     for mapping, _ in _TEXT:
         if type(config) in mapping:
@@ -153,7 +153,7 @@ def _model_types() -> dict[str, tuple[str, ...]]:
     types: dict[str, list[str]] = {}
     for each in CONFIG_MAPPING_NAMES:
         folder = model_type_to_module_name(each)
-        part = folder in ADAPTERS and load_adapter(folder).part
+        part = folder in ADAPTERS and load_adapter(folder).config_part
         if part or any(each in names for _, names in _TEXT):
             types.setdefault(folder, []).append(each)
     return {folder: tuple(each) for folder, each in types.items()}

@@ -73,17 +73,20 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
     if (quantised := quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(skeleton.model)
-    if adapter is not None and adapter.part:
+    if adapter is not None and adapter.config_part:
         whole = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-        options["config"] = getattr(whole, adapter.part)
-        options["key_mapping"] = dict(adapter.names)
+        options["config"] = getattr(whole, adapter.config_part)
+        options["key_mapping"] = dict(adapter.renames)
     if isinstance(checkpoint, GgufCheckpoint):
         from transformers.utils.quantization_config import GgufConfig
 
         options["config"] = checkpoint.hf_config()
         options["quantization_config"] = GgufConfig(dequantize=True)
     model: PreTrainedModel = type(skeleton.model).from_pretrained(
-        **checkpoint.source, **options, dtype=skeleton.dtype, experts_implementation="eager"
+        **checkpoint.pretrained_arguments,
+        **options,
+        dtype=skeleton.dtype,
+        experts_implementation="eager",
     )
     if quantised is not None and adapter is None:
         for one in (one for layer in skeleton.layers for one in layer):

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
-from greenroom.hf.checkpoint.pack.copies import NESTED, LowPrecisionCopy, codes_of, nested_layout
+from greenroom.hf.checkpoint.pack.copies import (
+    NESTED,
+    LowPrecisionCopy,
+    codes_of,
+    nested_copy_layout,
+)
 from greenroom.hf.pack import quantise
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
@@ -71,7 +76,9 @@ def low_copy_of(
     """The copies of a layer whose experts are packed to `kind`, which gives the layout `exact`.
     UsageError where they would be no smaller."""
     nested = (kind, precision) == NESTED
-    layout = nested_layout(exact) if nested else target_layout(precision, source, module, where)
+    layout = (
+        nested_copy_layout(exact) if nested else target_layout(precision, source, module, where)
+    )
     low_copy = LowPrecisionCopy(precision, nested, layout)
     if low_copy.stride >= exact.nbytes:
         raise UsageError(

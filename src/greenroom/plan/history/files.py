@@ -51,9 +51,9 @@ class ArrayFormat(NamedTuple):
 
     def write(self, path: Path, arrays: Arrays, fingerprint: str, **metadata: str) -> None:
         """Write a new file. OutputError."""
-        own = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
+        header = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
         tensors = {name: Tensor(a.dtype, a.shape, [a]) for name, a in arrays.items()}
-        container.write(path, tensors, own | metadata)
+        container.write(path, tensors, header | metadata)
 
     def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Return copies of the arrays, and the metadata."""
@@ -161,10 +161,10 @@ def update_records(
         if (after := change(before)) is before:
             return path
         machines[machine] = asdict(after)
-        found = {"format": RECORDS, "version": RECORDS_VERSION, "machines": machines}
+        contents = {"format": RECORDS, "version": RECORDS_VERSION, "machines": machines}
         _prepare(path)
         with atomic_file(path) as file:
-            file.write(json.dumps(found, indent=1).encode())
+            file.write(json.dumps(contents, indent=1).encode())
     return path
 
 
@@ -180,12 +180,12 @@ def _machines(fingerprint: str) -> dict[str, Any]:
     if not enabled():
         return {}
     try:
-        found = read(records_path(fingerprint))
+        contents = read(records_path(fingerprint))
     except (OSError, Malformed):
         return {}
-    if not isinstance(found, dict) or found.get("format") != RECORDS:
+    if not isinstance(contents, dict) or contents.get("format") != RECORDS:
         return {}
-    machines = found.get("machines") if found.get("version") == RECORDS_VERSION else None
+    machines = contents.get("machines") if contents.get("version") == RECORDS_VERSION else None
     return machines if isinstance(machines, dict) else {}
 
 

@@ -76,8 +76,10 @@ class RecentRouting:
         """Note the pass whose layers have chosen, where that is all of them."""
         now, rows, self._rows = self._now, self._rows, {}
         self._now = None
-        whole = len(rows) == len(self._sizes) and len({each.shape for each in rows.values()}) == 1
-        if now is None or not whole:
+        complete = (
+            len(rows) == len(self._sizes) and len({each.shape for each in rows.values()}) == 1
+        )
+        if now is None or not complete:
             return
         experts = np.stack([rows[layer] for layer in range(len(self._sizes))], axis=1)
         if (experts < np.array(self._sizes)[:, None]).all():

@@ -42,11 +42,11 @@ class StoredSetting:
     tokens: int = 0
 
     @classmethod
-    def from_json(cls, found: Any, where: str = "a setting") -> StoredSetting:
+    def from_json(cls, contents: Any, where: str = "a setting") -> StoredSetting:
         """Malformed or UsageError where it is none, or none that a run can take."""
-        entry = JsonObject(found, where)
-        given = entry.object("options")
-        options = {name: given.text(name) for name in OPTIONS if name in given}
+        entry = JsonObject(contents, where)
+        option_entry = entry.object("options")
+        options = {name: option_entry.text(name) for name in OPTIONS if name in option_entry}
         policy(options.get("policy", "auto")).check_online()
         predictor(options.get("prefetch", "auto"))
         scope_of(options.get("scope", "shared"))
@@ -78,9 +78,9 @@ class Loss:
         return self.precision, self.low, self.skip, self.substitute
 
     @classmethod
-    def from_json(cls, found: Any, where: str = "a loss") -> Loss:
+    def from_json(cls, entry: Any, where: str = "a loss") -> Loss:
         """Malformed where it is none."""
-        return cls(**JsonObject(found, where).fields_of(cls))
+        return cls(**JsonObject(entry, where).fields_of(cls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class Records:
     losses: tuple[Loss, ...] = ()
 
     @classmethod
-    def from_json(cls, found: Any) -> Records:
+    def from_json(cls, contents: Any) -> Records:
         """Malformed or UsageError where they are none."""
-        entry = JsonObject(found)
+        entry = JsonObject(contents)
         return cls(
             entry.list_of("runs", RunMeasurement.from_json, []),
             entry.list_of("settings", StoredSetting.from_json, []),
@@ -118,15 +118,15 @@ class Records:
 
     def with_load(self, process: int) -> Records:
         """Unchanged where it is what was expected."""
-        known = self.process
-        if known is not None and abs(process - known) <= SAME * known:
+        expected = self.process
+        if expected is not None and abs(process - expected) <= SAME * expected:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
 
     def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
         """What was measured with exactly these thresholds."""
-        wanted = precision, low, skip, substitute
-        return next((each for each in self.losses if each.key == wanted), None)
+        key = precision, low, skip, substitute
+        return next((each for each in self.losses if each.key == key), None)
 
     def with_loss(self, loss: Loss) -> Records:
         """It takes the place of the one with its thresholds."""

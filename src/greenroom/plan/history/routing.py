@@ -48,8 +48,8 @@ class RoutingHistory:
         states: dict[str, dict[str, NDArray[Any]]] = {}
         for name, array in arrays.items():
             if name not in ("hot", "popularity"):
-                _, owner, own = name.split("/", 2)
-                states.setdefault(owner, {})[own] = array
+                _, owner, array_name = name.split("/", 2)
+                states.setdefault(owner, {})[array_name] = array
         return cls(hot, popularity.astype(np.float64), states)
 
     def arrays(self, limit: int) -> Arrays:
@@ -71,7 +71,9 @@ class RoutingHistory:
             if "/" in name:
                 raise ValueError(f"no predictor's name: {name!r}")
             state = self.states[name].items()
-            arrays |= {f"states/{name}/{own}": np.asarray(a, order="C") for own, a in state}
+            arrays |= {
+                f"states/{name}/{array_name}": np.asarray(a, order="C") for array_name, a in state
+            }
         return arrays
 
     def hot_set(self, offsets: Sequence[int], capacity: int, scope: Scope = "shared") -> Ids:
@@ -86,13 +88,13 @@ class RoutingHistory:
         experts, popularity = int(offsets[-1]), self.popularity
         if popularity.shape != (experts,) or not np.isfinite(popularity).all():
             return np.empty(0, np.int64)
-        asked = np.argsort(-popularity, kind="stable")
-        wanted = np.concatenate([self.hot, asked[popularity[asked] > 0]])
-        wanted = wanted[(wanted >= 0) & (wanted < experts)]
-        _, firsts = np.unique(wanted, return_index=True)
-        wanted = wanted[np.sort(firsts)]
+        by_popularity = np.argsort(-popularity, kind="stable")
+        candidates = np.concatenate([self.hot, by_popularity[popularity[by_popularity] > 0]])
+        candidates = candidates[(candidates >= 0) & (candidates < experts)]
+        _, firsts = np.unique(candidates, return_index=True)
+        candidates = candidates[np.sort(firsts)]
         if scope == "shared":
-            return wanted[:capacity]
-        layer = np.searchsorted(offsets, wanted, "right") - 1
+            return candidates[:capacity]
+        layer = np.searchsorted(offsets, candidates, "right") - 1
         earlier = np.array([np.count_nonzero(layer[:i] == each) for i, each in enumerate(layer)])
-        return wanted[earlier < groups[layer]] if wanted.size else wanted
+        return candidates[earlier < groups[layer]] if candidates.size else candidates

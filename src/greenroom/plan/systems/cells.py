@@ -31,7 +31,7 @@ UserOptions = Mapping[
 
 def simulate_systems(
     rows: Sequence[System],
-    given: UserOptions,
+    user_options: UserOptions,
     study: Study,
     capacities: Sequence[int],
     go: Callable[[Study, list[Cell]], list[Row]],
@@ -43,59 +43,65 @@ def simulate_systems(
     without it the trace that is simulated stands in for what a run would have counted until then.
     UsageError for options that cannot be right.
     """
-    found: list[Row] = []
+    results: list[Row] = []
     for row in rows:
-        policy, prefetches, both, notes = conditions(given, study, row)
+        policy, prefetches, both, notes = conditions(user_options, study, row)
         activity = cache(partial(predicted_activity, before or study.trace, prefetches[-1]))
         for capacity in capacities:
-            own, less = sized_study(given, study, row, capacity, activity)
+            sized, less = sized_study(user_options, study, row, capacity, activity)
             if both:
-                own = replace(own, config=with_options(own.config, co_compute="auto"))
+                sized = replace(sized, config=with_options(sized.config, co_compute="auto"))
             if row.chosen and study.event_by_event and policy == "lru":
-                own = replace(own, stay=most_used(study, capacity))
-            pin = given.get("pin") or "step"
+                sized = replace(sized, stay=most_used(study, capacity))
+            pin = user_options.get("pin") or "step"
             cells = [Cell(policy, capacity, pin, each) for each in prefetches]
-            best = min(go(own, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"])
-            shares = {"split": list(own.split)} if isinstance(own.split, tuple) else {}
-            found.append({"system": row.name, **best, **shares, "without": [*notes, *less]})
-    return found
+            best = min(go(sized, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"])
+            shares = {"split": list(sized.split)} if isinstance(sized.split, tuple) else {}
+            results.append({"system": row.name, **best, **shares, "without": [*notes, *less]})
+    return results
 
 
 def conditions(
-    given: UserOptions, study: Study, row: System
+    user_options: UserOptions, study: Study, row: System
 ) -> tuple[str, tuple[str, ...], bool, list[str]]:
     """How a system is simulated, with the options that are given beside it: its policy, its
     predictors (several, where its guard would choose among them), whether misses are computed where
     they are, and notes of what is not simulated, or by what instead.
     """
-    both = row.both and given.get("co_compute") is None and can_share(study)
+    both = row.both and user_options.get("co_compute") is None and can_share(study)
     notes = [
         what
         for option, what in row.parts().items()
         if option not in ("scope", "pin", "split")
-        and given.get(option) is None
+        and user_options.get(option) is None
         and not (both and option == "co_compute")
     ]
-    if row.split and given.get("split") is None:
-        notes += without_algorithm_1(given, study)
-    policy = given.get("policy") or row.policy
-    if row.chosen and not given.get("policy") and study.event_by_event:
+    if row.split and user_options.get("split") is None:
+        notes += without_algorithm_1(user_options, study)
+    policy = user_options.get("policy") or row.policy
+    if row.chosen and not user_options.get("policy") and study.event_by_event:
         policy = "lru"  # of the scratch slots, as in a run: what was chosen stays by itself
-    wanted = given.get("prefetch") or row.prefetch
+    prefetch = user_options.get("prefetch") or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)
-    if wanted != OFF and study.costs is None:
+    if prefetch != OFF and study.costs is None:
         notes.append("prefetching, which needs --machine")
-    elif wanted != OFF:
-        found = wanted if given.get("prefetch") else replayable_predictor(study.trace, wanted)
-        if found != wanted:
-            notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
-        prefetches = (OFF, found) if row.guard else (found,)
+    elif prefetch != OFF:
+        replayable = (
+            prefetch
+            if user_options.get("prefetch")
+            else replayable_predictor(study.trace, prefetch)
+        )
+        if replayable != prefetch:
+            notes.append(
+                f"{prefetch}, for which {replayable} stands in: the trace has no predictions"
+            )
+        prefetches = (OFF, replayable) if row.guard else (replayable,)
     return policy, prefetches, both, notes
 
 
-def without_algorithm_1(given: UserOptions, study: Study) -> list[str]:
+def without_algorithm_1(user_options: UserOptions, study: Study) -> list[str]:
     """What of MoEpic's Algorithm 1 is not simulated, or by what instead."""
-    if given.get("scope") is not None:
+    if user_options.get("scope") is not None:
         return ["split experts, since --scope is given and no --split with it"]
     if study.costs is None:
         return ["Algorithm 1, which needs --machine: sizes of layers by a dynamic programme stand"
@@ -114,15 +120,15 @@ def can_split(study: Study) -> bool:
 def can_share(study: Study) -> bool:
     """Whether misses can be shared out between two processors: there is such an option, host
     memory keeps experts, and somebody computes there."""
-    known = "co_compute" in option_names()
-    return known and study.host > 0 and study.costs is not None and study.costs.host is not None
+    available = "co_compute" in option_names()
+    return available and study.host > 0 and study.costs is not None and study.costs.host is not None
 
 
 def most_used(study: Study, capacity: int) -> tuple[int, ...]:
     """The experts asked for most in the trace that is simulated, but for the slots that a step of
     one token needs."""
-    asked = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
-    most = np.argsort(-asked, kind="stable")[: max(0, capacity - study.trace.top_k)]
+    counts = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
+    most = np.argsort(-counts, kind="stable")[: max(0, capacity - study.trace.top_k)]
     return tuple(np.sort(most).tolist())
 
 
@@ -138,7 +144,11 @@ def replayable_predictor(trace: Trace, prefetch: str) -> str:
 
 
 def sized_study(
-    given: UserOptions, study: Study, row: System, capacity: int, activity: Callable[[], Activity]
+    user_options: UserOptions,
+    study: Study,
+    row: System,
+    capacity: int,
+    activity: Callable[[], Activity],
 ) -> tuple[Study, tuple[str, ...]]:
     """The study with a row's slots shared out as it says, unless the user said otherwise; experts
     split, where Algorithm 1 has them so; and what of that there is no room for.
@@ -146,20 +156,20 @@ def sized_study(
     Sizes of a dynamic programme are found on the trace that is simulated, which flatters them a
     little; `activity` gives what Algorithm 1 looks at.
     """
-    if given.get("scope") is not None:
+    if user_options.get("scope") is not None:
         return study, ()
     if row.sizes is None:
         return replace(study, scope=row.scope), ()
     if row.sizes == "dp" or study.costs is None:
         offsets = study.trace.offsets
-        found = slots_with_fewest_misses(study.requests, offsets, capacity, reset=study.reset)
-        return replace(study, scope=found), ()
+        sizes = slots_with_fewest_misses(study.requests, offsets, capacity, reset=study.reset)
+        return replace(study, scope=sizes), ()
     latency = TokenLatency.of(study.costs, study.expert_bytes, study.trace.top_k)
     best = CacheConfiguration.of(activity(), capacity, latency)
-    whole = replace(study, scope=best.scope)
-    if best.split is None or given.get("split") is not None or not can_split(study):
-        return whole, ()
+    unsplit = replace(study, scope=best.scope)
+    if best.split is None or user_options.get("split") is not None or not can_split(study):
+        return unsplit, ()
     pieces = split_pieces(study.trace, study.expert_bytes, best.split)
     if capacity < least_capacity(pieces, best.scope):
-        return whole, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
-    return replace(whole, split=best.split), ()
+        return unsplit, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
+    return replace(unsplit, split=best.split), ()

@@ -3,7 +3,7 @@
 A row says who is evicted, how slots are shared out, what is fetched ahead and by whom, and which
 further parts a system needs. What a paper leaves open, or what we do otherwise, is its `reading`.
 All rows share our transfer queue (demands first, chunks, a layer's wrong prefetches dropped), our
-waves and our prompts that stream through: a comparison of rows is one of decisions alone.
+groups and our prompts that stream through: a comparison of rows is one of decisions alone.
 """
 
 from __future__ import annotations
@@ -55,35 +55,37 @@ class System:
 
     def parts(self) -> dict[str, str]:
         """Further parts, by the option that each of them is: what it needs, in words."""
-        found = {}
+        parts = {}
         if self.sizes == "dp":
-            found["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
+            parts["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
         if self.split:
-            found["split"] = "split experts and sizes of layers by Algorithm 1"
+            parts["split"] = "split experts and sizes of layers by Algorithm 1"
         if self.chosen:
-            found["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
+            parts["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
         if self.precision is not None:
-            found["miss_precision"] = f"misses in {self.precision}, which change the output"
+            parts["miss_precision"] = f"misses in {self.precision}, which change the output"
         if self.both:
-            found["co_compute"] = "misses computed where they are"
-        return found
+            parts["co_compute"] = "misses computed where they are"
+        return parts
 
     def routed(self) -> tuple[str, ...]:
         """Those parts, as options, that a recording of routing says."""
         sized = ("scope",) if self.sizes is not None else ()
         return (*sized, *("split",) * self.split, *("pin",) * self.chosen)
 
-    def takes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def takes(self, user_options: Mapping[str, Any]) -> dict[str, Any]:
         """What goes to this row of the options given beside several: parts to the rows that have
         them, all others to every row. Sizes go to a row that splits with the split only, since they
         are found together."""
         has = {*self.parts()}
-        if self.split and "split" in given:
+        if self.split and "split" in user_options:
             has.add("scope")
-        if (given.get("prefetch") or self.prefetch) in ("learned", "auto"):
+        if (user_options.get("prefetch") or self.prefetch) in ("learned", "auto"):
             has.add("predictor")
-        parts = {option: part_of(option, value) for option, value in given.items()}
-        return {o: value for o, value in given.items() if parts[o] is None or parts[o] in has}
+        parts = {option: part_of(option, value) for option, value in user_options.items()}
+        return {
+            o: value for o, value in user_options.items() if parts[o] is None or parts[o] in has
+        }
 
 
 SYSTEMS: dict[str, System] = {
@@ -222,11 +224,11 @@ def part_of(option: str, value: Any) -> str | None:
     return option if option in ("pin", "split", "co_compute", "predictor") else None
 
 
-def check_parts(rows: Sequence[System], given: Mapping[str, Any]) -> None:
+def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None:
     """UsageError for an option that is a part of none of these rows: it would do nothing."""
-    for option in given:
-        if not any(option in row.takes(given) for row in rows):
-            have = [name for name, row in SYSTEMS.items() if option in row.takes(given)]
+    for option in user_options:
+        if not any(option in row.takes(user_options) for row in rows):
+            have = [name for name, row in SYSTEMS.items() if option in row.takes(user_options)]
             raise UsageError(
                 f"--{option.replace('_', '-')} is a part of {', '.join(have)}: name one of them, or"
                 " leave it out"
@@ -234,7 +236,10 @@ def check_parts(rows: Sequence[System], given: Mapping[str, Any]) -> None:
 
 
 def system_options(
-    row: System, given: Mapping[str, Any], known: Collection[str], later: Collection[str] = ()
+    row: System,
+    user_options: Mapping[str, Any],
+    available: Collection[str],
+    calibrated: Collection[str] = (),
 ) -> dict[str, Any]:
     """The options of a run that make a row: `given` by the user go before the row's own.
 
@@ -242,20 +247,20 @@ def system_options(
     every part that is missing, and what would bring it: nothing of a row is left out in silence.
     What changes the output is never switched on by a name: the user gives it.
     """
-    found = {**row.settings(), **given}
+    result = {**row.settings(), **user_options}
     missing = []
     for option, what in row.parts().items():
         flag = f"--{option.replace('_', '-')}"
-        if option in given or option in later:
+        if option in user_options or option in calibrated:
             continue
-        if option not in known:
+        if option not in available:
             missing.append(f"{what} ({flag}, which is not built)")
         elif option in ("split", "co_compute"):
-            found[option] = "auto"
+            result[option] = "auto"
         else:
             missing.append(f"{what} ({flag})")
     if missing:
         raise UsageError(f"system {row.name} needs {', and '.join(missing)}")
-    if row.chosen and "policy" not in given:
-        found["policy"] = "lru"  # of the scratch slots: what was chosen stays by itself
-    return found
+    if row.chosen and "policy" not in user_options:
+        result["policy"] = "lru"  # of the scratch slots: what was chosen stays by itself
+    return result

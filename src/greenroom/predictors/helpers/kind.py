@@ -24,9 +24,9 @@ class PredictorSetup:
     shape: Shape
     seed: int = 0
     gates: Gates | None = None
-    routed: NDArray[Any] | None = None  # [tokens, layers, top_k] experts, as the trace has them
-    recorded: Mapping[str, Any] = field(default_factory=dict)  # the trace's predictions
-    learned: Mapping[str, NDArray[Any]] | None = None  # the tensors of a predictor's file
+    routed_experts: NDArray[Any] | None = None  # the trace's, [tokens, layers, top_k]
+    predictions: Mapping[str, Any] = field(default_factory=dict)  # the trace's predictions
+    tensors: Mapping[str, NDArray[Any]] | None = None  # the tensors of a predictor's file
     distance: int | None = None  # this and the options are filled in by `Choice.make`
     options: Mapping[str, Any] = field(default_factory=dict)
 

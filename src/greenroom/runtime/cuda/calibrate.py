@@ -50,12 +50,12 @@ def calibrate(
     for tokens in TOKENS:
         step = trial_step(both, layer, engine, tokens)
 
-        def wave(step: KernelStep = step) -> None:
+        def group(step: KernelStep = step) -> None:
             both.compute_group(step, [0], [0])
             engine.wait(engine.mark())
 
         jobs = [both.host_job(step, [0], [n % touched]) for n in range(TRIES + touched)]
-        on_device.append((tokens, shortest_time([wave] * TRIES)))
+        on_device.append((tokens, shortest_time([group] * TRIES)))
         on_host.append((tokens, shortest_time(jobs)))
     links = Link(DISK), Link(nbytes / moved)
     return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))

@@ -78,7 +78,7 @@ class CoComputeKernel(Kernel):
     def host_job(
         self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
-        """A wave of the host's processor, to be called in its thread. `slots` are those of host
+        """A group of the host's processor, to be called in its thread. `slots` are those of host
         memory."""
         if self._part is None:
             self._part = HostShare(step, self._layers[id(step.layer)], self._engine)

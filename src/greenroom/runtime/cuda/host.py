@@ -1,4 +1,4 @@
-"""Host memory behind a device: the staging seats, and the slots of the tier that keeps experts.
+"""Host memory behind a device: the staging slots, and the slots of the tier that keeps experts.
 
 One reservation, made and registered with the device once: registered memory is read by the device
 itself, beside everything else. Where the system refuses to register it (locked memory is limited,
@@ -93,9 +93,9 @@ class HostMemory:
     ) -> None:
         """Have a chunk read into its place; a store that lends its own memory is copied from.
         `staging` is the thread's."""
-        if self.slots is not None and action.host >= 0:
+        if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
-            self.slots.write(action.host, chunk.extent.copies, data, chunk.start)
+            self.slots.write(action.host_slot, chunk.extent.copies, data, chunk.start)
             return
         place = self._place(action)
         data = read(chunk, Staging(memory=place))
@@ -108,22 +108,22 @@ class HostMemory:
         self, action: StartChunk, chunk: Chunk
     ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
         """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
-        if self.slots is not None and action.host >= 0:
-            return in_place_copies(chunk), self.slots.bytes(action.host), 0
+        if self.slots is not None and action.host_slot >= 0:
+            return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:
         """What lies where; a place is that of one piece at a time."""
-        kept = action.host >= 0
-        return (action.host, action.chunk, 1) if kept else (action.seat, 0, 0)
+        kept = action.host_slot >= 0
+        return (action.host_slot, action.chunk, 1) if kept else (action.staging_slot, 0, 0)
 
     def _place(self, action: StartChunk) -> np.ndarray:
         """What a store reads a chunk into; it never asks for more than the chunk's `chunk_room`."""
-        begin, nbytes = action.seat * self.staging_bytes, self.staging_bytes
-        if action.host >= 0:
+        begin, nbytes = action.staging_slot * self.staging_bytes, self.staging_bytes
+        if action.host_slot >= 0:
             *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])
-            begin = self._first_slot + action.host * self.slot_bytes + sum(before)
+            begin = self._first_slot + action.host_slot * self.slot_bytes + sum(before)
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Bytes of a seat, which takes any chunk, and of a slot, which takes any expert."""
+    """Bytes of a staging slot, which takes any chunk, and of a slot, which takes any expert."""
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),
         max(sum(chunk_room(chunk) for chunk in each) for each in chunks),

@@ -1,7 +1,7 @@
-"""Experts over several devices: a step's waves as one sum.
+"""Experts over several devices: a step's groups as one sum.
 
 Slot `n * devices + d` of the tier is slot n of device d. Dense parts are on the first device. A
-wave goes to the devices that hold its experts, each of which gets the step's inputs once, and what
+group goes to the devices that hold its experts, each of which gets the step's inputs once, and what
 they gave is brought back before the sum over a token's experts is taken, on the first device and in
 the order of their ids. So the bits are those of one device.
 """
@@ -22,7 +22,7 @@ from greenroom.runtime.slots.tier import Tier, group_by_pool
 
 
 class SpreadStep(base.KernelStep):
-    """A step under way: the steps of the devices that have had a wave."""
+    """A step under way: the steps of the devices that have had a group."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class DeviceSlots(SlotPool):
         self.capacity = 0
         self._segments: list[Tensor] = []
         self._firsts: list[int] = []  # slot that each segment begins with
-        self._marks: dict[int, Mark] = {}  # of the last wave from each slot
+        self._marks: dict[int, Mark] = {}  # of the last group from each slot
         self._scratch: dict[int, Tensor] = {}  # by thread: for bytes that are rearranged on arrival
         self.trim(capacity)
 
@@ -59,7 +59,7 @@ class DeviceSlots(SlotPool):
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
-        """A wave from these slots has been ordered on the current stream."""
+        """A group from these slots has been ordered on the current stream."""
         mark = self.engine.mark()
         for slot in slots:
             self._marks[slot] = mark

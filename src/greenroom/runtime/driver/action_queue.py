@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from greenroom.core.events import Compute, Finish
+from greenroom.core.events import ComputeGroup, Finish
 from greenroom.errors import ClosedError, Interrupted
 
 
-class ActionQueue(deque[Compute | Finish]):
+class ActionQueue(deque[ComputeGroup | Finish]):
     """ActionQueue one after another, and why no more will come, where that is so.
 
     All but the checks is done with `changed` held, the lock.
@@ -22,7 +22,7 @@ class ActionQueue(deque[Compute | Finish]):
         self.broken: BaseException | None = None
         self.host_error: BaseException | None = None  # of the host's processor
 
-    def put(self, order: Compute | Finish) -> None:
+    def put(self, order: ComputeGroup | Finish) -> None:
         self.append(order)
         self.changed.notify_all()
 

@@ -1,7 +1,7 @@
 """The copier: one thread for each lane of each link, carrying chunks towards their slots.
 
 With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
-into the slot. With two (disk to host to device) the first link's lanes read into the staging seat,
+into the slot. With two (disk to host to device) the first link's lanes read into the staging slot,
 or the slot of host memory, that the scheduler names, and the second's copy from there. Reading
 and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is reported like
 its arrival, so that a lane never dies and nobody waits for it in vain.

@@ -12,8 +12,8 @@ from greenroom.core.events import (
     HOST,
     Action,
     Cancelled,
-    Compute,
     Computed,
+    ComputeGroup,
     Event,
     Failed,
     Finish,
@@ -41,7 +41,7 @@ from greenroom.runtime.driver.timeline import COMPUTE, Timeline
 from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
 
-ComputeExperts = Callable[..., None]  # (experts, slots), and the part where waves have one
+ComputeExperts = Callable[..., None]  # (experts, slots), and the part where groups have one
 PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
 
 
@@ -145,7 +145,7 @@ class Driver:
         overlapped_work: Callable[[], None] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
     ) -> None:
-        """Have `compute(experts, slots)` called on every expert of a step once, in waves; of split
+        """Have `compute(experts, slots)` called on every expert of a step once, in groups; of split
         experts `compute(experts, slots, part)` on every part, the top before the bottom.
 
         experts: ids within the layer, ascending, int64
@@ -173,14 +173,14 @@ class Driver:
                 begin = time.perf_counter()
                 compute(experts, slots)
                 if self.timeline is not None:
-                    self.timeline.wave(layer, Compute(pieces, slots), begin)
+                    self.timeline.group(layer, ComputeGroup(pieces, slots), begin)
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
             try:
                 self._tell(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill,
-                    tail_weights, moved=prepare_host_job is None,
+                    tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(observe_routing)
@@ -194,10 +194,10 @@ class Driver:
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
     ) -> Finish:
-        """Have every wave of the step computed, as they are ordered; how it ends."""
+        """Have every group of the step computed, as they are ordered; how it ends."""
         first = self.pieces.offsets[layer]
         in_parts = self.scheduler.parts
-        while isinstance(order := self._next_order(), Compute):
+        while isinstance(order := self._next_order(), ComputeGroup):
             if order.device == HOST:
                 self._to_host(order, prepare_host_job)
                 continue
@@ -206,12 +206,12 @@ class Driver:
             if not self._prefill:
                 self.meter.computed_s += time.perf_counter() - begin
             if self.timeline is not None:
-                self.timeline.wave(layer, order, begin)
+                self.timeline.group(layer, order, begin)
             self._tell(Computed(order.device))
         return order
 
-    def _to_host(self, order: Compute, prepare_host_job: PrepareHostJob | None) -> None:
-        """Have the host's processor compute a wave, while this thread goes on."""
+    def _to_host(self, order: ComputeGroup, prepare_host_job: PrepareHostJob | None) -> None:
+        """Have the host's processor compute a group, while this thread goes on."""
         assert self._host is not None
         assert prepare_host_job is not None
         layer, begin = self._layer, time.perf_counter()
@@ -219,7 +219,7 @@ class Driver:
 
         def done(error: BaseException | None) -> None:
             if self.timeline is not None:
-                self.timeline.wave(layer, order, begin)
+                self.timeline.group(layer, order, begin)
             with self._changed:
                 if error is not None:
                     self._orders.host_error = self._orders.host_error or error
@@ -299,17 +299,17 @@ class Driver:
     def _do(self, action: Action, now: float) -> None:
         match action:
             case StartChunk():
-                if action.begins and action.slot >= 0:
+                if action.first_of_piece and action.slot >= 0:
                     pool, number = self.slots.at(action.slot)
                     pool.clear(number)
-                if action.joins >= 0:
-                    (pool, number), (of, copy) = map(self.slots.at, (action.slot, action.joins))
+                if action.copy_slot >= 0:
+                    (pool, number), (of, copy) = map(self.slots.at, (action.slot, action.copy_slot))
                     layer = int(self.pieces.layer[action.piece])
                     pool.fill(number, of.bytes(copy), layer)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
                 self._copier.start(action)
-            case Compute() | Finish():
+            case ComputeGroup() | Finish():
                 self._orders.put(action)
             case Move():
                 (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
@@ -318,7 +318,7 @@ class Driver:
                 self.slots.trim(action.capacity)
                 self._changed.notify_all()
 
-    def _next_order(self) -> Compute | Finish:
+    def _next_order(self) -> ComputeGroup | Finish:
         if self._overlapped_work is not None and not self._orders:
             work, self._overlapped_work = self._overlapped_work, None
             work()

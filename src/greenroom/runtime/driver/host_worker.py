@@ -1,4 +1,4 @@
-"""The host's processor beside a device: a thread that computes one wave at a time."""
+"""The host's processor beside a device: a thread that computes one group at a time."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from greenroom.core.events import HOST, Compute, StartChunk
+from greenroom.core.events import HOST, ComputeGroup, StartChunk
 from greenroom.trace.container import atomic_file
 
 LIMIT = 100_000  # events
-COMPUTE = "compute"  # the row of waves, of the rest of a pass, and of stalls
-ON_HOST = "compute on the host"  # waves of its processor beside a device
+COMPUTE = "compute"  # the row of groups, of the rest of a pass, and of stalls
+ON_HOST = "compute on the host"  # groups of its processor beside a device
 _PID = 1
 
 
@@ -52,7 +52,7 @@ class Timeline:
         """
         self._events.append((next(self._numbers), row, name, begin, end, args))
 
-    def wave(self, layer: int, order: Compute, begin: float) -> None:
+    def group(self, layer: int, order: ComputeGroup, begin: float) -> None:
         """Experts of a layer were computed from `begin` until now."""
         name = f"layer {layer}: {order.experts.size} experts"
         place = ON_HOST if order.device == HOST else COMPUTE

@@ -1,4 +1,4 @@
-"""How a step's experts are computed: a kernel begins a step, waves compute it, a sum ends it."""
+"""How a step's experts are computed: a kernel begins a step, groups compute it, a sum ends it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class KernelStep:
-    """A step under way: any waves that cover its experts, then `combine`.
+    """A step under way: any groups that cover its experts, then `combine`.
 
-    The result has the same bits however the experts are split into waves, in which order they
+    The result has the same bits however the experts are split into groups, in which order they
     come and in which slots they lie.
     """
 
@@ -73,14 +73,14 @@ class KernelStep:
         raise NotImplementedError
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Nothing of these experts, which had no wave, is in the sum."""
+        """Nothing of these experts, which had no group, is in the sum."""
 
 
 class Kernel:
     """What computes steps."""
 
     name: str
-    # A wave of the host's processor, for kernels that compute on a device and on the host at once.
+    # A group of the host's processor, for kernels that compute on a device and on the host at once.
     host_job: Callable[..., Callable[[], None]] | None = None
 
     def begin(

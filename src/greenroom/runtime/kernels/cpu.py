@@ -1,9 +1,9 @@
-"""The default kernel on a CPU: one compiled call a wave, at the speed of memory.
+"""The default kernel on a CPU: one compiled call a group, at the speed of memory.
 
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
 are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values
 that their format says (matrix.py). An element of the result depends only on its token, its experts
-and their weights: not on the wave, the slot, the batch, or the number of threads. (Of encoded
+and their weights: not on the group, the slot, the batch, or the number of threads. (Of encoded
 experts it depends on the batch: those with few tokens multiply them one by one, by whole numbers.
 `alone` makes all do so.) The down projection is
 summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
@@ -30,7 +30,7 @@ from greenroom.core.layout import PLAIN
 from greenroom.runtime.kernels import base, eager
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import Kernel
-from greenroom.runtime.kernels.codegen.entries import compiled, gating, layers, products
+from greenroom.runtime.kernels.codegen.entries import expert_group, gating, layers, products
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
@@ -47,7 +47,7 @@ class CpuLayerPlan:
 
     __slots__ = (
         *("activation", "combine", "combine_bias", "join", "matrices", "narrow_steps", "rounded"),
-        *("scratch", "steps", "tail", "up_bias", "wave"),
+        *("scratch", "steps", "tail", "up_bias", "group"),
     )
 
     def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
@@ -56,9 +56,11 @@ class CpuLayerPlan:
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         by_columns = layer.transposed and not encoded
-        self.wave: KernelEntry = kernel_entry(compiled.wave, layer.dtype, by_columns, encoded)
-        self.combine: KernelEntry = kernel_entry(compiled.combine, layer.dtype)
-        self.join: KernelEntry = kernel_entry(layers.join, layer.dtype)
+        self.group: KernelEntry = kernel_entry(
+            expert_group.compute_group, layer.dtype, by_columns, encoded
+        )
+        self.combine: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
+        self.join: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
         self.matrices = [MatrixProduct(w, layer.dtype, rounded) for w in weights] if encoded else []
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
         # three more rows are for what an encoded product needs.
@@ -107,11 +109,11 @@ class CpuStep(base.KernelStep):
     ) -> None:
         super().__init__(layer, x, routing, weights)
         self.kernel, self.plan = kernel, layer_plan(layer, kernel.rounded)
-        self.result: Tensor | None = None  # where it was computed with the last wave
+        self.result: Tensor | None = None  # where it was computed with the last group
         # One token stays as it is: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
-        self.kept = wide  # its memory is in use until the last wave
+        self.kept = wide  # its memory is in use until the last group
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
         self.out = act + entries * layer.inner
@@ -136,7 +138,7 @@ class CpuStep(base.KernelStep):
         plan, every = self.plan, len(experts) == len(self.routing.experts)
         compiled = plan.activation.code != gating.RAW and self.layer.norm is None
         if every and compiled and self.narrow:
-            self._at_once(plan, self.words_of_wave(plan, experts, slots))
+            self._at_once(plan, self.words_of_group(plan, experts, slots))
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
@@ -160,14 +162,14 @@ class CpuStep(base.KernelStep):
         carry: bool,
     ) -> None:
         if plan.activation.code != gating.RAW:
-            words = self.words_of_wave(plan, experts, slots, carry)  # must live until it is over
-            plan.wave(words.buffer_info()[0])
+            words = self.words_of_group(plan, experts, slots, carry)  # must live until it is over
+            plan.group(words.buffer_info()[0])
             return
-        up = self.words_of_wave(plan, experts, slots, carry, down=False)
-        plan.wave(up.buffer_info()[0])
+        up = self.words_of_group(plan, experts, slots, carry, down=False)
+        plan.group(up.buffer_info()[0])
         self._gate(layer, experts)
-        down = self.words_of_wave(plan, experts, slots, carry, up=False)
-        plan.wave(down.buffer_info()[0])
+        down = self.words_of_group(plan, experts, slots, carry, up=False)
+        plan.group(down.buffer_info()[0])
 
     def combine(self) -> Tensor:
         return super().combine() if self.result is None else self.result
@@ -206,15 +208,15 @@ class CpuStep(base.KernelStep):
             self.outputs[at] = 0
             self.weights.view(-1)[at] = 0
 
-    def _at_once(self, plan: CpuLayerPlan, wave: array[int]) -> None:
-        """One token's only wave, the sum over its experts, and what that is added to."""
+    def _at_once(self, plan: CpuLayerPlan, group: array[int]) -> None:
+        """One token's only group, the sum over its experts, and what that is added to."""
         words, result, _weights = self.words_of_sum(plan)
-        stages, residual = [(plan.wave, wave), (plan.combine, words)], self.residual
+        stages, residual = [(plan.group, group), (plan.combine, words)], self.residual
         if residual is not None:
             hidden = residual.shape[-1]
-            join = array("q", [0] * layers.JOIN_WORDS)
-            join[layers.J_X], join[layers.J_Y] = residual.data_ptr(), result.data_ptr()
-            join[layers.J_SUM], join[layers.J_COLUMNS] = result.data_ptr(), hidden
+            join = array("q", [0] * layers.NORM_ARGUMENTS)
+            join[layers.N_X], join[layers.N_Y] = residual.data_ptr(), result.data_ptr()
+            join[layers.N_SUM], join[layers.N_COLUMNS] = result.data_ptr(), hidden
             stages.append((plan.join, join))
         sequence.run(stages)
         self.result = result
@@ -245,7 +247,7 @@ class CpuStep(base.KernelStep):
         )
         return words, result, weights
 
-    def words_of_wave(
+    def words_of_group(
         self,
         plan: CpuLayerPlan,
         experts: Sequence[int],
@@ -254,7 +256,7 @@ class CpuStep(base.KernelStep):
         up: bool = True,
         down: bool = True,
     ) -> array[int]:
-        """The words of a wave; they are named in compiled.py."""
+        """The words of a group; they are named in compiled.py."""
         count, entries = len(experts), len(self.routing.rows)
         scratch, stride = self.kernel.scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(self.routing.experts) else plan.steps
@@ -327,7 +329,7 @@ class CpuKernel(Kernel):
         return CpuStep(self, layer, x, routing, weights)
 
     def scratch(self, stride: int) -> tuple[int, int]:
-        """(address, bytes a thread) of memory that this thread's waves may use; it is kept."""
+        """(address, bytes a thread) of memory that this thread's groups may use; it is kept."""
         size = stride * torch.get_num_threads()
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.numel() < size:

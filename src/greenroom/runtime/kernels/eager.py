@@ -1,6 +1,6 @@
 """The reference kernel: the operations of transformers' eager experts forward, one by one.
 
-Bit for bit what `experts_implementation="eager"` computes, in any order of waves: each expert's
+Bit for bit what `experts_implementation="eager"` computes, in any order of groups: each expert's
 weighted outputs are kept, and summed by ascending id at the end. An encoded matrix is expanded as a
 whole before it is used, so its reference is eager on the expanded checkpoint.
 """

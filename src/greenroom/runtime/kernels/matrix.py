@@ -1,4 +1,4 @@
-"""How a compiled wave is told of an encoded matrix, and which matrices it can be told of.
+"""How a compiled group is told of an encoded matrix, and which matrices it can be told of.
 
 By default weights are what their format says, in float32: codes times scales. One token is
 multiplied by whole numbers where the processor has them (codes.py): then only inputs below a 64th
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class MatrixProduct:
     """The compiled product of an encoding and the words that it finds a matrix by.
 
-    words: what the wave's arguments hold: the product's address and that of the layout's words
+    words: what the group's arguments hold: the product's address and that of the layout's words
     packs: does the product take x as integers?
     """
 
@@ -76,9 +76,9 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
         return kernel_entry(encoded.product, dtype, number, mask, False), 0
-    if codes.INTEGERS and name in codes.WHOLE:
-        room = packing.room(name, weight.shape[1])
-        return kernel_entry(encoded.product, torch.float32, number, 0, True), room
+    if codes.INTEGERS and name in codes.INTEGER_PRODUCTS:
+        packed = packing.packed_bytes(name, weight.shape[1])
+        return kernel_entry(encoded.product, torch.float32, number, 0, True), packed
     return kernel_entry(encoded.product, torch.float32, number, 0, False), 0
 
 

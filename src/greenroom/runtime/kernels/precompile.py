@@ -28,16 +28,16 @@ _child: subprocess.Popen[bytes] | None = None
 
 def compile_all(dtype: str) -> None:
     """All kernels for one weight type and plain matrices."""
-    from greenroom.runtime.kernels.codegen.entries import choice, compiled, heads, layers
+    from greenroom.runtime.kernels.codegen.entries import choice, expert_group, heads, layers
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
-    machine_code(compiled.wave, dtype, False, False)
+    machine_code(expert_group.compute_group, dtype, False, False)
     for dense in (layers.gemv, heads.project, heads.attend):
         machine_code(dense, dtype, False)
     machine_code(choice.select, dtype, False)
-    for small in (compiled.combine, layers.join):
+    for small in (expert_group.combine, layers.add_and_norm):
         machine_code(small, dtype)
-    for any_type in (layers.in_turn, choice.place):
+    for any_type in (layers.run_stages, choice.find_slots):
         machine_code(any_type, "float32")
     with suppress(OSError):  # where nothing can be written, nothing is kept
         folder().mkdir(0o700, parents=True, exist_ok=True)

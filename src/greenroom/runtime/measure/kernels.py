@@ -67,7 +67,7 @@ def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False
 
 
 def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """A whole step of `random_layer` in one wave: x [T, H], index and weights [T, K] -> [T, H]."""
+    """A whole step of `random_layer` in one group: x [T, H], index and weights [T, K] -> [T, H]."""
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = chosen.begin(layer, x, routing, weights)
     ids = routing.experts.tolist()

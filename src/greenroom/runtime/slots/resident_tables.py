@@ -35,7 +35,7 @@ class ResidentTables:
         if (path := self._scheduler.all_resident) is None:
             return None
         if path is not self._path:
-            arrays = path.slot_of, path.used, self._asked, path.place
+            arrays = path.slot_of, path.used, self._asked, path.tier_slots
             self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
             self._path = path
         tables = self._tables

@@ -29,7 +29,7 @@ class SlotPool(Slots):
     """A tier of one memory; its `capacity` is how many slots there are."""
 
     capacity: int
-    # Is told of the slots of each wave, where the device computes it later.
+    # Is told of the slots of each group, where the device computes it later.
     mark_computed: Callable[[Sequence[int]], None] | None = None
 
     @property

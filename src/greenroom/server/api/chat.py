@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
-from greenroom.server.api.shared.chunks import Chunks
+from greenroom.server.api.shared.chunks import ChunkBuilder
 from greenroom.server.api.shared.conversation import (
     JsonForm,
     arguments_of,
@@ -18,22 +18,22 @@ from greenroom.server.api.shared.conversation import (
     thinking,
 )
 from greenroom.server.api.shared.usage import logprobs
-from greenroom.server.engine.tokens.reader import Delta, End
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.params import (
-    Choice,
-    Completing,
-    Conversing,
+    CompletionParams,
+    ConversationParams,
     Function,
     FunctionType,
     Name,
-    Strict,
+    StrictModel,
     Text,
     Tokens,
+    ToolChoice,
     Tools,
     Turns,
-    choice_of,
+    tool_choice_validator,
 )
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
@@ -41,12 +41,12 @@ from greenroom.server.http.service import Service
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     name: Name
     arguments: str
 
 
-class MadeCall(Strict):
+class PastToolCall(StrictModel):
     """A tool call in the history."""
 
     id: Annotated[str, Field(max_length=256)]
@@ -55,14 +55,14 @@ class MadeCall(Strict):
     index: int | None = None
 
 
-class Message(Strict):
+class Message(StrictModel):
     """One turn. What models have said before may come back as it was sent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -79,7 +79,7 @@ class Message(Strict):
             raise ValueError("tool_call_id belongs to a tool message, and every one has it")
         return self
 
-    def told(self, where: str) -> dict[str, Any]:
+    def template_message(self, where: str) -> dict[str, Any]:
         """As chat templates take it."""
         found: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -100,14 +100,14 @@ class Message(Strict):
         return found
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     name: Name
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -128,7 +128,7 @@ class Tool(FunctionType):
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(StrictModel):
     name: str
 
 
@@ -138,13 +138,13 @@ class NamedTool(FunctionType):
     function: FunctionName
 
 
-class ChatRequest(Completing, Conversing):
+class ChatRequest(CompletionParams, ConversationParams):
     messages: Turns[Message]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     tools: Tools[Tool] | None = None
-    tool_choice: Annotated[Choice, choice_of(NamedTool)] | None = None
+    tool_choice: Annotated[ToolChoice, tool_choice_validator(NamedTool)] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: EFFORTS | None = None
     # Of these, only what they are without being sent:
@@ -168,7 +168,7 @@ class ChatRequest(Completing, Conversing):
         """What the engine is asked. ApiError where this model cannot do it."""
         return chat_job(
             dialogue,
-            [one.told(f"messages.{i}") for i, one in enumerate(self.messages)],
+            [one.template_message(f"messages.{i}") for i, one in enumerate(self.messages)],
             tools=[tool.function for tool in self.tools or ()],
             choice=self.tool_choice,
             form=self.response_format.form() if self.response_format else None,
@@ -190,7 +190,7 @@ def router(service: Service) -> APIRouter:
     return route(service, "/v1/chat/completions", ChatRequest, ChatBuilder)
 
 
-class ChatBuilder(Chunks):
+class ChatBuilder(ChunkBuilder):
     """Answers in the form of chat completions."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -205,7 +205,7 @@ class ChatBuilder(Chunks):
             })  # fmt: skip
             yield self._piece(index, {"role": "assistant", "content": ""})
         async for index, said in self._answers:
-            if isinstance(said, End):
+            if isinstance(said, AnswerEnd):
                 message = self._choices[index]["message"]
                 if "tool_calls" not in message:
                     message["content"] = message["content"] or ""
@@ -213,7 +213,7 @@ class ChatBuilder(Chunks):
             else:
                 yield self._add(index, said)
 
-    def _add(self, index: int, said: Delta) -> dict[str, Any]:
+    def _add(self, index: int, said: AnswerDelta) -> dict[str, Any]:
         """A piece of a choice, which is added to the choice."""
         choice = self._choices[index]
         message, shown = choice["message"], None

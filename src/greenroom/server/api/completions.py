@@ -10,14 +10,14 @@ from fastapi import APIRouter
 from pydantic import BeforeValidator, Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.server.api.shared.chunks import Chunks
+from greenroom.server.api.shared.chunks import ChunkBuilder
 from greenroom.server.api.shared.usage import finite
 from greenroom.server.engine.requests import Token
-from greenroom.server.engine.tokens.reader import Delta, End
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import Completing
+from greenroom.server.http.params import CompletionParams
 from greenroom.server.http.service import Service
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -56,7 +56,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(Completing):
+class CompletionRequest(CompletionParams):
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = DEFAULT_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -104,7 +104,7 @@ def router(service: Service) -> APIRouter:
     return route(service, "/v1/completions", CompletionRequest, CompletionBuilder)
 
 
-class CompletionBuilder(Chunks):
+class CompletionBuilder(ChunkBuilder):
     """Answers in the form of completions."""
 
     prefix, kind, says = "cmpl-", "text_completion", "text"
@@ -112,13 +112,13 @@ class CompletionBuilder(Chunks):
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
         count = self._answers.count
-        self._offsets = [Offsets() for _ in range(count)]
+        self._offsets = [TokenOffsets() for _ in range(count)]
         self._choices = [self._piece(index, "", self._logprobs([])) for index in range(count)]
         for index in range(count):
             if self._body.logprobs is None and (text := self._echo(index)):
                 yield self._add(index, text, None)
         async for index, said in self._answers:
-            if isinstance(said, End):
+            if isinstance(said, AnswerEnd):
                 yield self._piece(index, "", self._logprobs([]), self._ended(index, said))
             else:
                 shown = self._logprobs(self._placed(index, said))
@@ -139,7 +139,7 @@ class CompletionBuilder(Chunks):
         prompt = self._body.prompt[index // self._answers.job.n]
         return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
 
-    def _placed(self, index: int, said: Delta) -> list[tuple[Token, int]]:
+    def _placed(self, index: int, said: AnswerDelta) -> list[tuple[Token, int]]:
         """Tokens and where in the text each begins."""
         dialogue, offsets = self._answers.dialogue, self._offsets[index]
         if said.prompt:
@@ -181,7 +181,7 @@ class CompletionBuilder(Chunks):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class Offsets:
+class TokenOffsets:
     """Where in a text its tokens begin, in characters."""
 
     def __init__(self) -> None:

@@ -13,25 +13,25 @@ from greenroom.hf.text.dialogue import Dialogue
 from greenroom.json_file import Malformed, parse
 from greenroom.server.api.shared.conversation import JsonForm, call, chat_job, thinking
 from greenroom.server.engine.requests import Sampling
-from greenroom.server.engine.tokens.reader import Delta, End
-from greenroom.server.http.answers import Answers, Job
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
+from greenroom.server.http.answers import AnswerStream, Job
 from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.http.params import (
     CallId,
-    Choice,
     Function,
     Name,
     Share,
-    Strict,
+    StrictModel,
     Text,
     Tokens,
+    ToolChoice,
     Tools,
     Turns,
     by_type,
     tag,
 )
-from greenroom.server.http.routes import body_of, described, new_id, served_of
+from greenroom.server.http.routes import new_id, openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
@@ -39,27 +39,27 @@ EFFORTS = Literal["low", "medium", "high", "xhigh", "max"]
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class CacheControl(Strict):
+class CacheControl(StrictModel):
     """A hint that is followed anyway: what requests begin with alike is kept."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(Strict):
+class TextBlock(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     citations: None = None
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictModel):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(StrictModel):
     type: Literal["tool_use"]
     id: CallId
     name: Name
@@ -68,7 +68,7 @@ class ToolUseBlock(Strict):
     caller: None = None
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: Text | None = None
@@ -89,7 +89,7 @@ Blocks = Annotated[
 ]
 
 
-class Turn(Strict):
+class Turn(StrictModel):
     role: Literal["user", "assistant"]
     content: Blocks
 
@@ -101,7 +101,7 @@ class Turn(Strict):
                 raise ValueError(f"{block.type} blocks do not belong to the role {self.role}")
         return self
 
-    def told(self) -> list[dict[str, Any]]:
+    def template_messages(self) -> list[dict[str, Any]]:
         """As chat templates take it: results of tools are messages of their own."""
         found: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
@@ -129,32 +129,32 @@ class AnthropicTool(Function):
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(Strict):
+class AnthropicToolChoice(StrictModel):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> ToolChoice:
+    def _fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("tool_choice.name belongs to the type tool")
         return self
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ToolChoice:
         if self.type == "tool":
-            return Choice("named", self.name)
-        return Choice("required" if self.type == "any" else self.type)
+            return ToolChoice("named", self.name)
+        return ToolChoice("required" if self.type == "any" else self.type)
 
 
-class Thinking(Strict):
+class Thinking(StrictModel):
     """Budgets for thinking are not kept, so they are not taken."""
 
     type: Literal["disabled", "adaptive"]
     display: Literal["summarized"] | None = None
 
 
-class Format(Strict):
+class AnthropicFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
@@ -162,23 +162,23 @@ class Format(Strict):
         return JsonForm("output_config.format", "output_config.format.schema", self.schema_)
 
 
-class OutputConfig(Strict):
+class OutputConfig(StrictModel):
     effort: EFFORTS | None = None
-    format: Format | None = None
+    format: AnthropicFormat | None = None
 
 
-class Metadata(Strict):
+class AnthropicMetadata(StrictModel):
     user_id: str | None = None
 
 
-class CountRequest(Strict):
+class CountRequest(StrictModel):
     """What a prompt is made of."""
 
     model: Annotated[str, Field(max_length=512)]
     messages: Turns[Turn]
     system: Text | None = None
     tools: Tools[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -186,10 +186,10 @@ class CountRequest(Strict):
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
         """What the engine is asked. ApiError where this model cannot be asked so."""
-        choice = self.tool_choice.choice if self.tool_choice else Choice()
+        choice = self.tool_choice.choice if self.tool_choice else ToolChoice()
         if choice.forced and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        messages = [told for turn in self.messages for told in turn.told()]
+        messages = [message for turn in self.messages for message in turn.template_messages()]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         config = self.output_config or OutputConfig()
@@ -219,7 +219,7 @@ class MessagesRequest(CountRequest):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)]
         | None
     ) = None
-    metadata: Metadata | None = None
+    metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
     diagnostics: None = None
@@ -241,16 +241,16 @@ BODIES = (MessagesRequest, CountRequest)
 def router(service: Service) -> APIRouter:
     routes = route(service, "/v1/messages", MessagesRequest, MessageBuilder, "create")
 
-    @routes.post("/v1/messages/count_tokens", openapi_extra=described(CountRequest))
+    @routes.post("/v1/messages/count_tokens", openapi_extra=openapi_body(CountRequest))
     async def count(request: Request) -> dict[str, int]:
-        body = await body_of(request, service, CountRequest)
-        job = await service.prepare(body.job, served_of(request))
+        body = await read_body(request, service, CountRequest)
+        job = await service.prepare(body.job, record_of(request))
         return {"input_tokens": len(job.prompts[0])}
 
     return routes
 
 
-def block_of(delta: Delta) -> dict[str, Any]:
+def block_of(delta: AnswerDelta) -> dict[str, Any]:
     """The content block that a delta belongs to, still empty; {} where it says nothing."""
     if delta.call:
         name = delta.call.name
@@ -272,7 +272,7 @@ def _input(arguments: str) -> dict[str, Any]:
 class MessageBuilder(ResponseBuilder):
     """An answer in the form of messages."""
 
-    def __init__(self, service: Service, body: MessagesRequest, answers: Answers) -> None:
+    def __init__(self, service: Service, body: MessagesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
         self._message: dict[str, Any] = {
             "id": new_id("msg_"),
@@ -290,11 +290,13 @@ class MessageBuilder(ResponseBuilder):
         blocks: list[dict[str, Any]] = self._message["content"]
         kind = None  # of the block that grows
         async for _, said in self._answers:
-            empty = {} if isinstance(said, End) else block_of(said)
-            if kind and (isinstance(said, End) or (empty and (said.call or empty["type"] != kind))):
+            empty = {} if isinstance(said, AnswerEnd) else block_of(said)
+            if kind and (
+                isinstance(said, AnswerEnd) or (empty and (said.call or empty["type"] != kind))
+            ):
                 yield {"type": "content_block_stop", "index": len(blocks) - 1}
                 kind = None
-            if isinstance(said, End):
+            if isinstance(said, AnswerEnd):
                 reason = "stop_sequence" if said.stop is not None else REASONS[said.reason]
                 ended = {"stop_reason": reason, "stop_sequence": said.stop}
                 self._message |= {**ended, "usage": self._usage(said)}
@@ -313,10 +315,10 @@ class MessageBuilder(ResponseBuilder):
     def result(self) -> dict[str, Any]:
         return self._message
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return event(error.body(ANTHROPIC_PATH, self._answers.request_id), "error")
 
-    def _usage(self, end: End) -> dict[str, Any]:
+    def _usage(self, end: AnswerEnd) -> dict[str, Any]:
         reused = end.finished.reused_tokens
         return {
             "input_tokens": self._answers.prompt_tokens - reused,
@@ -326,7 +328,7 @@ class MessageBuilder(ResponseBuilder):
         }
 
 
-def _add(block: dict[str, Any], said: Delta) -> dict[str, Any]:
+def _add(block: dict[str, Any], said: AnswerDelta) -> dict[str, Any]:
     """A part of a content block, which is added to the block."""
     if said.call:
         block["input"] = _input(said.call.arguments)

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from greenroom.server.api.shared.resizes import Resizes
-from greenroom.server.http.errors import ApiError, cause_of
-from greenroom.server.http.params import Strict
-from greenroom.server.http.routes import body_of, described
+from greenroom.server.api.shared.resizes import CacheResizer
+from greenroom.server.http.errors import ApiError, failure_cause
+from greenroom.server.http.params import StrictModel
+from greenroom.server.http.routes import openapi_body, read_body
 from greenroom.server.http.service import Service
 
 
-class CacheSize(Strict):
+class CacheSize(StrictModel):
     """The expert cache's new size: a share of the experts as 25%, or bytes as 2GiB."""
 
     cache: Annotated[str, Field(min_length=1, max_length=32)]
@@ -27,7 +27,7 @@ BODIES = (CacheSize,)
 
 
 def router(service: Service) -> APIRouter:
-    routes, resizes = APIRouter(), Resizes(service.engine.resize)
+    routes, resizes = APIRouter(), CacheResizer(service.engine.resize)
 
     @routes.get("/health")
     async def health() -> JSONResponse:
@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
         if state == "loading":
             found["progress"] = round(progress, 3)
         if state == "failed":
-            found["why"] = cause_of(service.engine.failure)
+            found["why"] = failure_cause(service.engine.failure)
         return JSONResponse(found, 200 if state == "ready" else 503)
 
     @routes.get("/metrics")
@@ -62,11 +62,11 @@ def router(service: Service) -> APIRouter:
         service.check_model(name)
         return _model(service)
 
-    @routes.post("/v1/admin/cache", openapi_extra=described(CacheSize))
+    @routes.post("/v1/admin/cache", openapi_extra=openapi_body(CacheSize))
     async def resize(request: Request) -> dict[str, Any]:
         if service.key is None:
             raise ApiError(403, "only for those with a key: start the server with --api-key-file")
-        body = await body_of(request, service, CacheSize)
+        body = await read_body(request, service, CacheSize)
         service.dialogue()  # or 503
         return {"slots": await resizes(body.cache)}
 

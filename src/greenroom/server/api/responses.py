@@ -19,27 +19,27 @@ from greenroom.server.api.shared.conversation import (
     thinking,
 )
 from greenroom.server.api.shared.output import Output
-from greenroom.server.engine.tokens.reader import End
-from greenroom.server.http.answers import Answers, Job
+from greenroom.server.engine.tokens.reader import AnswerEnd
+from greenroom.server.http.answers import AnswerStream, Job
 from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import (
     CallId,
-    Choice,
-    Conversing,
+    ConversationParams,
     Function,
     FunctionType,
     Name,
     NamedFunction,
-    Strict,
+    StrictModel,
     Tokens,
+    ToolChoice,
     Tools,
     Turns,
     by_type,
-    choice_of,
     tag,
-    text_of,
     text_schema,
+    text_validator,
+    tool_choice_validator,
 )
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
@@ -48,66 +48,68 @@ from greenroom.server.http.streams import event
 LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 _TEXT = ("input_text", "output_text", "text")
-InputText = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
+InputText = Annotated[
+    str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(text_schema(_TEXT))
+]
 
 
-class ReasoningText(Strict):
+class ReasoningText(StrictModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class InItem(Strict):
+class InputItem(StrictModel):
     id: str | None = None
     status: Status | None = None
 
 
-class InMessage(InItem):
+class MessageItem(InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputText
     phase: None = None
 
-    def told(self, where: str) -> dict[str, Any]:
+    def template_message(self, where: str) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
 
 
-class InCall(InItem):
+class FunctionCallItem(InputItem):
     type: Literal["function_call"]
     call_id: CallId
     name: Name
     arguments: str
 
-    def told(self, where: str) -> dict[str, Any]:
+    def template_message(self, where: str) -> dict[str, Any]:
         made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
         return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
-class InOutput(InItem):
+class FunctionOutputItem(InputItem):
     type: Literal["function_call_output"]
     call_id: CallId
     output: InputText
 
-    def told(self, where: str) -> dict[str, Any]:
+    def template_message(self, where: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-class InReasoning(InItem):
+class ReasoningItem(InputItem):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
     encrypted_content: None = None
 
-    def told(self, where: str) -> dict[str, Any]:
+    def template_message(self, where: str) -> dict[str, Any]:
         text = "\n".join(part.text for part in self.content or ())
         return {"role": "assistant", "content": "", "reasoning_content": text}
 
 
 Item = Annotated[
-    Annotated[InMessage, tag("message")]
-    | Annotated[InCall, tag("function_call")]
-    | Annotated[InOutput, tag("function_call_output")]
-    | Annotated[InReasoning, tag("reasoning")],
+    Annotated[MessageItem, tag("message")]
+    | Annotated[FunctionCallItem, tag("function_call")]
+    | Annotated[FunctionOutputItem, tag("function_call_output")]
+    | Annotated[ReasoningItem, tag("reasoning")],
     by_type(default="message"),
 ]
 Items = Annotated[
@@ -120,7 +122,7 @@ class ResponsesTool(Function, FunctionType):
     pass
 
 
-class Format(Strict):
+class ResponsesFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -128,7 +130,7 @@ class Format(Strict):
     description: str | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> Format:
+    def _fits(self) -> ResponsesFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise ValueError("text.format.schema belongs to the type json_schema")
         return self
@@ -139,33 +141,33 @@ class Format(Strict):
         return JsonForm("text.format", "text.format.schema", self.schema_)
 
 
-class TextConfig(Strict):
-    format: Format | None = None
+class TextConfig(StrictModel):
+    format: ResponsesFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Strict):
+class Reasoning(StrictModel):
     effort: EFFORTS | None = None
     summary: None = None
     generate_summary: None = None
 
 
-class StreamOptions(Strict):
+class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Conversing):
+class ResponsesRequest(ConversationParams):
     input: Items
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Tools[ResponsesTool] | None = None
-    tool_choice: Annotated[Choice, choice_of(NamedFunction)] | None = None
+    tool_choice: Annotated[ToolChoice, tool_choice_validator(NamedFunction)] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: (
         Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
     ) = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     # Of these, only what they are without being sent:
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
@@ -205,12 +207,12 @@ class ResponsesRequest(Conversing):
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
         for index, item in enumerate(self.input):
-            told = item.told(f"input.{index}")
+            message = item.template_message(f"input.{index}")
             last = found[-1] if found else None
-            if last and last["role"] == told["role"] == "assistant":
-                found[-1] = _joined(last, told)
+            if last and last["role"] == message["role"] == "assistant":
+                found[-1] = _joined(last, message)
             else:
-                found.append(told)
+                found.append(message)
         return found
 
 
@@ -223,7 +225,7 @@ def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _choice(choice: Choice) -> Any:
+def _choice(choice: ToolChoice) -> Any:
     return {"type": "function", "name": choice.name} if choice.name else choice.kind
 
 
@@ -237,7 +239,7 @@ def router(service: Service) -> APIRouter:
 class ResponsesBuilder(ResponseBuilder):
     """An answer in the form of responses."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, answers: Answers) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
         self._sequence = 0
         self._output = Output(answers.dialogue, bool(body.include))
@@ -259,7 +261,7 @@ class ResponsesBuilder(ResponseBuilder):
             "store": False,
             "temperature": body.temperature,
             "text": {"format": _format(body)},
-            "tool_choice": _choice(body.tool_choice or Choice()),
+            "tool_choice": _choice(body.tool_choice or ToolChoice()),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
@@ -273,10 +275,12 @@ class ResponsesBuilder(ResponseBuilder):
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
         async for _, said in self._answers:
-            grown = self._output.end(said) if isinstance(said, End) else self._output.add(said)
+            grown = (
+                self._output.end(said) if isinstance(said, AnswerEnd) else self._output.add(said)
+            )
             for data in grown:
                 yield data
-            if isinstance(said, End):
+            if isinstance(said, AnswerEnd):
                 self._response = self._ended(said)
                 kind = f"response.{self._response['status']}"
                 yield {"type": kind, "response": self._response}
@@ -284,13 +288,13 @@ class ResponsesBuilder(ResponseBuilder):
     def result(self) -> dict[str, Any]:
         return self._response
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """The last event of an answer that broke off."""
-        told = {"code": "server_error", "message": str(error)}
-        response = {**self._response, "status": "failed", "error": told}
+        message = {"code": "server_error", "message": str(error)}
+        response = {**self._response, "status": "failed", "error": message}
         return self.event({"type": "response.failed", "response": response})
 
-    def _ended(self, end: End) -> dict[str, Any]:
+    def _ended(self, end: AnswerEnd) -> dict[str, Any]:
         cut = end.reason == "length"
         new, prompt = end.finished.new_tokens, self._answers.prompt_tokens
         usage = {

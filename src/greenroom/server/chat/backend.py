@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from greenroom.server.engine.tokens.reader import Delta
+from greenroom.server.engine.tokens.reader import AnswerDelta
 
 Messages = list[dict[str, Any]]
-OnDelta = Callable[[Delta], None]
+OnDelta = Callable[[AnswerDelta], None]
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Reply:
     tokens_per_s: float | None = None
     hit_ratio: float | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: AnswerDelta) -> None:
         self.text += delta.text
         self.reasoning += delta.reasoning
 
 
-class Talker(Protocol):
+class ChatBackend(Protocol):
     """Who answers: a model in this process, or a server elsewhere."""
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:

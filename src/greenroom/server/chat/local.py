@@ -24,7 +24,7 @@ from greenroom.server.engine.requests import (
     Sampling,
     Token,
 )
-from greenroom.server.engine.tokens.reader import Delta, Reader
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerReader
 from greenroom.server.http.request_log import tokens_per_s
 
 GRACE_S = 5.0
@@ -32,7 +32,7 @@ FIELDS = ("reason", "prompt_tokens", "reused_tokens", "new_tokens", "ttft_s", "h
 Events = queue.SimpleQueue[Event]
 
 
-class Voice:
+class LocalBackend:
     """A model in this process."""
 
     def __init__(self, engine: ContinuousEngine, sampling: SamplingConfig) -> None:
@@ -41,12 +41,12 @@ class Voice:
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         ids = self._ids(messages)
-        reader = Reader(self._dialogue.reply_parser(ids), end_ids=self._engine.end_ids)
+        reader = AnswerReader(self._dialogue.reply_parser(ids), end_ids=self._engine.end_ids)
         events: Events = queue.SimpleQueue()
         ticket = self._engine.submit(self._request(ids), events.put)
         reply = Reply()
         try:
-            finished = self._hear(events, reader, reply, on_delta)
+            finished = self._receive(events, reader, reply, on_delta)
         except KeyboardInterrupt as error:
             mark_handled(error)
             ticket.cancel()
@@ -58,9 +58,11 @@ class Voice:
         reply.tokens_per_s = tokens_per_s(finished)
         return reply
 
-    def _hear(self, events: Events, reader: Reader, reply: Reply, on_delta: OnDelta) -> Finished:
+    def _receive(
+        self, events: Events, reader: AnswerReader, reply: Reply, on_delta: OnDelta
+    ) -> Finished:
         while True:
-            event, deltas = events.get(), list[Delta]()
+            event, deltas = events.get(), list[AnswerDelta]()
             if isinstance(event, Token):
                 deltas = reader.feed(event)
             elif isinstance(event, Finished):
@@ -96,7 +98,7 @@ class Voice:
         self._dialogue.close()
 
 
-def loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
+def wait_until_loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
     """Wait until the model is loaded, and tell how far it is. GreenroomError where it cannot be."""
     while True:
         state, progress, why = engine.state()

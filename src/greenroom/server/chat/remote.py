@@ -13,13 +13,13 @@ from greenroom.errors import GreenroomError, UsageError
 from greenroom.interrupts import mark_handled
 from greenroom.json_file import Malformed, parse
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
-from greenroom.server.engine.tokens.reader import Delta
+from greenroom.server.engine.tokens.reader import AnswerDelta
 
 CHOSEN = ("temperature", "top_p", "top_k", "seed")
 WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows a whole prompt
 
 
-class Remote:
+class RemoteBackend:
     """A server at a URL; Greenroom's, or any other that speaks this API."""
 
     def __init__(
@@ -135,13 +135,13 @@ def _message(body: Any) -> str:
     return str(error.get("message") if isinstance(error, dict) else error or body)[:500]
 
 
-def _delta(event: dict[str, Any]) -> Delta | None:
+def _delta(event: dict[str, Any]) -> AnswerDelta | None:
     """What a chunk says, if anything."""
     for choice in event.get("choices") or ():
         said = choice.get("delta") or {}
         reasoning = said.get("reasoning_content") or said.get("reasoning") or ""
         if said.get("content") or reasoning:
-            return Delta(text=said.get("content") or "", reasoning=reasoning)
+            return AnswerDelta(text=said.get("content") or "", reasoning=reasoning)
     return None
 
 

@@ -11,8 +11,15 @@ from typing import Any
 from greenroom.config import Amount, ServeConfig
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
-from greenroom.server.engine.journal import Journal, Reuse
-from greenroom.server.engine.prefixes import LEAST, Ids, Kept, Prefixes, as_ids, common
+from greenroom.server.engine.journal import Journal, PrefixReuse
+from greenroom.server.engine.prefixes import (
+    MIN_TOKENS,
+    Ids,
+    PrefixCache,
+    PrefixEntry,
+    as_ids,
+    common_prefix,
+)
 from greenroom.server.engine.sequence import Sequence
 
 WORTH = 64  # tokens that are worth waiting for, where somebody is about to read them
@@ -36,18 +43,18 @@ class Admission:
         self._greenroom, self._batch, self._config = greenroom, batch, config
         self._journal, self.limit = journal, limit
         share = Amount.parse(config.prefix_share, "--prefix-share").of(limit)
-        self.prefixes = Prefixes(0 if config.no_prefix_reuse else share)
+        self.prefixes = PrefixCache(0 if config.no_prefix_reuse else share)
         self.reserved = 0
 
     # ---- who
 
-    def choose(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
+    def admit(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
         """Take from the queue those that can begin; the first that cannot keeps the others back."""
         chosen: list[Sequence] = []
         while waiting and self.can_begin(waiting[0], (*running, *chosen)):
             each = waiting.popleft()
             each.admitted = time.monotonic()
-            self.reserved += each.needs
+            self.reserved += each.max_kv_bytes
             chosen.append(each)
         return chosen
 
@@ -55,28 +62,28 @@ class Admission:
         """Is there a place, and memory, if need be that of prefixes?"""
         if len(running) >= self._config.max_batch:
             return False
-        if running and self.reserved + sequence.needs > self.limit:
+        if running and self.reserved + sequence.max_kv_bytes > self.limit:
             return False
-        return not self._about_to_be_read(sequence, running)
+        return not self._waits_for_prefix(sequence, running)
 
-    def _about_to_be_read(self, sequence: Sequence, running: Many[Sequence]) -> bool:
+    def _waits_for_prefix(self, sequence: Sequence, running: Many[Sequence]) -> bool:
         """Does a prompt that is being read begin like this one? Then it is worth the wait."""
         reading = [each for each in running if each.computed < each.prompt]
         if not reading or not self._reuses(sequence) or not self._batch.has_dynamic_cache:
             return False
         ids = as_ids(sequence.request.ids)
         there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
-        coming = max(common(as_ids(each.request.ids), ids) for each in reading)
+        coming = max(common_prefix(as_ids(each.request.ids), ids) for each in reading)
         return self._cut(min(coming, ids.size - 1)) >= there + WORTH
 
-    def ready(self, running: Many[Sequence]) -> list[Sequence]:
+    def ready_sequences(self, running: Many[Sequence]) -> list[Sequence]:
         """Those that take part in the next passes. Prompts that have not begun wait for others, to
         be read together, as long as `delay` says."""
-        if self.delay(running) <= 0:
+        if self.delay_s(running) <= 0:
             return list(running)
         return [each for each in running if each.begun]
 
-    def delay(self, running: Many[Sequence]) -> float:
+    def delay_s(self, running: Many[Sequence]) -> float:
         """Seconds for which prompts still wait for others, whose experts are mostly theirs: until
         `--batch-delay` is over, no place is free, or one is being read anyway."""
         fresh = [each.admitted or 0.0 for each in running if not each.begun]
@@ -95,15 +102,15 @@ class Admission:
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens, over = self._usable(best, ids), best in self.prefixes
-        taken = over and tokens == best.ids.size
-        if taken:
-            sequence.cache = self.prefixes.take(best)
+        takes_over = over and tokens == best.ids.size
+        if takes_over:
+            sequence.cache = self.prefixes.pop(best)
         elif over:
-            self.prefixes.used(best)
+            self.prefixes.touch(best)
         self._make_room()
         if not tokens:
             return
-        if not taken:
+        if not takes_over:
             if (slot_budget := self._greenroom.slot_budget) is not None:
                 slot_budget.reserve(self._greenroom.setup.keys_values.held_bytes(tokens))
             kv.make_growing(sequence.cache, self._greenroom.setup.context + 1)
@@ -111,25 +118,25 @@ class Admission:
         sequence.computed = sequence.reused = tokens
         sequence.exact = min(tokens, best.exact)
         if self._journal is not None:
-            self._journal.events.append(Reuse(sequence.number, best.number, tokens))
+            self._journal.events.append(PrefixReuse(sequence.number, best.number, tokens))
 
     def _reuses(self, sequence: Sequence) -> bool:
         """Keys and values that were computed before have no logits, which scores are made of."""
         return sequence.scores is None and not self._config.no_prefix_reuse
 
-    def _sources(self, running: Many[Sequence]) -> Iterator[Kept]:
+    def _sources(self, running: Many[Sequence]) -> Iterator[PrefixEntry]:
         for each in running:
             if each.computed:
-                yield Kept(each.read(), each.cache, 0, each.exact, each.number)
+                yield PrefixEntry(each.computed_ids(), each.cache, 0, each.exact, each.number)
         yield from self.prefixes
 
-    def _usable(self, source: Kept, ids: Ids) -> int:
+    def _usable(self, source: PrefixEntry, ids: Ids) -> int:
         """Tokens of a prompt whose keys and values can be had from a source. The last one is
         computed anyhow: its logits are wanted."""
-        tokens = min(common(source.ids, ids), ids.size - 1)
+        tokens = min(common_prefix(source.ids, ids), ids.size - 1)
         if self._config.batch_invariant:
             tokens = self._cut(min(tokens, source.exact))
-        if tokens < LEAST:
+        if tokens < MIN_TOKENS:
             return 0
         if tokens == source.ids.size and source in self.prefixes:
             return tokens
@@ -144,17 +151,17 @@ class Admission:
         chunk = self._config.prefill_chunk if self._config.batch_invariant else 1
         return tokens // chunk * chunk
 
-    def leave(self, sequence: Sequence, keep: bool) -> None:
+    def release(self, sequence: Sequence, keep: bool) -> None:
         """A sequence has ended: its room is free, and what it read is kept for others."""
-        self.reserved -= sequence.needs
+        self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None
         if keep and cache is not None and sequence.computed:
-            ids, nbytes = sequence.read(), kv.held_bytes(cache)
-            self.prefixes.keep(Kept(ids, cache, nbytes, sequence.exact, sequence.number))
+            ids, nbytes = sequence.computed_ids(), kv.held_bytes(cache)
+            self.prefixes.add(PrefixEntry(ids, cache, nbytes, sequence.exact, sequence.number))
             self._make_room()
 
     def _make_room(self) -> None:
         self.prefixes.shrink(self.limit - self.reserved)
 
 
-_NOTHING = Kept(as_ids(()), None)
+_NOTHING = PrefixEntry(as_ids(()), None)

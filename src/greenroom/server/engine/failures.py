@@ -35,7 +35,7 @@ def as_error(error: BaseException) -> GreenroomError:
 
 
 @contextmanager
-def contained(give_up: Callable[[GreenroomError], object] | None = None) -> Iterator[None]:
+def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) -> Iterator[None]:
     """Run the work of one request. What it raises is given to `give_up`, or raised as an error of
     ours."""
     try:

@@ -13,7 +13,7 @@ from greenroom.server.engine.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class PrefixReuse:
     """A sequence begins with the first tokens of another."""
 
     number: int
@@ -32,5 +32,5 @@ class Pass:
 class Journal:
     """The passes of an engine that ended well, in order; `requests` by sequence number."""
 
-    events: list[Reuse | Pass] = field(default_factory=list)
+    events: list[PrefixReuse | Pass] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)

@@ -32,13 +32,13 @@ from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.batches import compose, split
-from greenroom.server.engine.failures import contained
+from greenroom.server.engine.failures import contain_errors
 from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.kv_memory import kv_limit
-from greenroom.server.engine.passes import Passes
+from greenroom.server.engine.passes import PassRunner
 from greenroom.server.engine.requests import Busy, Listener, Request
 from greenroom.server.engine.sequence import Sequence
-from greenroom.server.engine.snapshot import Totals, of_model, snapshot
+from greenroom.server.engine.snapshot import Totals, model_stats, snapshot
 from greenroom.server.engine.tokens.grammar import Grammars
 from greenroom.server.engine.tokens.sampling import Sampler
 from greenroom.server.engine.tokens.scores import PromptScores
@@ -49,7 +49,7 @@ LOADING_S = 5.0  # after which somebody who came while the model was loading may
 Progress = Callable[[float, str], None]
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model with its cache of experts; `summary` says what was placed where."""
 
     model: Any
@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
     summary: str = ""
 
 
-Load = Callable[[Progress], Loaded]
+Load = Callable[[Progress], LoadedModel]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class ContinuousEngine:
         self.config, self.context, self.journal = config, context, journal
         self.model: Any = None
         self.greenroom: Any = None  # the model's, also when it was detached
-        self.served = False  # was it ready once?
+        self.was_ready = False  # was it ready once?
         self.failure: BaseException | None = None  # why its state is "failed"
         self.final: dict[str, Any] | None = None  # what was counted, once the model is given back
         self.tokenizer: Any = None  # the model's, once the state is "ready", as all below
@@ -138,7 +138,7 @@ class ContinuousEngine:
             listener=listener,
             sampler=Sampler(request, self.model.generation_config, vocabulary, grammar),
             end_ids=frozenset(ends),
-            needs=self.greenroom.setup.keys_values.total_bytes(request.length),
+            max_kv_bytes=self.greenroom.setup.keys_values.total_bytes(request.length),
             on_cancel=self._cancel,
             scores=scores,
         )
@@ -219,17 +219,17 @@ class ContinuousEngine:
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.sequential_reason:
             log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
-        self.passes = Passes(greenroom, self.batch, config.prefill_chunk, self.journal)
+        self.passes = PassRunner(greenroom, self.batch, config.prefill_chunk, self.journal)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
-        self.summary = f"{summary}\n{self._placed(limit)}" if summary else self._placed(limit)
+        self.summary = f"{summary}\n{self._limits(limit)}" if summary else self._limits(limit)
         self.tokenizer = tokenizer
         with self._changed:
-            self.served = True
+            self.was_ready = True
             if self._state[0] == "loading":
                 self._state = ("ready", 1.0, "")
 
-    def _placed(self, limit: int) -> str:
+    def _limits(self, limit: int) -> str:
         """What was decided about requests, for the start-up line."""
         one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
@@ -249,32 +249,32 @@ class ContinuousEngine:
         with self._changed:
             if not self._await():
                 return False
-            let_in = self.admission.choose(self._waiting, self._running)
+            let_in = self.admission.admit(self._waiting, self._running)
             self._running += let_in
-        self._drop_those_gone()
+        self._drop_ended()
         for each in let_in:
             self._prepare(each)
-        ready, config = self.admission.ready(self._running), self.config
+        ready, config = self.admission.ready_sequences(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
         for shares in split(planned, self.batch.can_batch):
             for sequence, found in self.passes.run(shares):
                 self._answer(sequence, found)
-        self._drop_those_gone()
+        self._drop_ended()
         return True
 
     def _prepare(self, sequence: Sequence) -> None:
         """Give a sequence that is let in what it begins with."""
         if sequence.finished:
             return
-        with self._own_work(sequence):
+        with self._contain_errors_of(sequence):
             self.admission.prepare(sequence, self._running)
 
     def _await(self) -> bool:
         """Until there is something to do, with the lock held. False: never again."""
         waiting, running = self._waiting, self._running
         while not (
-            self.admission.ready(running)
-            or self._gone((*waiting, *running))
+            self.admission.ready_sequences(running)
+            or self._ended_sequences((*waiting, *running))
             or (waiting and self.admission.can_begin(waiting[0], running))
         ):
             if self._stop_by is not None and not waiting and not running:
@@ -288,12 +288,12 @@ class ContinuousEngine:
         times = [each.deadline for each in (*self._waiting, *self._running)]
         if self._stop_by is not None:
             times.append(self._stop_by)
-        if (delay := self.admission.delay(self._running)) > 0:
-            times.append(now + delay)
+        if (delay_s := self.admission.delay_s(self._running)) > 0:
+            times.append(now + delay_s)
         least = min(times, default=float("inf"))
         return None if least == float("inf") else max(0.0, least - now)
 
-    def _gone(self, sequences: Any) -> list[tuple[Sequence, str]]:
+    def _ended_sequences(self, sequences: Any) -> list[tuple[Sequence, str]]:
         """Those that end now, and why."""
         now = time.monotonic()
         over = self._stop_by is not None and self._stop_by <= now
@@ -305,26 +305,26 @@ class ContinuousEngine:
         )  # fmt: skip
         return [(each, reason) for each, reason in reasons if reason]
 
-    def _drop_those_gone(self) -> None:
+    def _drop_ended(self) -> None:
         with self._changed:
-            gone = self._gone((*self._waiting, *self._running))
+            gone = self._ended_sequences((*self._waiting, *self._running))
         for each, reason in gone:
             self._finish(each, reason)
 
     def _answer(self, sequence: Sequence, found: torch.Tensor | GreenroomError) -> None:
         """A pass has given a sequence its next logits, or has failed for it."""
         reason = ""
-        with self._own_work(sequence):
+        with self._contain_errors_of(sequence):
             if isinstance(found, GreenroomError):
                 raise found
             token = sequence.sampler(found) if sequence.request.max_new_tokens else None
-            sequence.tell_scores()
-            reason = "length" if token is None else sequence.take(token)
+            sequence.send_scores()
+            reason = "length" if token is None else sequence.add_token(token)
         if reason:
             self._finish(sequence, reason)
 
     @contextmanager
-    def _own_work(self, sequence: Sequence) -> Iterator[None]:
+    def _contain_errors_of(self, sequence: Sequence) -> Iterator[None]:
         """What one request's own work raises ends that request; ClosedError ends the engine."""
 
         def give_up(error: GreenroomError) -> None:
@@ -336,7 +336,7 @@ class ContinuousEngine:
             else:
                 self._finish(sequence, "error", error)
 
-        with contained(give_up):
+        with contain_errors(give_up):
             yield
 
     def _finish(self, sequence: Sequence, reason: str, error: GreenroomError | None = None) -> None:
@@ -350,18 +350,18 @@ class ContinuousEngine:
             if sequence in self._running:
                 self._running.remove(sequence)
         result = sequence.result(reason, error)
-        with self._own_work(sequence):
+        with self._contain_errors_of(sequence):
             if sequence.admitted is not None:
-                self.admission.leave(sequence, keep=reason != "error")
-        self.totals.note(result)
-        with self._own_work(sequence):
+                self.admission.release(sequence, keep=reason != "error")
+        self.totals.add(result)
+        with self._contain_errors_of(sequence):
             sequence.listener(result)
 
     def _fail(self, error: BaseException) -> None:
         """Nothing can be computed any more: everybody is told so."""
         if not isinstance(error, GreenroomError):
             log.error("the engine failed", exc_info=error)
-        elif self.served:  # before, who waits for the model says why there is none
+        elif self.was_ready:  # before, who waits for the model says why there is none
             log.error("%s", error)
         with self._changed:
             self.failure = error
@@ -378,8 +378,8 @@ class ContinuousEngine:
         if self.greenroom is None:
             return
         try:
-            if self.served:
-                self.final = of_model(self)
+            if self.was_ready:
+                self.final = model_stats(self)
         finally:
             self.greenroom.detach()
 

@@ -20,7 +20,7 @@ from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.server.engine.batches import Share, to_grid
-from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contained
+from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contain_errors
 from greenroom.server.engine.journal import Journal, Pass
 from greenroom.server.engine.sequence import Sequence
 
@@ -29,7 +29,7 @@ RETRY_S = 0.05  # a read that failed is tried again after this long
 Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
 
 
-class Passes:
+class PassRunner:
     """The passes of one model. `interrupt_unless` may be called from any thread."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Passes:
         """Forget what a pass that did not end has left of keys and values."""
         for each in sequences:
             if not kv.truncate(each.cache, each.computed):
-                each.start_again(self._batch.cache())
+                each.restart(self._batch.cache())
 
     def _again(self, share: Share) -> Share:
         """A share as it is now: a sequence that was begun again reads its first tokens first."""
@@ -159,6 +159,6 @@ def _score(share: Share, logits: Tensor) -> Tensor | GreenroomError:
     if sequence.scores is None:
         return logits
     failed: list[GreenroomError] = []
-    with contained(failed.append), device_errors():
+    with contain_errors(failed.append), device_errors():
         sequence.scores.add(logits, sequence.computed - count)
     return failed[0] if failed else logits[-1]

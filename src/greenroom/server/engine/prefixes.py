@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST = 16  # tokens that are worth a copy
+MIN_TOKENS = 16  # tokens that are worth a copy
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class PrefixEntry:
     """The keys and values of a request that is over, or runs: `ids` [n] are the tokens that they
     are of, `exact` of them were read in the passes that a request alone would have read them in."""
 
@@ -34,59 +34,59 @@ class Kept:
     number: int = -1  # of the sequence that left it
 
 
-def common(a: Ids, b: Ids) -> int:
+def common_prefix(a: Ids, b: Ids) -> int:
     """How many tokens two sequences begin with alike."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n
 
 
-class Prefixes:
+class PrefixCache:
     """What is kept, within `limit` bytes; 0 keeps nothing."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._kept: list[Kept] = []  # used longest ago first
+        self._entries: list[PrefixEntry] = []  # used longest ago first
         self.nbytes = 0
         self.evicted = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Kept]:
-        return iter(self._kept)
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        return iter(self._entries)
 
-    def used(self, kept: Kept) -> None:
+    def touch(self, entry: PrefixEntry) -> None:
         """An entry was copied from."""
-        self._kept.remove(kept)
-        self._kept.append(kept)
+        self._entries.remove(entry)
+        self._entries.append(entry)
 
-    def take(self, kept: Kept) -> Any:
+    def pop(self, entry: PrefixEntry) -> Any:
         """Its cache, which is the request's from here on."""
-        self._kept.remove(kept)
-        self.nbytes -= kept.nbytes
-        return kept.cache
+        self._entries.remove(entry)
+        self.nbytes -= entry.nbytes
+        return entry.cache
 
-    def keep(self, kept: Kept) -> bool:
+    def add(self, entry: PrefixEntry) -> bool:
         """Keep an entry, in place of those that it begins with; False where there is no room."""
-        if kept.nbytes > self.limit or kept.ids.size < LEAST:
+        if entry.nbytes > self.limit or entry.ids.size < MIN_TOKENS:
             return False
-        for other in list(self._kept):
-            shared = common(other.ids, kept.ids)
-            if shared == kept.ids.size and other.exact >= kept.exact:
-                self.used(other)
+        for other in list(self._entries):
+            shared = common_prefix(other.ids, entry.ids)
+            if shared == entry.ids.size and other.exact >= entry.exact:
+                self.touch(other)
                 return False  # it is there already
             if shared == other.ids.size:
-                self.take(other)
-        self.shrink(self.limit - kept.nbytes)
-        self._kept.append(kept)
-        self.nbytes += kept.nbytes
+                self.pop(other)
+        self.shrink(self.limit - entry.nbytes)
+        self._entries.append(entry)
+        self.nbytes += entry.nbytes
         return True
 
     def shrink(self, nbytes: int) -> None:
         """Keep no more than so many bytes; the entry that was used longest ago goes first."""
-        while self._kept and self.nbytes > max(0, nbytes):
-            self.take(self._kept[0])
+        while self._entries and self.nbytes > max(0, nbytes):
+            self.pop(self._entries[0])
             self.evicted += 1
 
 

@@ -28,7 +28,7 @@ class Sequence:
     listener: Listener
     sampler: Sampler
     end_ids: frozenset[int]
-    needs: int  # bytes of keys and values, at its longest
+    max_kv_bytes: int  # bytes of keys and values, at its longest
     on_cancel: Callable[[Sequence], None]
     scores: PromptScores | None = None  # of a prompt whose log-probabilities are wanted, until told
     ids: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Sequence:
         limit = self.request.timeout_s
         return float("inf") if limit is None else self.arrived + limit
 
-    def read(self) -> Ids:
+    def computed_ids(self) -> Ids:
         """The tokens whose keys and values are there."""
         return as_ids(self.ids[: self.computed])
 
@@ -75,13 +75,13 @@ class Sequence:
         """Give its place up; a Finished("cancelled") follows. Nothing where it has finished."""
         self.on_cancel(self)
 
-    def tell_scores(self) -> None:
+    def send_scores(self) -> None:
         """The prompt is computed: tell the listener its log-probabilities, if it wants them."""
         if self.scores is not None:
             tokens, self.scores = tuple(self.scores.tokens), None
             self.listener(PromptTokens(tokens))
 
-    def take(self, token: Token) -> str:
+    def add_token(self, token: Token) -> str:
         """A token is there: tell the listener. Why the answer ends with it, or ""."""
         if self.answered is None:
             self.answered = time.monotonic()
@@ -91,7 +91,7 @@ class Sequence:
             return "stop"
         return "length" if self.new >= self.request.max_new_tokens else ""
 
-    def start_again(self, cache: Any) -> None:
+    def restart(self, cache: Any) -> None:
         """What was computed is lost; the tokens are not."""
         self.cache, self.computed, self.exact = cache, 0, 0
         if self.scores is not None:

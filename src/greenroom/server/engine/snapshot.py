@@ -27,7 +27,7 @@ class Totals:
     new_tokens: int = 0
     usual_s: float = 0.0
 
-    def note(self, finished: Finished) -> None:
+    def add(self, finished: Finished) -> None:
         self.reasons[finished.reason] += 1
         self.prompt_tokens += finished.prompt_tokens
         self.reused_tokens += finished.reused_tokens
@@ -64,10 +64,10 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
     }
     if engine.final is not None:
         return found | engine.final
-    return found | (of_model(engine) if engine.served else {})
+    return found | (model_stats(engine) if engine.was_ready else {})
 
 
-def of_model(engine: ContinuousEngine) -> dict[str, Any]:
+def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
     """What there is to say while the model is attached."""
     greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
     stats, prefixes = greenroom.stats(), admission.prefixes

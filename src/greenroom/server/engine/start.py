@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from greenroom.config import Amount, LoadConfig, ServeConfig
 from greenroom.server.engine.journal import Journal
-from greenroom.server.engine.loop import ContinuousEngine, Loaded, Progress
+from greenroom.server.engine.loop import ContinuousEngine, LoadedModel, Progress
 
 WORKER_BYTES = 24 << 20  # of the process that renders templates
 TEXT_CHARS = 32  # characters for each token of a prompt, that are rendered and tokenised
@@ -13,7 +13,7 @@ BODIES = 2  # of the largest size, for which there is room at a time
 BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 
 
-def beside_bytes(context: int, serve: ServeConfig) -> int:
+def overhead_bytes(context: int, serve: ServeConfig) -> int:
     """Memory that requests take before they reach the model; `--memory` is for all of it."""
     body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
     text = min(body, context * TEXT_CHARS)
@@ -34,13 +34,13 @@ def start(
     so that it can be computed again.
     """
 
-    def loaded(progress: Progress) -> Loaded:
+    def load_model(progress: Progress) -> LoadedModel:
         from greenroom.hf.load.load import load_with
         from greenroom.hf.load.report import startup_line
 
         model, tokenizer = load_with(
-            source, load, progress=progress, caller_bytes=beside_bytes(load.context, serve)
+            source, load, progress=progress, caller_bytes=overhead_bytes(load.context, serve)
         )
-        return Loaded(model, tokenizer, startup_line(source, model, load, verbose))
+        return LoadedModel(model, tokenizer, startup_line(source, model, load, verbose))
 
-    return ContinuousEngine(loaded, serve, load.context, journal)
+    return ContinuousEngine(load_model, serve, load.context, journal)

@@ -25,9 +25,9 @@ from greenroom.server.engine.requests import (
     Token,
 )
 from greenroom.server.engine.sequence import Sequence
-from greenroom.server.engine.tokens.reader import Delta, End, Reader
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd, AnswerReader
 from greenroom.server.http.errors import ApiError, as_api_error
-from greenroom.server.http.request_log import Served
+from greenroom.server.http.request_log import RequestRecord
 from greenroom.server.http.service import Service
 
 TURN = 16  # events
@@ -50,7 +50,7 @@ class Job:
     plain: bool = False
     one_call: bool = False
 
-    def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
+    def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> AnswerReader:
         """For the answer of this index."""
         if self.plain or (self.grammar is not None and self.tools is None):
             speaker = ReplyParser(dialogue)
@@ -58,39 +58,41 @@ class Job:
             speaker = dialogue.reply_parser(self.prompts[index // self.n], self.tools)
         # With log-probabilities a completion shows every token that was chosen, also the last.
         ends = () if self.plain and self.top_logprobs is not None else end_ids
-        return Reader(speaker, self.stops, ends, self.one_call)
+        return AnswerReader(speaker, self.stops, ends, self.one_call)
 
 
-async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job]) -> Answers:
+async def start_answers(
+    service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
+) -> AnswerStream:
     """Make the job on a thread of its own, and hand its answers to the engine.
 
     Raises Busy, TooLong, UsageError, ApiError.
     """
     loop = asyncio.get_running_loop()
 
-    def prepare(dialogue: Dialogue) -> Answers:
-        answers = Answers(service, served, dialogue, make(dialogue), loop)
+    def prepare(dialogue: Dialogue) -> AnswerStream:
+        answers = AnswerStream(service, record, dialogue, make(dialogue), loop)
         answers.submit()  # which may compile a grammar
         return answers
 
-    return await service.prepare(prepare, served, Answers.cancel)
+    return await service.prepare(prepare, record, AnswerStream.cancel)
 
 
-class Answers:
+class AnswerStream:
     """Answers as they come, of all choices of one request."""
 
     def __init__(
         self,
         service: Service,
-        served: Served,
+        record: RequestRecord,
         dialogue: Dialogue,
         job: Job,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.job, self.dialogue = job, dialogue
-        self.request_id = served.id
-        self.prompt_tokens = served.prompt_tokens = sum(map(len, job.prompts))
-        self._service, self._served, self._loop = service, served, loop
+        self.request_id = record.id
+        self.prompt_tokens = record.prompt_tokens = sum(map(len, job.prompts))
+        self._service, self._record, self._loop = service, record, loop
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
@@ -101,16 +103,18 @@ class Answers:
             raise ApiError(400, f"{self.count} answers at once: at most {most}", param="n")
         ends = tuple(service.engine.end_ids)
         self._readers = [job.reader(dialogue, index, ends) for index in range(self.count)]
-        self._left = self._taken = self._tokens = 0
+        self._unfinished = self._delivered = self._tokens = 0
 
     def submit(self) -> None:
         """Hand all to the engine, or none."""
         try:
             for index in range(self.count):
                 self._tickets.append(
-                    self._service.engine.submit(self._request(index), partial(self._tell, index))
+                    self._service.engine.submit(
+                        self._request(index), partial(self._post_event, index)
+                    )
                 )
-                self._left += 1
+                self._unfinished += 1
         except BaseException:
             self.cancel()
             raise
@@ -128,24 +132,24 @@ class Answers:
             top_logprobs=job.top_logprobs,
             prompt_logprobs=job.prompt_logprobs if index % job.n == 0 else None,
             grammar=job.grammar,
-            timeout_s=self._service.left_s(self._served),
-            name=self._served.id,
+            timeout_s=self._service.left_s(self._record),
+            name=self._record.id,
         )
 
-    def _tell(self, index: int, event: Event) -> None:
+    def _post_event(self, index: int, event: Event) -> None:
         """From the engine's thread."""
         if isinstance(event, Finished):
-            self._service.metrics.finished(event)
+            self._service.metrics.observe_answer(event)
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | End]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerDelta | AnswerEnd]]:
         """(index of the answer, what it says next); raises ApiError where one of them fails."""
-        while self._left:
+        while self._unfinished:
             index, event = await self._next()
             if isinstance(event, PromptTokens):
                 for choice in range(index, index + self.job.n):
-                    yield choice, Delta(prompt=event.tokens)
+                    yield choice, AnswerDelta(prompt=event.tokens)
                 continue
             reader = self._readers[index]
             if isinstance(event, Token):
@@ -161,7 +165,7 @@ class Answers:
             deltas, end = reader.end(event)
             for delta in deltas:
                 yield index, delta
-            self._served.reason = end.reason
+            self._record.reason = end.reason
             yield index, end
 
     async def _next(self) -> tuple[int, Event]:
@@ -169,8 +173,8 @@ class Answers:
 
         The first choice of a prompt scores it for the others, which wait for that.
         """
-        self._taken += 1
-        if self._taken % TURN == 0:
+        self._delivered += 1
+        if self._delivered % TURN == 0:
             await asyncio.sleep(0)
         for place, (index, _) in enumerate(self._early):
             if self._scored[index // self.job.n]:
@@ -184,14 +188,14 @@ class Answers:
             self._early.append((index, event))
 
     def _note(self, finished: Finished) -> None:
-        self._left -= 1
-        self._served.note(finished)
+        self._unfinished -= 1
+        self._record.add_answer(finished)
 
     def _check(self, finished: Finished) -> None:
         """ApiError where an answer ended before its end."""
         if finished.reason == "error":
             error = finished.error or GreenroomError("the engine failed")
-            self._service.log.failed(self._served.id, error)
+            self._service.log.log_failure(self._record.id, error)
             raise as_api_error(error)
         if finished.reason == "timeout":
             raise self._service.too_slow()
@@ -204,12 +208,12 @@ class Answers:
         for ticket in self._tickets:
             ticket.cancel()
 
-    async def leave(self) -> None:
+    async def cancel_and_wait(self) -> None:
         """Cancel, and wait a moment until the engine has let go, so that the log has its counts."""
         self.cancel()
 
         async def drain() -> None:
-            while self._left:
+            while self._unfinished:
                 _, event = self._early.pop() if self._early else await self._events.get()
                 if isinstance(event, Finished):
                     self._note(event)

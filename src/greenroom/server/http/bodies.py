@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from greenroom.config import show_bytes
 from greenroom.json_file import without_strings
 from greenroom.server.engine.requests import Busy
-from greenroom.server.http.errors import GONE, ApiError
+from greenroom.server.http.errors import CLIENT_CLOSED, ApiError
 from greenroom.server.http.params import TAG
-from greenroom.server.http.request_log import Served
+from greenroom.server.http.request_log import RequestRecord
 
 BODY_S = 30.0  # in which a body must be there
 FREE_BYTES = 64 << 10  # of each body, for which there is always room
@@ -34,7 +34,7 @@ MISTAKES = {
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Body], limit: int, room: Room) -> Body:
+async def read(request: Request, model: type[Body], limit: int, room: BodyBudget) -> Body:
     """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else.
 
     It has its place in `room` until the request ends.
@@ -57,7 +57,7 @@ async def read(request: Request, model: type[Body], limit: int, room: Room) -> B
     return await asyncio.to_thread(parse, model, data)
 
 
-async def _collect(request: Request, limit: int, room: Room) -> bytes:
+async def _collect(request: Request, limit: int, room: BodyBudget) -> bytes:
     too_large = ApiError(
         413, f"the body is larger than {show_bytes(limit)} (--max-body)", close=True
     )
@@ -69,14 +69,14 @@ async def _collect(request: Request, limit: int, room: Room) -> bytes:
         async for chunk in request.stream():
             if len(data) + len(chunk) > limit:
                 raise too_large
-            room.take(request.state.served, len(chunk))
+            room.take(request.state.record, len(chunk))
             data += chunk
     except ClientDisconnect:
-        raise ApiError(GONE, "the client hung up") from None
+        raise ApiError(CLIENT_CLOSED, "the client hung up") from None
     return bytes(data)
 
 
-class Room:
+class BodyBudget:
     """The bytes that the bodies of all requests may have together; used by the event loop alone.
 
     What becomes of a body while it is read, checked and prepared takes several times as much.
@@ -85,15 +85,15 @@ class Room:
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
 
-    def take(self, served: Served, nbytes: int) -> None:
+    def take(self, record: RequestRecord, nbytes: int) -> None:
         """For a part of a request's body, until the request ends. Busy where there is none."""
-        before = served.body_bytes
-        served.body_bytes += nbytes
-        nbytes = max(0, served.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
+        before = record.body_bytes
+        record.body_bytes += nbytes
+        nbytes = max(0, record.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
         if nbytes > self._free:
             raise Busy("the requests under way have too large bodies", retry_after_s=1.0)
         self._free -= nbytes
-        served.at_end.append(partial(self._give_back, nbytes))
+        record.at_end.append(partial(self._give_back, nbytes))
 
     def _give_back(self, nbytes: int) -> None:
         self._free += nbytes

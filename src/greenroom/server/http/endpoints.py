@@ -8,17 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from greenroom.server.http.answers import Answers, begin
+from greenroom.server.http.answers import AnswerStream, start_answers
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.routes import body_of, described, served_of
+from greenroom.server.http.routes import openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
-from greenroom.server.http.streams import EventStream, event, told, whole
+from greenroom.server.http.streams import EventStream, end_with_error, event, result_or_disconnect
 
 
 class ResponseBuilder:
     """The answers to a request in the form of an API: parts, and the object they add up to."""
 
-    def __init__(self, service: Service, body: Any, answers: Answers) -> None:
+    def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         self._model, self._body, self._answers = service.name, body, answers
 
     def parts(self) -> AsyncIterator[dict[str, Any]]:
@@ -33,15 +33,15 @@ class ResponseBuilder:
         """A part as it is sent."""
         return event(data, data["type"])
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """What is sent after all parts."""
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """The last event of answers that broke off."""
         raise NotImplementedError
 
-    async def whole(self) -> dict[str, Any]:
+    async def complete_result(self) -> dict[str, Any]:
         async for _ in self.parts():
             pass
         return self.result()
@@ -49,7 +49,7 @@ class ResponseBuilder:
     async def events(self) -> AsyncIterator[bytes]:
         async for data in self.parts():
             yield self.event(data)
-        if closing := self.closing():
+        if closing := self.closing_events():
             yield closing
 
 
@@ -59,14 +59,18 @@ def route(
     """POST `path` with a body of `model`; `name` is what OpenAPI's document calls it."""
     routes = APIRouter()
 
-    @routes.post(path, name=name, openapi_extra=described(model))
+    @routes.post(path, name=name, openapi_extra=openapi_body(model))
     async def answer(request: Request) -> Response:
-        body = await body_of(request, service, model)
-        served = served_of(request)
-        answers = await begin(service, served, body.job)
+        body = await read_body(request, service, model)
+        record = record_of(request)
+        answers = await start_answers(service, record, body.job)
         shown = builder(service, body, answers)
         if not body.stream:
-            return JSONResponse(await whole(request, answers, shown.whole()))
-        return EventStream(told(shown.events(), service, served, shown.failed), answers, served)
+            return JSONResponse(
+                await result_or_disconnect(request, answers, shown.complete_result())
+            )
+        return EventStream(
+            end_with_error(shown.events(), service, record, shown.error_event), answers, record
+        )
 
     return routes

@@ -20,7 +20,7 @@ from greenroom.errors import (
 from greenroom.server.engine.failures import RequestFailed
 from greenroom.server.engine.requests import Busy, NotFinite
 
-GONE = 499  # what servers log where the client hung up
+CLIENT_CLOSED = 499  # what servers log where the client hung up
 ANTHROPIC_PATH = "/v1/messages"
 
 OPENAI = {
@@ -107,7 +107,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log has more")
 
 
-def cause_of(failure: BaseException | None) -> str:
+def failure_cause(failure: BaseException | None) -> str:
     """Why the engine failed, in a few words without names of files."""
     if failure is None:
         return "its thread has ended"

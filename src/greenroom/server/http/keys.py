@@ -12,7 +12,7 @@ from greenroom.errors import UsageError
 VARIABLE = "GREENROOM_API_KEY"
 
 
-def key_of(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
+def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The key in the first line of a file, or that of the environment; None where neither is set.
 
     UsageError where there should be one and is none.

@@ -35,7 +35,7 @@ class Metrics:
         )
         self._registry.register(EngineCollector(engine, model))
 
-    def finished(self, finished: Finished) -> None:
+    def observe_answer(self, finished: Finished) -> None:
         """Count an answer's times. From any thread."""
         self._queued.observe(finished.queued_s)
         if finished.ttft_s is not None:
@@ -80,15 +80,15 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
 
 def _values(stats: dict[str, Any], path: str, label: str) -> list[tuple[list[str], float]]:
     """(labels, value) of what lies at a path: of a number, of each row, or of a table's counts."""
-    found: Any = stats
+    value: Any = stats
     for part in path.split("."):
-        if isinstance(found, list):
-            return [([str(row[label])], row[part]) for row in found]
-        found = found.get(part) if isinstance(found, dict) else None
-    if isinstance(found, dict):
-        numbers = {each: n for each, n in found.items() if type(n) in (int, float)}
-        return [([each], n) for each, n in numbers.items() if each not in NO_COUNTS]
-    return [] if found is None else [([], found)]
+        if isinstance(value, list):
+            return [([str(row[label])], row[part]) for row in value]
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        numbers = {each: n for each, n in value.items() if type(n) in (int, float)}
+        return [([each], n) for each, n in numbers.items() if each not in NOT_COUNTS]
+    return [] if value is None else [([], value)]
 
 
 # (name, text, bounds)
@@ -159,8 +159,8 @@ APPROXIMATION_SETTINGS = (
     "low_hits",
     "joined",
 )
-SHARES = ("low_share", "left_out_share", "substituted_share", "inexact_share")
-OF_BOTH = ("adopted", "host_s", "on_host_share")
-NO_COUNTS = frozenset(
-    {"distance", "accuracy", "goodpred", *APPROXIMATION_SETTINGS, *SHARES, *OF_BOTH}
+SHARE_FIELDS = ("low_share", "left_out_share", "substituted_share", "inexact_share")
+CO_COMPUTE_FIELDS = ("adopted", "host_s", "on_host_share")
+NOT_COUNTS = frozenset(
+    {"distance", "accuracy", "goodpred", *APPROXIMATION_SETTINGS, *SHARE_FIELDS, *CO_COMPUTE_FIELDS}
 )

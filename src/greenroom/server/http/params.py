@@ -36,7 +36,7 @@ CallId = Annotated[str, Field(max_length=256)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """No conversions, no further fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -88,7 +88,7 @@ LogitBias = Annotated[
 ]
 
 
-def text_of(types: tuple[str, ...]) -> Any:
+def text_validator(types: tuple[str, ...]) -> Any:
     """A validator: a string, or a list of parts, of which only text can be read; joined by lines.
 
     `types` are what an API calls a part that is text.
@@ -127,7 +127,7 @@ def text_schema(types: tuple[str, ...]) -> dict[str, Any]:
 
 
 _TEXT = ("text",)
-Text = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
+Text = Annotated[str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
 
 
 def tag(name: str) -> Tag:
@@ -146,7 +146,7 @@ def by_type(default: str | None = None) -> Discriminator:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ToolChoice:
     """Who chooses whether a tool is called: the model (auto), or this request."""
 
     kind: Literal["auto", "none", "required", "named"] = "auto"
@@ -158,30 +158,30 @@ class Choice:
         return self.kind in ("required", "named")
 
 
-def choice_of(named: Any) -> PlainValidator:
+def tool_choice_validator(named: Any) -> PlainValidator:
     """A validator of OpenAI's tool_choice; `named` is how an API names a function."""
     form = Literal["auto", "none", "required"] | named
     known: TypeAdapter[Any] = TypeAdapter(form)
 
-    def chosen(value: Any) -> Choice:
+    def chosen(value: Any) -> ToolChoice:
         try:
             found = known.validate_python(value)
         except ValidationError:
             raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
                              " form of this API") from None  # fmt: skip
         if isinstance(found, str):
-            return Choice(found)  # type: ignore[arg-type]
-        return Choice("named", getattr(found, "function", found).name)
+            return ToolChoice(found)  # type: ignore[arg-type]
+        return ToolChoice("named", getattr(found, "function", found).name)
 
     return PlainValidator(chosen, json_schema_input_type=form)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampled(Strict):
+class SamplingParams(StrictModel):
     """How tokens are chosen; the names are OpenAI's, and those that vLLM and others added."""
 
     temperature: Temperature | None = None
@@ -195,13 +195,13 @@ class Sampled(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def sampling(self) -> Sampling:
-        given = self.model_dump(include=set(Sampled.model_fields), exclude_none=True)
+        given = self.model_dump(include=set(SamplingParams.model_fields), exclude_none=True)
         if "seed" in given:
             given["seed"] %= 1 << 63
         return Sampling(**given)
 
 
-class OpenAI(Sampled):
+class OpenAIRequest(SamplingParams):
     """What OpenAI's APIs share."""
 
     model: Annotated[str, Field(max_length=512)]
@@ -212,7 +212,7 @@ class OpenAI(Sampled):
     service_tier: Literal["auto", "default"] | None = None
 
 
-class Completing(OpenAI):
+class CompletionParams(OpenAIRequest):
     """What both completions share."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -226,7 +226,7 @@ class Completing(OpenAI):
         return self
 
 
-class Conversing(OpenAI):
+class ConversationParams(OpenAIRequest):
     """What chat completions and responses share."""
 
     tools: Any = None
@@ -247,13 +247,13 @@ class Conversing(OpenAI):
         return self
 
 
-class Function(Strict):
+class Function(StrictModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def told(self) -> dict[str, Any]:
+    def template_tool(self) -> dict[str, Any]:
         """As chat templates take it."""
         function = {
             "name": self.name,
@@ -263,7 +263,7 @@ class Function(Strict):
         return {"type": "function", "function": function}
 
 
-class FunctionType(Strict):
+class FunctionType(StrictModel):
     """The type of OpenAI's tools: the only one that there is."""
 
     type: Literal["function"]

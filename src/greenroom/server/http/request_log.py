@@ -18,7 +18,7 @@ QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 
 @dataclass(slots=True)
-class Served:
+class RequestRecord:
     """One request, from its first byte to its last."""
 
     id: str
@@ -34,12 +34,12 @@ class Served:
     at_end: list[Callable[[], object]] = field(default_factory=list)
     error: str | None = None
 
-    def note(self, finished: Finished) -> None:
+    def add_answer(self, finished: Finished) -> None:
         """One of its answers has ended."""
         self.finished.append(finished)
         self.new_tokens += finished.new_tokens
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Nothing of the request is left: give back what it held."""
         while self.at_end:
             self.at_end.pop()()
@@ -95,17 +95,17 @@ class RequestLog:
         self._json = form == "json"
         self._write = write or _to_stderr
 
-    def line(self, served: Served) -> None:
-        if (served.path, served.status) in QUIET:
+    def log_request(self, record: RequestRecord) -> None:
+        if (record.path, record.status) in QUIET:
             return
-        facts = {"time": _now(), **served.facts()}
+        facts = {"time": _now(), **record.facts()}
         self._emit(facts, _text(facts))
 
-    def say(self, message: str) -> None:
+    def log_message(self, message: str) -> None:
         """About the server."""
         self._emit({"time": _now(), "message": message}, message)
 
-    def failed(self, name: str, error: BaseException) -> None:
+    def log_failure(self, name: str, error: BaseException) -> None:
         """An error that clients are told little of: here is all. `name`: a request, or a part."""
         what = "".join(traceback.format_exception(error)).rstrip()
         now = _now()
@@ -115,7 +115,7 @@ class RequestLog:
         self._write(json.dumps(facts) if self._json else text)
 
 
-class Records(logging.Handler):
+class LogForwarder(logging.Handler):
     """What the rest of Greenroom logs, in the same form."""
 
     def __init__(self, log: RequestLog) -> None:
@@ -123,9 +123,9 @@ class Records(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._log.say(f"greenroom: {record.getMessage()}")
+        self._log.log_message(f"greenroom: {record.getMessage()}")
         if record.exc_info and record.exc_info[1] is not None:
-            self._log.failed(record.name, record.exc_info[1])
+            self._log.log_failure(record.name, record.exc_info[1])
 
 
 def _to_stderr(line: str) -> None:

@@ -9,20 +9,20 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from greenroom.server.http import bodies
-from greenroom.server.http.request_log import Served
+from greenroom.server.http.request_log import RequestRecord
 from greenroom.server.http.service import Service
 
 REF = "#/components/schemas/{model}"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def described(model: type[BaseModel]) -> dict[str, Any]:
+def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is a `model`."""
     schema = {"$ref": REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-async def body_of(request: Request, service: Service, model: type[Body]) -> Body:
+async def read_body(request: Request, service: Service, model: type[Body]) -> Body:
     """The checked body of a request for the model that there is."""
     body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
@@ -30,8 +30,8 @@ async def body_of(request: Request, service: Service, model: type[Body]) -> Body
     return body
 
 
-def served_of(request: Request) -> Served:
-    found: Served = request.state.served
+def record_of(request: Request) -> RequestRecord:
+    found: RequestRecord = request.state.record
     return found
 
 

@@ -11,18 +11,18 @@ from typing import TypeVar
 
 from greenroom.config import Amount, ServeConfig
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.server.engine.failures import contained
+from greenroom.server.engine.failures import contain_errors
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import Busy
 from greenroom.server.engine.start import BODIES
-from greenroom.server.http.bodies import Room
+from greenroom.server.http.bodies import BodyBudget
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.metrics import Metrics
-from greenroom.server.http.request_log import RequestLog, Served
+from greenroom.server.http.request_log import RequestLog, RequestRecord
 
 WORKERS = 2  # threads that render templates and tokenise, for small requests
 SMALL_BYTES = 32 << 10  # of a body; larger ones have a thread of their own, and wait for each other
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Service:
@@ -43,7 +43,7 @@ class Service:
         nbytes = Amount.parse(config.max_body, "--max-body").nbytes
         assert nbytes is not None  # ServeConfig has checked it
         self.max_body = nbytes
-        self.bodies = Room(BODIES * nbytes)
+        self.bodies = BodyBudget(BODIES * nbytes)
         self.most_answers = config.max_batch + config.max_queue
         self._workers = ThreadPoolExecutor(WORKERS, "greenroom-prompts")
         self._large = ThreadPoolExecutor(1, "greenroom-large-prompts")
@@ -63,10 +63,10 @@ class Service:
 
     async def prepare(
         self,
-        make: Callable[[Dialogue], Made],
-        served: Served,
-        forget: Callable[[Made], object] = lambda made: None,
-    ) -> Made:
+        make: Callable[[Dialogue], Result],
+        record: RequestRecord,
+        discard: Callable[[Result], object] = lambda result: None,
+    ) -> Result:
         """Run `make` on a thread for prompts. Busy where too many wait for one, 503 while loading,
         504 where the time of the request is over first.
 
@@ -77,14 +77,14 @@ class Service:
         if self._preparing >= self.most_answers:
             raise Busy("too many requests wait to be read", retry_after_s=1.0)
         self._preparing += 1
-        large = served.body_bytes > SMALL_BYTES
+        large = record.body_bytes > SMALL_BYTES
         future = (self._large if large else self._workers).submit(self._contained, make)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self.left_s(served))
+            return await asyncio.wait_for(asyncio.wrap_future(future), self.left_s(record))
         except BaseException as error:
             if not future.cancel():
                 future.add_done_callback(
-                    lambda late: None if late.exception() else forget(late.result())
+                    lambda late: None if late.exception() else discard(late.result())
                 )
             if isinstance(error, asyncio.TimeoutError | TimeoutError):
                 raise self.too_slow() from None
@@ -92,15 +92,15 @@ class Service:
         finally:
             self._preparing -= 1
 
-    def left_s(self, served: Served) -> float:
+    def left_s(self, record: RequestRecord) -> float:
         """Seconds that the answer to a request may still take."""
-        return max(0.001, served.began + self.config.timeout - time.monotonic())
+        return max(0.001, record.began + self.config.timeout - time.monotonic())
 
     def too_slow(self) -> ApiError:
         return ApiError(504, f"the answer took longer than {self.config.timeout:g} seconds")
 
-    def _contained(self, make: Callable[[Dialogue], Made]) -> Made:
-        with contained():
+    def _contained(self, make: Callable[[Dialogue], Result]) -> Result:
+        with contain_errors():
             return make(self.dialogue())
         raise AssertionError  # for mypy: `contained` raises
 

@@ -14,16 +14,16 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from greenroom.errors import GreenroomError
-from greenroom.server.engine.failures import contained
-from greenroom.server.http.answers import Answers
-from greenroom.server.http.errors import GONE, ApiError, as_api_error
-from greenroom.server.http.request_log import Served
+from greenroom.server.engine.failures import contain_errors
+from greenroom.server.http.answers import AnswerStream
+from greenroom.server.http.errors import CLIENT_CLOSED, ApiError, as_api_error
+from greenroom.server.http.request_log import RequestRecord
 from greenroom.server.http.service import Service
 
 BEAT_S = 15.0  # of silence, after which a comment shows that we are there
 BEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
-Whole = TypeVar("Whole")
+Result = TypeVar("Result")
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -33,27 +33,29 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {text}\n\n".encode()
 
 
-async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Whole]) -> Whole:
+async def result_or_disconnect(
+    request: Request, answers: AnswerStream, work: Coroutine[Any, Any, Result]
+) -> Result:
     """The result of `work`; ApiError 499, which nobody reads, where the client hangs up first."""
     working = asyncio.ensure_future(_contained(work))
-    gone = asyncio.ensure_future(hung_up(request.receive))
+    disconnected = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ApiError(GONE, "the client hung up")
+        raise ApiError(CLIENT_CLOSED, "the client hung up")
     finally:
-        await _drop(working, gone)
-        await answers.leave()
+        await _drop(working, disconnected)
+        await answers.cancel_and_wait()
 
 
-async def _contained(work: Coroutine[Any, Any, Whole]) -> Whole:
-    with contained():
+async def _contained(work: Coroutine[Any, Any, Result]) -> Result:
+    with contain_errors():
         return await work
     raise AssertionError  # for mypy: `contained` raises
 
 
-async def hung_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Returns when the client has."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -67,32 +69,34 @@ async def _drop(*tasks: asyncio.Future[Any]) -> None:
             await task
 
 
-async def told(
+async def end_with_error(
     events: AsyncIterator[bytes],
     service: Service,
-    served: Served,
+    record: RequestRecord,
     say: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
     """Events to their end; where they fail, the last one says so in the API's own form."""
     broken: list[GreenroomError] = []
-    with contained(broken.append):
+    with contain_errors(broken.append):
         async for data in events:
             yield data
     for error in broken:
-        known = as_api_error(error)
+        api_error = as_api_error(error)
         if not isinstance(error, ApiError):
-            service.log.failed(served.id, error)
-        served.status, served.error = known.status, str(known)
-        yield say(known)
+            service.log.log_failure(record.id, error)
+        record.status, record.error = api_error.status, str(api_error)
+        yield say(api_error)
 
 
 class EventStream(StreamingResponse):
     """Sends events as they come. Whatever way it ends, the answers are let go."""
 
-    def __init__(self, events: AsyncIterator[bytes], answers: Answers, served: Served) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], answers: AnswerStream, record: RequestRecord
+    ) -> None:
         headers = {"cache-control": "no-cache"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._answers, self._served = answers, served
+        self._answers, self._record = answers, record
         self._last, self._complete = 0.0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,8 +104,8 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if not self._complete:
-                self._served.status = GONE
-            await self._answers.leave()
+                self._record.status = CLIENT_CLOSED
+            await self._answers.cancel_and_wait()
 
     async def stream_response(self, send: Send) -> None:
         async def sending(message: Message) -> None:

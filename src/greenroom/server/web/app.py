@@ -22,20 +22,26 @@ from greenroom.server.api import chat, completions, messages, operations, respon
 from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.routes import REF
 from greenroom.server.http.service import Service
-from greenroom.server.web.middleware import Gate, KeyCheck, Noted, head_error, response
+from greenroom.server.web.middleware import (
+    CheckMiddleware,
+    KeyCheck,
+    LoggingMiddleware,
+    head_error,
+    response,
+)
 
 APIS = (chat, completions, responses, messages, operations)
 
 
 def create_app(service: Service) -> ASGIApp:
     """Everything that a client can reach, behind the key, ids and the log."""
-    app: ASGIApp = Gate(api(service), KeyCheck(service.key, service.config.host))
+    app: ASGIApp = CheckMiddleware(api(service), KeyCheck(service.key, service.config.host))
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    return Noted(Gate(app, head_error), service.log)
+    return LoggingMiddleware(CheckMiddleware(app, head_error), service.log)
 
 
 def api(service: Service) -> FastAPI:
@@ -66,7 +72,7 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
         error = ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
     found = as_api_error(error)
     if found.status >= 500 and found is not error and isinstance(error, GreenroomError):
-        request.app.state.log.failed(request.state.served.id, error)
+        request.app.state.log.log_failure(request.state.record.id, error)
     return response(found, request.scope)
 
 

@@ -22,7 +22,7 @@ IDLE_S = 75  # between the requests of one connection
 BEYOND_S = 5.0  # after the grace period, for answers to be told that they end
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """A socket that listens. UsageError where that cannot be, in words."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -39,7 +39,7 @@ def _why(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
-def address(sock: socket.socket) -> str:
+def url_of(sock: socket.socket) -> str:
     """The URL that a client on this machine can use."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
                 signal.signal(ended, each)
 
 
-def server(service: Service) -> Server:
+def make_server(service: Service) -> Server:
     """A server that is not yet run."""
     config = uvicorn.Config(
         create_app(service),
@@ -105,7 +105,7 @@ def server(service: Service) -> Server:
 def serve(service: Service, sock: socket.socket, each_tick: Callable[[], None]) -> None:
     """Serve until a signal comes. `each_tick` is called ten times a second; what it raises ends
     the server, and is raised from here."""
-    running = server(service)
+    running = make_server(service)
     raised: list[BaseException] = []
 
     async def tick(counter: int) -> bool:

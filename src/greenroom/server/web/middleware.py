@@ -16,14 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.keys import is_loopback
-from greenroom.server.http.request_log import RequestLog, Served
+from greenroom.server.http.request_log import RequestLog, RequestRecord
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s/@]+)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
 MOST_FIELDS = 100  # headers of a request
 OPEN = ("/health",)  # for those who watch over processes
 
 
-class Noted:
+class LoggingMiddleware:
     """Gives every request an id of the server's own and a line in the log; nothing gets past it."""
 
     def __init__(self, app: ASGIApp, log: RequestLog) -> None:
@@ -34,15 +34,15 @@ class Noted:
             await self._app(scope, receive, send)
             return
         path = quote(scope["path"])[:200]
-        served = Served(f"req_{secrets.token_hex(8)}", scope["method"], path)
-        scope.setdefault("state", {})["served"] = served
+        record = RequestRecord(f"req_{secrets.token_hex(8)}", scope["method"], path)
+        scope.setdefault("state", {})["record"] = record
         begun = False
 
         async def sending(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
-                begun, served.status = True, message["status"]
-                name = served.id.encode()
+                begun, record.status = True, message["status"]
+                name = record.id.encode()
                 ids = [(b"x-request-id", name), (b"request-id", name)]
                 message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
@@ -50,17 +50,17 @@ class Noted:
         try:
             await self._app(scope, receive, sending)
         except Exception as error:
-            self._log.failed(served.id, error)
+            self._log.log_failure(record.id, error)
             if not begun:
                 failed = ApiError(500, "the server failed; its log has more")
                 await answer(failed, scope, receive, sending)
-            served.status = 500
+            record.status = 500
         finally:
-            served.end()
-            self._log.line(served)
+            record.release()
+            self._log.log_request(record)
 
 
-class Gate:
+class CheckMiddleware:
     """Answers a request with the error that `check` finds in its head, if any."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> None:
@@ -143,6 +143,6 @@ async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:
     """An error in the format of the API that was called, noted for the log."""
-    served: Served = scope["state"]["served"]
-    served.error = str(error)
-    return JSONResponse(error.body(scope["path"], served.id), error.status, error.headers)
+    record: RequestRecord = scope["state"]["record"]
+    record.error = str(error)
+    return JSONResponse(error.body(scope["path"], record.id), error.status, error.headers)

@@ -88,7 +88,7 @@ def test_a_header_that_is_none(folder: Path, text: str) -> None:
 
 def test_data_of_another_pack(folder: Path) -> None:
     shutil.copy(packed("int4") / DATA, folder / DATA)
-    with pytest.raises(CheckpointError, match="is not the data of this pack"):
+    with pytest.raises(CheckpointError, match="belongs to another pack than"):
         open_checkpoint(folder)
 
 

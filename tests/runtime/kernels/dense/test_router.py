@@ -75,7 +75,7 @@ def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
     assert same >= 250  # or change the weights of all
     # Where the last one that is chosen and the next are equal.
     assert len(by_torch) <= (0 if ours.knows_ties else 60)
-    assert ours.knows_ties == ties.known(len(module.weight), ids.shape[1])
+    assert ours.knows_ties == ties.is_supported(len(module.weight), ids.shape[1])
 
 
 def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch.Tensor:
@@ -87,7 +87,7 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
 def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     """Where it is open who is the last. The products are exact here, so they are torch's."""
     if not compiled:
-        monkeypatch.setattr(ties, "known", lambda number, top_k: False)
+        monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
     module = made(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.knows_ties == compiled
@@ -119,7 +119,7 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
             asked = RouterCall(ours, 0)
             asked.products.copy_(torch.randint(values, asked.products.shape) / 8)
             sequence.run(asked.stages[1:])
-            assert asked._words[choice.S_FOUND] == top_k
+            assert asked._words[choice.S_CHOSEN] == top_k
             _, wanted = asked.products.float().softmax(-1).topk(top_k)
             last, following = asked.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
             if last != following:  # then it is only a question of their order
@@ -140,8 +140,8 @@ def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
     assert not CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
     assert list(router._TIES.values()) == [False]
     monkeypatch.undo()
-    assert not ties.known(512, 8)  # torch keeps a heap
-    assert not ties.known(64, 18)  # and its sort of so many is no insertion
+    assert not ties.is_supported(512, 8)  # torch keeps a heap
+    assert not ties.is_supported(64, 18)  # and its sort of so many is no insertion
 
 
 class Biased(Qwen3MoeTopKRouter):

@@ -74,14 +74,17 @@ def test_as_near_to_eager_as_grouped_mm(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4", "muse_spark"])
-def test_waves_order_and_slots_do_not_change_a_bit(family):
+def test_groups_order_and_slots_do_not_change_a_bit(family):
     layer, places = layer_of(small(family))
     for case in (some(1, seed=3), many(seed=3)) if family == "qwen3_moe" else (some(1, seed=3),):
         want = compute(TritonKernel(), layer, places, *case)
         count = len(case[1].unique())
-        for seed, waves in ((1, [[i] for i in range(count)][::-1]), (2, [[0], [*range(1, count)]])):
+        for seed, groups in (
+            (1, [[i] for i in range(count)][::-1]),
+            (2, [[0], [*range(1, count)]]),
+        ):
             other, slots = layer_of(small(family), seed=seed)
-            assert torch.equal(compute(TritonKernel(), other, slots, *case, waves=waves), want)
+            assert torch.equal(compute(TritonKernel(), other, slots, *case, groups=groups), want)
 
 
 def test_weights_of_a_token_may_be_of_another_type():
@@ -214,7 +217,7 @@ def test_the_kernel_has_a_name():
     assert make_kernel("triton").name == "triton"
 
 
-def test_a_wave_s_words_say_where_everything_is():
+def test_a_group_s_words_say_where_everything_is():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
     step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)

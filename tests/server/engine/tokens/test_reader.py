@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from greenroom.hf.text.dialogue import ReplyPart, ToolCall
 from greenroom.server.engine.requests import Finished, Token
-from greenroom.server.engine.tokens.reader import Reader, Stops
+from greenroom.server.engine.tokens.reader import AnswerReader, StopMatcher
 
 ENDED = Finished("stop", 3, 0, 5, 0.0, 0.1, 0.2, None)
 texts = st.text("ab<|>\n", max_size=12)
@@ -26,7 +26,7 @@ class Scripted:
         return []
 
 
-def read(reader: Reader, count: int) -> str:
+def read(reader: AnswerReader, count: int) -> str:
     shown = ""
     for i in range(count):
         shown += "".join(delta.text for delta in reader.feed(Token(i)))
@@ -39,7 +39,7 @@ def read(reader: Reader, count: int) -> str:
 def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
     parts: list[str], stops: list[str]
 ) -> None:
-    found, shown, hit = Stops(stops), "", None
+    found, shown, hit = StopMatcher(stops), "", None
     for part in parts:
         text, hit = found.feed(part)
         shown += text
@@ -58,12 +58,12 @@ def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
 
 
 def test_the_first_of_two_stop_strings_wins() -> None:
-    assert Stops(["cd", "bc"]).feed("abcd") == ("a", "bc")
-    assert Stops(["bc", "bcd"]).feed("abcd") == ("a", "bcd")
+    assert StopMatcher(["cd", "bc"]).feed("abcd") == ("a", "bc")
+    assert StopMatcher(["bc", "bcd"]).feed("abcd") == ("a", "bcd")
 
 
 def test_text_is_held_back_only_while_it_can_become_a_stop_string() -> None:
-    stops = Stops(["END"])
+    stops = StopMatcher(["END"])
     assert stops.feed("a E") == ("a ", None)
     assert stops.feed("N") == ("", None)
     assert stops.feed("O") == ("ENO", None)
@@ -72,7 +72,7 @@ def test_text_is_held_back_only_while_it_can_become_a_stop_string() -> None:
 
 
 def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
-    reader = Reader(
+    reader = AnswerReader(
         Scripted(ReplyPart("one "), ReplyPart("tw"), ReplyPart("o STO"), ReplyPart("P more")),
         ["STOP"],
     )
@@ -87,13 +87,13 @@ def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    reader = Reader(Scripted(ReplyPart("fine ST")), ["STOP"])
+    reader = AnswerReader(Scripted(ReplyPart("fine ST")), ["STOP"])
     assert read(reader, 1) == "fine ST"
 
 
 def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
     call = ToolCall("look", "{}")
-    reader = Reader(Scripted(ReplyPart(reasoning="hm"), ReplyPart(call=call), ReplyPart("x")))
+    reader = AnswerReader(Scripted(ReplyPart(reasoning="hm"), ReplyPart(call=call), ReplyPart("x")))
     deltas = [delta for i in range(3) for delta in reader.feed(Token(i))]
     assert [delta.call for delta in deltas if delta.call] == [call]
     _, end = reader.end(ENDED)
@@ -102,19 +102,19 @@ def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
 
 def test_one_call_is_enough_where_only_one_is_wanted() -> None:
     calls = [ReplyPart(call=ToolCall(name, "{}")) for name in "ab"]
-    reader = Reader(Scripted(*calls), one_call=True)
+    reader = AnswerReader(Scripted(*calls), one_call=True)
     found = [delta.call for i in range(2) for delta in reader.feed(Token(i)) if delta.call]
     assert [call.name for call in found] == ["a"]
     assert reader.stopped
 
 
 def test_a_cut_answer_with_a_call_says_that_it_was_cut() -> None:
-    reader = Reader(Scripted(ReplyPart(call=ToolCall("a", "{}"))))
+    reader = AnswerReader(Scripted(ReplyPart(call=ToolCall("a", "{}"))))
     reader.feed(Token(0))
     assert reader.end(Finished("length", 3, 0, 5, 0.0, 0.1, 0.2, None))[1].reason == "length"
 
 
 def test_the_token_that_ends_an_answer_has_no_logprob_to_show() -> None:
-    reader = Reader(Scripted(ReplyPart("a"), ReplyPart()), end_ids=(1,))
+    reader = AnswerReader(Scripted(ReplyPart("a"), ReplyPart()), end_ids=(1,))
     deltas = reader.feed(Token(0)) + reader.feed(Token(1)) + reader.end(ENDED)[0]
     assert [token.id for delta in deltas for token in delta.tokens] == [0]

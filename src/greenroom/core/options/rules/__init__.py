@@ -1,1 +1,1 @@
-"""Rules by which options decide, each without knowledge of slots and transfers."""
+"""Rules by which options decide; they know no slots and no transfers."""

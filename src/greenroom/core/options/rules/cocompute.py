@@ -1,10 +1,10 @@
-"""Co-compute: the host's processor computes some misses where their bytes lie.
+"""Co-compute: the host's processor computes some misses where their bytes are.
 
-A step's misses are shared out between their devices and the host (see `rules.processors`), by what
-is queued for each link and processor and by how long things take (see `rules.rates`). What the host
-computes gets no slot on a device and moves nothing: it is read in its slot of host memory, first
-from the store where it is not there. What it has computed of a token is promoted to its device
-while the link is idle.
+The misses of a step are divided between their devices and the host (see `rules.processors`), by
+what is queued for each link and processor and by their rates (see `rules.rates`). An expert that
+the host computes gets no slot on a device and is not moved: it is read in its slot of host memory,
+after a read from the store where it is not there. The experts that the host computed for a token
+are promoted to their devices while the link is idle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from greenroom.core.events import HOST, Routed
 from greenroom.core.options.rules.processors import Miss, Queues, assign
 from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.rates import Rates
-from greenroom.core.plan import EXACT, Candidate, Group, Option, Plan, View
+from greenroom.core.plan import EXACT, ComputedGroup, Option, Plan, PromotionCandidate, View
 
 
 class CoCompute(Option):
-    """Plans the place of misses by measured rates."""
+    """An option that plans the processor of each miss by measured rates."""
 
     uses_host = True
 
@@ -29,14 +29,14 @@ class CoCompute(Option):
         self._promotions = PromotionQueue()
 
     def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
-        if event.moved:
+        if event.device_only:
             return plan
         misses, queues = self._misses(event, plan, view)
         if not misses:
             return plan
         rows = assign(misses, queues)
         if not rows:
-            self.rates.unused()
+            self.rates.host_unused()
             return plan
         plan = plan or Plan.of(event, view.pieces)
         plan.place[rows] = HOST
@@ -45,33 +45,33 @@ class CoCompute(Option):
         return plan
 
     def _misses(self, event: Routed, plan: Plan | None, view: View) -> tuple[list[Miss], Queues]:
-        """A step's misses, and what links and processors have to do before them."""
+        """The misses of a step, and the queues of links and processors before them."""
         tokens = [1] * event.experts.size if event.rows is None else event.rows.tolist()
         resident, experts = view.resident(event.experts).tolist(), event.experts.tolist()
-        homes = view.pieces.home_device[event.experts].tolist()
-        alike: dict[tuple[int, bool, int], Miss] = {}  # of a token's experts all are alike
-        misses, queues, own = [], Queues.empty(view.pieces.devices), []
+        devices = view.pieces.home_device[event.experts].tolist()
+        by_kind: dict[tuple[int, bool, int], Miss] = {}  # tokens, in host memory, device
+        misses, queues, moving = [], Queues.empty(view.pieces.devices), []
         nbytes = int(view.pieces.nbytes[experts[0]])
-        for row, (expert, home) in enumerate(zip(experts, homes, strict=True)):
+        for row, (expert, device) in enumerate(zip(experts, devices, strict=True)):
             if plan is not None and (plan.form[row] != EXACT or plan.weights[row] != expert):
                 continue
             borrowed, flight = view.borrowed(expert), view.in_flight(expert)
             if borrowed and flight is not None:
-                own.append(expert)
-            there = resident[row] or borrowed
-            kind = tokens[row], there or view.in_host(expert), home
-            if kind not in alike:
-                alike[kind] = self.rates.miss(row, tokens[row], nbytes, *kind[1:])
-            if there:
-                queues.devices[home] += alike[kind].there
+                moving.append(expert)
+            on_device = resident[row] or borrowed
+            kind = tokens[row], on_device or view.in_host(expert), device
+            if kind not in by_kind:
+                by_kind[kind] = self.rates.miss(row, tokens[row], nbytes, *kind[1:])
+            if on_device:
+                queues.devices[device] += by_kind[kind].on_device
             elif flight is None:
-                misses.append(alike[kind]._replace(request=row))
-        self._add_backlog(queues, own, view)
+                misses.append(by_kind[kind]._replace(request=row))
+        self._add_backlog(queues, moving, view)
         return misses, queues
 
-    def _add_backlog(self, queues: Queues, own: Sequence[int], view: View) -> None:
+    def _add_backlog(self, queues: Queues, moving: Sequence[int], view: View) -> None:
         pieces = view.pieces
-        for link, piece, chunks in view.backlog(own):
+        for link, piece, chunks in view.backlog(moving):
             nbytes = chunks * float(pieces.nbytes[piece] / pieces.chunks[piece])
             seconds = self.rates.link(link, nbytes)
             if link:
@@ -79,24 +79,24 @@ class CoCompute(Option):
             else:
                 queues.store += seconds
 
-    # ---- what is measured, and what is promoted
+    # ---- measurements and promotion
 
     def calibrated(self, costs: Costs) -> None:
-        self.rates.known(costs)
+        self.rates.set_costs(costs)
 
     def started(self, link: int, lane: int, now: float) -> None:
-        self.rates.starts(link, lane, now)
+        self.rates.chunk_started(link, lane, now)
 
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
-        self.rates.lands(link, lane, nbytes, now)
+        self.rates.chunk_landed(link, lane, nbytes, now)
 
-    def computed(self, group: Group, seconds: float, view: View) -> None:
+    def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         nbytes = int(view.pieces.nbytes[group.experts[0]])
         self.rates.computed(group.device, group.tokens, nbytes, seconds)
         if group.device == HOST and not group.prefill:
             self._promotions.add(group.layer, group.experts, view.promotions())
 
-    def candidates(self, view: View) -> Sequence[Candidate]:
+    def candidates(self, view: View) -> Sequence[PromotionCandidate]:
         return self._promotions.latest()
 
     def dismiss(self, expert: int) -> None:

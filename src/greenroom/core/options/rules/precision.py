@@ -21,7 +21,16 @@ from greenroom.core.events import Routed
 from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.substitutes import Substitutes
 from greenroom.core.pieces import Pieces
-from greenroom.core.plan import EXACT, LOW, SKIP, Candidate, Group, Option, Plan, View
+from greenroom.core.plan import (
+    EXACT,
+    LOW,
+    SKIP,
+    ComputedGroup,
+    Option,
+    Plan,
+    PromotionCandidate,
+    View,
+)
 
 
 def precision(at: Approximation, pieces: Pieces) -> Precision:
@@ -86,11 +95,11 @@ class Precision(Option):
 class PromotingPrecision(Precision):
     """The precision option with promotion: exact experts are fetched after their copies."""
 
-    def computed(self, group: Group, seconds: float, view: View) -> None:
+    def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         if group.form == LOW and not group.prefill:
             self._promotions.add(group.layer, group.experts, view.promotions())
 
-    def candidates(self, view: View) -> Sequence[Candidate]:
+    def candidates(self, view: View) -> Sequence[PromotionCandidate]:
         return self._promotions.latest()
 
     def dismiss(self, expert: int) -> None:

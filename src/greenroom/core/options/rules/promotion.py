@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from greenroom.core.plan import Candidate
+from greenroom.core.plan import PromotionCandidate
 
 
 class PromotionQueue:
@@ -31,6 +31,8 @@ class PromotionQueue:
         """Remove an expert, which needs no promotion now."""
         self._layers.pop(expert, None)
 
-    def latest(self) -> list[Candidate]:
+    def latest(self) -> list[PromotionCandidate]:
         """The experts to promote, those computed last first."""
-        return [Candidate(expert, layer) for expert, layer in reversed(self._layers.items())]
+        return [
+            PromotionCandidate(expert, layer) for expert, layer in reversed(self._layers.items())
+        ]

@@ -1,9 +1,9 @@
-"""How long a piece takes on each link and processor: what is known beforehand, corrected by what is
-seen while it runs. Seconds and bytes.
+"""Rates of links and processors: a cost model, corrected by measurements while the model runs.
 
-Beforehand it is a cost model: a machine's profile, or what was measured when the model was loaded.
-Each link and processor has a correction, a moving average of seen over expected. That of the host's
-processor fades while it is not used: one bad moment must not rule it out for good.
+Seconds and bytes. The cost model is a machine's profile, or what was measured when the model was
+loaded. Each link and processor has a correction: a moving average of measured over expected times.
+The correction of the host's processor fades while it is not used: one slow moment must not rule it
+out for good.
 """
 
 from __future__ import annotations
@@ -15,95 +15,93 @@ from greenroom.core.events import HOST
 from greenroom.core.options.rules.processors import Miss
 from greenroom.errors import UsageError
 
-KEEP = 0.9  # what a correction keeps at each sample: about the last ten count
-LEAP = 4.0  # times the correction: a sample beyond that counts as that, a hiccup is no rule
-FADE = 0.99  # what is left of a correction at each step that does not use the processor
+DECAY = 0.9  # of a correction at each sample: about the last ten count
+LIMIT = 4.0  # samples are clipped to this factor of the correction, against outliers
+FADE = 0.99  # of a correction at each step that does not use the processor
 
 
 class Correction:
-    """Seen over expected, averaged."""
+    """A moving average of measured over expected times."""
 
     def __init__(self) -> None:
         self.value = 1.0
 
-    def saw(self, expected: float, seconds: float) -> None:
-        """Something took `seconds`."""
+    def add(self, expected: float, seconds: float) -> None:
+        """Add a sample that took `seconds` instead of `expected`."""
         if expected > 0 and seconds > 0:
-            ratio = min(max(seconds / expected, self.value / LEAP), self.value * LEAP)
-            self.value = KEEP * self.value + (1 - KEEP) * ratio
+            ratio = min(max(seconds / expected, self.value / LIMIT), self.value * LIMIT)
+            self.value = DECAY * self.value + (1 - DECAY) * ratio
 
     def fade(self) -> None:
-        """Nothing was seen: it may be what was known beforehand again."""
+        """Move towards 1, the cost model's own value, at a step without a sample."""
         self.value = 1 + FADE * (self.value - 1)
 
 
 class Rates:
-    """Of a chain of two links, from the store to host memory to each of several devices, the
-    devices, and the host's processor.
+    """Rates of links (store to host memory to devices), of devices and of the host.
 
-    `costs.host` says what an expert of `expert_bytes` takes there; UsageError without it. Where it
-    does not `learn`, what was known beforehand stays.
+    `costs.host` are the times of an expert of `expert_bytes` on the host; UsageError without them.
+    `learn`: whether measurements correct the cost model.
     """
 
     def __init__(
         self, costs: Costs, expert_bytes: int, devices: int = 1, learn: bool = True
     ) -> None:
-        self.known(costs)
+        self.set_costs(costs)
         self._bytes, self._learn = expert_bytes, learn
         self._links = [Correction() for _ in range(1 + devices)]
         self._processors = {device: Correction() for device in (HOST, *range(devices))}
         self._began: dict[tuple[int, int], float] = {}  # chunks on (link, lane)
         self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
 
-    def known(self, costs: Costs) -> None:
-        """Another cost model is known beforehand, from here on; corrections are of what is."""
+    def set_costs(self, costs: Costs) -> None:
+        """Replace the cost model; corrections stay."""
         if costs.host is None or len(costs.links) != 2:
             raise UsageError(
-                "co-compute shares misses out between a device and the host's processor: it needs a"
-                " way from disk to host to device, and the speed of both"
+                "co-compute divides misses between a device and the host's processor: it needs"
+                " links from disk to host to device, and the measured speed of both processors"
             )
         self._costs, self._host = costs, costs.host
 
-    # ---- what something takes
+    # ---- expected times
 
     def link(self, link: int, nbytes: float) -> float:
-        """Seconds that a link is busy with so many bytes; 0 is the one from the store."""
-        known = self._costs.links[min(link, 1)]
-        return self._links[link].value * nbytes / known.bandwidth
+        """Seconds for `nbytes` on a link; link 0 begins at the store."""
+        return self._links[link].value * nbytes / self._costs.links[min(link, 1)].bandwidth
 
     def processor(self, device: int, rows: Iterable[int], nbytes: int) -> float:
-        """Seconds for experts of so many bytes, each with so many tokens."""
+        """Seconds for experts of `nbytes` each, with `rows` tokens."""
         return self._processors[device].value * self._expected(device, rows, nbytes)
 
-    def miss(self, request: int, rows: int, nbytes: int, kept: bool, device: int) -> Miss:
-        """A request of so many tokens for an expert of so many bytes, in host memory or not."""
-        read = 0.0 if kept else self.link(0, nbytes)
-        there, here = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
-        return Miss(request, rows, read, self.link(1 + device, nbytes), there, here, device)
+    def miss(self, request: int, rows: int, nbytes: int, in_host: bool, device: int) -> Miss:
+        """A miss of `rows` tokens for an expert of `nbytes`, with its expected times."""
+        read = 0.0 if in_host else self.link(0, nbytes)
+        on_device, on_host = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
+        return Miss(request, rows, read, self.link(1 + device, nbytes), on_device, on_host, device)
 
     def _expected(self, device: int, rows: Iterable[int], nbytes: int) -> float:
         work = self._host if device == HOST else self._costs.expert
         return sum(work.seconds(n) for n in rows) * nbytes / self._bytes
 
-    # ---- what is seen
+    # ---- measurements
 
-    def starts(self, link: int, lane: int, now: float) -> None:
-        """A lane gets a chunk."""
+    def chunk_started(self, link: int, lane: int, now: float) -> None:
+        """Note that a lane began a chunk."""
         self._began[link, lane] = now
 
-    def lands(self, link: int, lane: int, nbytes: float, now: float) -> None:
-        """A lane has delivered its chunk: since it began, or since the chunk before it."""
+    def chunk_landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
+        """Add a sample of a chunk: its time since it began, or since the chunk before it."""
         since = max(self._began.pop((link, lane)), self._landed[link])
         self._landed[link] = now
         if self._learn:
-            known = self._costs.links[min(link, 1)]
-            self._links[link].saw(nbytes / known.bandwidth, now - since)
+            bandwidth = self._costs.links[min(link, 1)].bandwidth
+            self._links[link].add(nbytes / bandwidth, now - since)
 
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
-        """A wave of these experts took so long."""
+        """Add a sample of a group of experts that was computed in `seconds`."""
         if self._learn:
-            self._processors[device].saw(self._expected(device, rows, nbytes), seconds)
+            self._processors[device].add(self._expected(device, rows, nbytes), seconds)
 
-    def unused(self) -> None:
-        """A step leaves nothing to the host's processor."""
+    def host_unused(self) -> None:
+        """Fade the host's correction after a step that leaves it nothing."""
         self._processors[HOST].fade()

@@ -1,1 +1,1 @@
-"""What adapters are made of."""
+"""Code that several adapters share."""

@@ -1,8 +1,8 @@
-"""The socket: what an experts module must look like for an implementation to compute it.
+"""The experts interface: the attributes and shapes that an experts implementation relies on.
 
-transformers' decorator `use_experts_implementation` makes one of a class. A class that is not
-decorated gets an adapter, which gives its modules this form: on the meta device, before any weight
-is loaded, and by transformers' own decorator, so that "eager" and "grouped_mm" work there too.
+transformers gives it to a class by the decorator `use_experts_implementation`. For a class without
+the decorator an adapter replaces or changes the modules, on the meta device, before any weight is
+loaded. Adapters use the same decorator, so "eager" and "grouped_mm" work on these modules too.
 """
 
 from __future__ import annotations
@@ -36,51 +36,50 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """How an architecture is given the form of the socket.
+    """The changes that give an architecture's modules the experts interface.
 
     block:       the name of transformers' class whose modules are changed, if any
-    adapt:       changes one of them, in place; UnsupportedModel where its config asks for what is
-                 not served
-    special:     what a user should know, in a few words
-    conversions: from transformers' list of weight conversions to what is left of it
-    added:       conversions of what was changed, after all others
-    unused:      says of a tensor's name whether the changed model has no use for it
-    warning:     said when such a model is loaded
-    part:        where a config of several models has that of the one that is served
-    names:       how the names of that one's tensors differ there: (pattern, replacement)
+    adapt:       changes one such module in place; raises UnsupportedModel for a config that is not
+                 served
+    special:     a remark for the user, in a few words
+    transforms:  filters or extends transformers' list of weight transforms
+    added:       weight transforms for the changed modules, after all others
+    is_unused:   tells by a tensor's name that the changed model does not need the tensor
+    warning:     a text that is logged when such a model is loaded
+    config_part: the attribute of a composite config that holds the served model's config
+    renames:     (pattern, replacement) from tensor names of the composite model to the served one's
     """
 
     block: str = ""
     adapt: Callable[[nn.Module, PreTrainedModel], None] = lambda module, model: None
     special: str = ""
-    conversions: Callable[[list[WeightTransform]], list[WeightTransform]] = list
+    transforms: Callable[[list[WeightTransform]], list[WeightTransform]] = list
     added: tuple[WeightTransform, ...] = ()
-    unused: Callable[[str, PreTrainedModel], bool] = lambda name, model: False
+    is_unused: Callable[[str, PreTrainedModel], bool] = lambda name, model: False
     warning: str = ""
-    part: str = ""
-    names: tuple[tuple[str, str], ...] = ()
+    config_part: str = ""
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 def merge_experts(
     target: str, *sources: str, then: Sequence[ConversionOps] = ()
 ) -> WeightConverter:
-    """The conversion of experts that are stored one by one; patterns have `*` for their number."""
+    """The converter for experts that are stored one by one; `*` in a pattern is their number."""
     return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
 
 
 def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
-    """Says of a tensor's name whether it is an expert's whose number is not below this value of
-    the text's config."""
+    """A test of tensor names: is it an expert numbered from the config's value `first` on?"""
 
-    def unused(name: str, model: PreTrainedModel) -> bool:
-        found = _NUMBER.search(name)
-        return found is not None and int(found[1]) >= getattr(model.config.get_text_config(), first)
+    def is_unused(name: str, model: PreTrainedModel) -> bool:
+        match = _NUMBER.search(name)
+        return match is not None and int(match[1]) >= getattr(model.config.get_text_config(), first)
 
-    return unused
+    return is_unused
 
 
 def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool) -> None:
-    """What transformers' decorator sets on an instance; `flags` as in FLAGS."""
+    """Set the attributes that transformers' decorator sets on an instance; `flags` as in FLAGS."""
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown
     for name, value in {**FLAGS, **flags}.items():
@@ -91,15 +90,15 @@ def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool)
 
 @cache
 def decorate(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with transformers' experts decorator, whose flags are not set yet."""
-    made: type[nn.Module] = use_experts_implementation(
+    """A subclass with transformers' decorator; `set_interface_attributes` sets its flags."""
+    subclass: type[nn.Module] = use_experts_implementation(
         type(kind.__name__, (kind,), {"__module__": kind.__module__})
     )
-    return made
+    return subclass
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give a module another forward: it becomes an instance of a subclass of its class."""
+    """Replace a module's forward: the module becomes an instance of a subclass."""
     kind: Any = type(module)
     module.__class__ = _with_forward(kind, forward)
 
@@ -111,7 +110,7 @@ def _with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn
 
 @use_experts_implementation
 class _Loop(nn.Module):
-    """transformers' common eager loop over experts."""
+    """The eager loop over experts that most of transformers' classes have."""
 
     gate_up_proj: Tensor
     up_proj: Tensor
@@ -123,7 +122,7 @@ class _Loop(nn.Module):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum [T, H] of the experts chosen: x [T, H], index and weights [T, K]."""
+        """The weighted sum of the chosen experts, [T, H]; index and weights are [T, K]."""
         total = torch.zeros_like(hidden_states)
         up = self.gate_up_proj if self.has_gate else self.up_proj
         for expert in top_k_index.unique().tolist():
@@ -138,14 +137,14 @@ class _Loop(nn.Module):
 
 
 class Experts(_Loop):
-    """Experts in the form of the socket, for a class that keeps its own in another form.
+    """Experts with the experts interface, for an architecture that stores them otherwise.
 
     up:   [E, I or 2I, H] (transposed: [E, H, I or 2I]), on the meta device
     down: [E, H, I] (transposed: [E, I, H])
 
-    A subclass says by `weighted_output` what an expert gives, where the class that it stands for
-    has operations of its own (`own_arithmetic`): the same in another order, or (`eager_only`)
-    others, which no other kernel knows.
+    A subclass overrides `weighted_output` and sets `own_arithmetic` where the class that it
+    replaces orders the operations of an expert differently. It also sets `eager_only` where the
+    operations themselves differ, so that only the eager kernel can compute them.
     """
 
     own_arithmetic = False
@@ -172,7 +171,7 @@ class Experts(_Loop):
     def weighted_output(
         self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
     ) -> Tensor:
-        """One expert's outputs for its rows `x[tokens]`, times their weights [n, 1]: [n, H]."""
+        """One expert's outputs [n, H] for its rows `x[tokens]`, times their weights [n, 1]."""
         h = self._product(x[tokens], up)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         return self._product(h, down) * weights

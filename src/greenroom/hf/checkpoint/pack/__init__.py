@@ -1,7 +1,7 @@
-"""Packs as they lie on disk (docs/pack-format.md); how they are made: `hf.pack`.
+"""Reading packs, and their file format (docs/pack-format.md); `hf.pack` makes them.
 
-format    the header, greenroom.json; header_file reads it, low: its low-precision copies
-catalog   where experts lie, whole or cut in two; copies: with low-precision copies
-reading   a pack as a checkpoint; checked: experts against their checksums (crc)
-journal   what of a pack is done, while it is made
+format    the header, greenroom.json; header_file reads it; copies: low-precision copies
+catalog   the byte ranges of experts: unsplit, split, or with low-precision copies
+reading   a pack as a checkpoint; checked: a store that checks checksums (crc)
+journal   the progress of an unfinished pack
 """

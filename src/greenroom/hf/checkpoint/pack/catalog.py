@@ -1,4 +1,4 @@
-"""The catalog of a pack: where its experts lie, whole, cut in two, or beside copies of them."""
+"""The catalog of a pack: byte ranges of unsplit experts, split experts, or experts and copies."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from greenroom.core.layout import (
     TensorSpec,
 )
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nesting_of
+from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nested_slot_of
 from greenroom.hf.checkpoint.pack.crc import combine_crc32
 from greenroom.hf.checkpoint.pack.format import DATA, PackHeader, PackLayer
 from greenroom.runtime.slots.nested_planes import NestedLayout
 
-Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, bytes, where they go)
+Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, bytes, copies to a slot)
 
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
-    """The experts of a pack, whole or cut in two.
+    """The experts of a pack, unsplit or split into tops and bottoms.
 
-    spans: of each layer, the kinds of pieces that are read by themselves. The id of a piece is that
-           of its expert, plus the number of all experts for each kind before its own
-    cuts:  of each layer the segments of the top; there are bottoms where it has more. Pieces are
-           then tops and bottoms
+    spans: for each layer, one span for each kind of piece. A piece's id is its expert's id plus,
+           for each kind before its own, the number of all experts
+    cuts:  for each layer, the number of segments of a top, where experts are split; pieces are then
+           tops and bottoms, and layers with no more segments than that have no bottoms
     """
 
     header: PackHeader
@@ -42,16 +42,16 @@ class PackCatalog(Catalog):
 
     @property
     def pieces(self) -> list[int]:
-        """The ids of what is read by itself."""
+        """The ids of all pieces, except empty ones."""
         kinds = range(len(self.spans[0]) * self.experts)
         return [piece for piece in kinds if self._at(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of a piece of each kind, by layer."""
+        """Bytes of a piece, [kind][layer]."""
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
     def cut_at(self, cuts: Sequence[int]) -> PackCatalog:
-        """The same with tops of so many segments, by layer."""
+        """The catalog of split experts; `cuts` has the segments of a top, by layer."""
         spans = []
         for layout, cut in zip(self.layouts, cuts, strict=True):
             ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
@@ -59,74 +59,78 @@ class PackCatalog(Catalog):
         return replace(self, spans=tuple(spans), cuts=tuple(cuts))
 
     def _at(self, piece: int) -> tuple[PackLayer, int, Span]:
-        """(the layer, the expert's number in it, the span) of a piece."""
+        """(layer, the expert's index in it, span) of a piece."""
         kind, expert_id = divmod(piece, self.experts)
         layer = self.layer_of(expert_id)
         return self.header.layers[layer], expert_id - self.offsets[layer], self.spans[layer][kind]
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
-        """Of a piece."""
+        """The extents of a piece, given its id."""
         layer, expert, (begin, n, copies) = self._at(expert_id)
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
         """The CRC-32 of a piece's bytes."""
         layer, expert, (begin, n, _) = self._at(piece)
-        whole = 0
+        combined = 0
         for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
             if begin <= at < begin + n:
-                whole = combine_crc32(whole, crc, length)
-        return whole
+                combined = combine_crc32(combined, crc, length)
+        return combined
 
     @property
     def kind(self) -> str:
-        """What the experts were packed to, and of which model."""
+        """The kind of the packed experts and the source model, as text."""
         return f"{self.header.kind} from {self.header.source.model}"
 
     def damage_message(self, piece: int) -> str:
-        """What to say of a piece whose checksum is wrong."""
+        """The error message for a piece whose checksum is wrong."""
         layer, expert, _ = self._at(piece)
         return (
             f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
-            f" wrong): `{self.header.command(self.folder, '--repair')}` makes it anew"
+            f" wrong): `{self.header.command(self.folder, '--repair')}` repairs it"
         )
 
 
 @dataclass(frozen=True)
 class CopiesCatalog(PackCatalog):
-    """The catalog of a pack with low-precision copies. Pieces are exact experts, then a copy of
-    each, then, where they are nested, what each copy lacks."""
+    """The catalog of a pack with low-precision copies.
 
-    nestings: tuple[NestedLayout, ...] = ()
+    Kinds of pieces: exact experts, copies, and the remainders of nested copies.
+    """
+
+    nested_layouts: tuple[NestedLayout, ...] = ()
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:
-        """The header's layers, whose `low_copy` says what copies are."""
+        """The header's layers; their `low_copy` describes the copies."""
         return self.header.layers
 
     def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of an exact expert, a copy, and what it lacks (nothing where they are not nested),
-        by layer."""
-        made = self.piece_bytes()
-        return made if len(made) == 3 else (*made, ())
+        """Bytes of an exact expert, a copy, and a remainder, [kind][layer].
+
+        The remainders are an empty tuple where copies are not nested.
+        """
+        sizes = self.piece_bytes()
+        return sizes if len(sizes) == 3 else (*sizes, ())
 
 
 def catalog_of(
     header: PackHeader, folder: Path, dtypes: Sequence[Mapping[str, str]] | None = None
 ) -> PackCatalog:
-    """The catalog of a pack for a model whose expert parameters have these dtypes, by layer.
+    """The catalog of a pack; `dtypes` are those of the expert parameters, by layer.
 
-    They are the pack's own unless a user asks for another one: then plain tensors are cast on their
-    way into the slot.
+    They are the pack's unless the user sets another dtype: then plain tensors are cast on their way
+    into the slot.
     """
     layouts: list[SlotLayout] = []
     spans: list[tuple[Span, ...]] = []
-    nestings: list[NestedLayout] = []
+    nested_layouts: list[NestedLayout] = []
     for number, layer in enumerate(header.layers):
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
             raise UsageError(
-                f"{folder}: a pack in segments computes in {header.dtype}: leave out --dtype"
+                f"{folder}: a pack with segments computes in {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)
         low_copy = layer.low_copy
@@ -135,12 +139,16 @@ def catalog_of(
             continue
         at, n = low_copy.stride, low_copy.remainder_bytes(layer.layout)
         if low_copy.nested:
-            nesting, both, rest = nesting_of(low_copy, layer.layout)
-            nestings.append(nesting)
-            spans.append(((0, at + n, both), _run(0, at), (at, n, rest)))
+            nested, both, remainder = nested_slot_of(low_copy, layer.layout)
+            nested_layouts.append(nested)
+            spans.append(((0, at + n, both), _run(0, at), (at, n, remainder)))
         else:
             spans.append((_run(at, n), _run(0, at)))
-    kind = partial(CopiesCatalog, nestings=tuple(nestings)) if header.precision else PackCatalog
+    kind = (
+        partial(CopiesCatalog, nested_layouts=tuple(nested_layouts))
+        if header.precision
+        else PackCatalog
+    )
     return kind(
         files=(str(folder / DATA),),
         layers=tuple(layer.name for layer in header.layers),
@@ -154,20 +162,20 @@ def catalog_of(
 
 
 def _run(begin: int, nbytes: int) -> Span:
-    """Bytes that fill a slot as they are."""
+    """A span that is copied to a slot unchanged."""
     return begin, nbytes, (contiguous_copy(0, 0, nbytes),)
 
 
 def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
-    """The layout in slots of what is stored, and the copies that fill it."""
-    made = []
+    """(the layout in a slot of a stored expert, the copies that fill the slot)."""
+    tensors = []
     for spec in stored.tensors:
         plain = stored.encodings.get(spec.name, PLAIN) == PLAIN
-        made.append(
+        tensors.append(
             (spec.name, spec.shape, dtypes.get(spec.name, spec.dtype) if plain else spec.dtype)
         )
     dtype = next(iter(dtypes.values()), stored.dtype)
-    layout = SlotLayout.pack(made, stored.encodings, dtype)
+    layout = SlotLayout.pack(tensors, stored.encodings, dtype)
     if layout.tensors == stored.tensors:
         return stored if dtype == stored.dtype else layout, (contiguous_copy(0, 0, stored.nbytes),)
     return layout, tuple(map(_cast, stored.tensors, layout.tensors))

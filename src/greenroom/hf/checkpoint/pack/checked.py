@@ -1,8 +1,8 @@
-"""A store that compares an expert's bytes with its checksum when it is first read.
+"""A store that checks an expert's checksum when the expert is first read.
 
-The CRC-32 of a chunk is computed by the thread that has read it, outside the interpreter's lock, at
-about three times a fast disk's speed; once in a process for each expert. Chunks arrive in any
-order: their checksums are joined as zlib's `crc32_combine` does it.
+The thread that reads a chunk computes its CRC-32, without the interpreter lock, at about three
+times a fast disk's speed; once in a process for each expert. Chunks arrive in any order: their
+checksums are combined like zlib's `crc32_combine` does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
 
 
 def disk_store(catalog: Catalog, direct: str = "auto") -> DiskStore:
-    """The store of a catalog, whose experts are compared with their checksums where it has any."""
+    """The store of a catalog; a pack's store also checks checksums."""
     if isinstance(catalog, PackCatalog):
         return CheckedStore(catalog, direct=direct)
     return DiskStore(catalog, direct=direct)
 
 
 class CheckedStore(DiskStore):
-    """The store of a pack. Thread-safe.
+    """The store of a pack, which checks every expert's checksum. Thread-safe.
 
-    `read` raises StoreError, which names the expert and the command that mends it, when the last
-    chunk of a damaged expert is read: so it is never computed with.
+    When the last chunk of a damaged expert is read, `read` raises StoreError with the expert's name
+    and the repair command. So a damaged expert is never computed with.
     """
 
     catalog: PackCatalog
@@ -39,15 +39,15 @@ class CheckedStore(DiskStore):
         super().__init__(catalog, direct=direct)
         ranges = ((catalog.extents(piece)[0], piece) for piece in catalog.pieces)
         self._piece = {(extent.offset, extent.length): piece for extent, piece in ranges}
-        self._right = np.zeros(max(catalog.pieces) + 1, bool)
+        self._verified = np.zeros(max(catalog.pieces) + 1, bool)
         self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # id -> start -> (length, CRC-32)
         self._lock = threading.Lock()
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """A chunk's bytes, as the store gives them."""
+        """A chunk's bytes; StoreError where it completes a damaged expert."""
         data = super().read(chunk, staging)
         piece = self._piece[chunk.extent.offset, chunk.extent.length]
-        if not self._right[piece]:
+        if not self._verified[piece]:
             self._add(piece, chunk, zlib.crc32(data.data))
         return data
 
@@ -58,9 +58,9 @@ class CheckedStore(DiskStore):
             if sum(length for length, _ in parts.values()) < chunk.extent.length:
                 return
             del self._parts[piece]
-        whole = 0
+        combined = 0
         for _, (length, crc) in sorted(parts.items()):
-            whole = combine_crc32(whole, crc, length)
-        if whole != self.catalog.checksum(piece):
+            combined = combine_crc32(combined, crc, length)
+        if combined != self.catalog.checksum(piece):
             raise StoreError(self.catalog.damage_message(piece % self.catalog.experts))
-        self._right[piece] = True
+        self._verified[piece] = True

@@ -1,7 +1,7 @@
-"""Low-precision copies in a pack: where they lie beside their experts.
+"""Low-precision copies in a pack, and their position next to the exact experts.
 
-An expert's run begins with its copy, padded to whole blocks; what follows is the expert itself, or,
-where the two are nested, what the copy lacks of it.
+An expert's bytes begin with its copy, padded to complete blocks. The exact expert follows, or, for
+nested copies, the remainder: the bits of the exact expert that the copy does not contain.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from greenroom.runtime.slots.nested_planes import STEP, MatrixPlanes, NestedLayo
 
 BLOCK = 4096
 PRECISIONS = ("int8", "int4")
-NESTED = "int8", "int4"  # what an expert is packed to, and the copy that it is made to contain
+NESTED = "int8", "int4"  # the packed expert, and the copy that it contains
 
 
 @dataclass(frozen=True, slots=True)
 class LowPrecisionCopy:
-    """The copies of a layer's experts: `layout` is a copy's, from the beginning of the run."""
+    """The low-precision copies of a layer's experts; `layout` is that of one copy."""
 
     precision: str
     nested: bool
@@ -32,41 +32,41 @@ class LowPrecisionCopy:
 
     @property
     def stride(self) -> int:
-        """Bytes of a copy in whole blocks: what is read of it, and where the expert begins."""
+        """Bytes of a copy in complete blocks; the expert or the remainder begins there."""
         return -(-self.layout.nbytes // BLOCK) * BLOCK
 
     @property
     def remainder(self) -> SlotLayout:
-        """What a nested copy lacks: a plane of each matrix, from the end of the copy."""
+        """The layout of a nested copy's remainder: one plane for each matrix."""
         return SlotLayout.pack([(s.name, s.shape, s.dtype) for s in codes_of(self.layout)])
 
     def remainder_bytes(self, exact: SlotLayout) -> int:
-        """Bytes of what follows the copy."""
+        """Bytes that follow the copy: the exact expert, or the remainder."""
         return self.remainder.nbytes if self.nested else exact.nbytes
 
 
 def codes_of(layout: SlotLayout) -> list[TensorSpec]:
-    """The codes of each matrix, without scales."""
+    """The tensors of a layout that are matrices or codes, without scales."""
     return [spec for spec in layout.tensors if "." not in spec.name]
 
 
-def nested_layout(exact: SlotLayout) -> SlotLayout:
-    """The layout of copies that experts of this one contain."""
+def nested_copy_layout(exact: SlotLayout) -> SlotLayout:
+    """The layout of the copies that are nested in experts of the layout `exact`."""
     kind, precision = NESTED
-    made = []
+    tensors = []
     for spec in codes_of(exact):
         rows, columns = spec.shape
         group = gcd(columns, GROUP[kind])
-        made.append((spec.name, (rows, columns // 2), "uint8"))
-        made.append((f"{spec.name}.scale", (rows, columns // group), "float16"))
+        tensors.append((spec.name, (rows, columns // 2), "uint8"))
+        tensors.append((f"{spec.name}.scale", (rows, columns // group), "float16"))
     names = [spec.name for spec in codes_of(exact)]
-    return SlotLayout.pack(made, dict.fromkeys(names, precision), exact.dtype)
+    return SlotLayout.pack(tensors, dict.fromkeys(names, precision), exact.dtype)
 
 
-def nesting_of(
+def nested_slot_of(
     low_copy: LowPrecisionCopy, exact: SlotLayout
 ) -> tuple[NestedLayout, tuple[Copy, ...], tuple[Copy, ...]]:
-    """(how experts are joined, the copies that fill a slot with both planes, and with the rest)."""
+    """(how planes are joined, slot copies of both planes, slot copies of the remainder)."""
     remainder, planes, first, second = low_copy.remainder, [], [], []
     for spec in codes_of(exact):
         scale, half = exact[f"{spec.name}.scale"], spec.nbytes // 2
@@ -82,11 +82,11 @@ def nesting_of(
 
 
 def contiguous_copy(source: int, target: int, nbytes: int) -> Copy:
-    """A run of bytes."""
+    """A copy of a run of bytes, unchanged."""
     return Copy(source, target, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
 
 
 def join_planes(high: Tensor, remainder: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 codes, scales) of planes and the copy's scale: the reference for what slots hold."""
+    """(int8 codes, scales) from both planes and the copy's scale: the reference for slots."""
     codes = (nibbles(high).short() - 8) * STEP + nibbles(remainder).short() - 8
     return codes.to(torch.int8), scale / STEP

@@ -1,4 +1,4 @@
-"""The CRC-32 of what runs of bytes make together, as zlib's `crc32_combine` does it."""
+"""The CRC-32 of concatenated runs of bytes, like zlib's `crc32_combine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ONE = 1 << 31  # x^0
 
 
 def combine_crc32(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes from those of each; `length` is the second's."""
+    """The CRC-32 of two concatenated runs of bytes; `length` is the second's."""
     return _product(_power(length), first) ^ second
 
 

@@ -1,9 +1,9 @@
-"""A pack's header: what its files hold. The format is described in docs/pack-format.md.
+"""A pack's header, greenroom.json; docs/pack-format.md describes the format.
 
-greenroom.json names the checkpoint that the pack was made from, the files of the dense parts, and
-for each layer where its experts lie in `experts.greenroom` and how one of them is laid out. Its
-`identity` is a digest of all that but the checksums, and is repeated at the beginning of the data:
-a header of one pack and the data of another do not go together.
+The header names the source checkpoint, the files of the dense parts, and for each layer the
+position of its experts in `experts.greenroom` and the layout of one expert. Its `identity` is a
+digest of the header without checksums. The data file begins with the identity too, so that the
+header of one pack is never used with the data of another.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from greenroom.trace.container import atomic_file
 
 HEADER = "greenroom.json"
 DATA = "experts.greenroom"
-KIND = "greenroom-pack"
-# Of packs; of those whose experts lie in segments; of those with low-precision copies.
+FORMAT = "greenroom-pack"
+# Versions of plain packs, of packs with segments, and of packs with low-precision copies.
 VERSION, SEGMENTED, COPIES = VERSIONS = 1, 2, 3
-KINDS = ("int8", "int4", "fp8", "same")  # what experts can be packed to
+KINDS = ("int8", "int4", "fp8", "same")  # the choices of --experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class DenseFile:
 class PackLayer:
     """The experts of one layer: expert e lies at `offset + e * stride` of the data.
 
-    stride: the `nbytes` of an expert, rounded up to whole blocks
-    crc32:  of each expert; of each of its `runs`, where it has several
-    low:    the copy that an expert begins with, if there is one
+    stride:   the `nbytes` of an expert, rounded up to complete blocks
+    crc32:    the checksums of all `runs`, expert by expert
+    low_copy: the low-precision copy at the beginning of each expert, if any
     """
 
     name: str
@@ -57,16 +57,16 @@ class PackLayer:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(first byte, bytes) of each run of an expert that has a checksum of its own."""
+        """(first byte, bytes) of each run of an expert; a run has one checksum."""
         if self.low_copy is not None:
-            at = self.low_copy.stride
-            return (0, at), (at, self.low_copy.remainder_bytes(self.layout))
+            stride = self.low_copy.stride
+            return (0, stride), (stride, self.low_copy.remainder_bytes(self.layout))
         segments = self.layout.segments
         return tuple((s.offset, s.layout.nbytes) for s in segments) or ((0, self.layout.nbytes),)
 
     @property
     def nbytes(self) -> int:
-        """Of an expert and its copy."""
+        """Bytes of an expert and its copy."""
         begin, length = self.runs[-1]
         return begin + length
 
@@ -79,12 +79,12 @@ class PackLayer:
         return self.offset + expert * self.stride
 
     def checksums(self, expert: int) -> tuple[int, ...]:
-        """An expert's."""
-        each = len(self.runs)
-        return self.crc32[expert * each : (expert + 1) * each]
+        """The checksums of an expert in the header, one a run."""
+        runs = len(self.runs)
+        return self.crc32[expert * runs : (expert + 1) * runs]
 
     def checksums_of(self, data: memoryview) -> tuple[int, ...]:
-        """Those of an expert's bytes: one of each run."""
+        """The checksums of an expert's bytes, one a run."""
         return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in self.runs)
 
 
@@ -92,8 +92,8 @@ class PackLayer:
 class PackSource:
     """The checkpoint that a pack was made from: a folder, a file or a hub id, and its digests.
 
-    fingerprint: of the whole checkpoint (hf/checkpoint/fingerprint.py)
-    dense:       the same of its config and the dense tensors alone, which the pack has too
+    fingerprint: of the complete checkpoint (hf/checkpoint/fingerprint.py)
+    dense:       of its config and dense tensors only; the pack's own dense parts have the same
     """
 
     model: str
@@ -103,7 +103,7 @@ class PackSource:
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """What greenroom.json says. `dtype` is what the model computes in."""
+    """The content of greenroom.json; `dtype` is the type that the model computes in."""
 
     kind: str
     dtype: str
@@ -113,40 +113,40 @@ class PackHeader:
 
     @property
     def version(self) -> int:
-        """Of the format that is needed to read it."""
+        """The lowest format version that can express this header."""
         if self.precision:
             return COPIES
         return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
 
     @property
     def precision(self) -> str:
-        """That of the copies, "" where there are none."""
+        """The precision of the copies; "" where there are none."""
         low_copy = self.layers[0].low_copy
         return low_copy.precision if low_copy is not None else ""
 
     @property
     def segments(self) -> int:
-        """The most that an expert lies in, 1 where it is whole."""
+        """The largest number of segments of an expert; 1 where experts are unsplit."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:
-        """Of the data file."""
+        """Bytes of the data file."""
         last = self.layers[-1]
         return last.place(last.experts)
 
     @property
     def experts(self) -> int:
-        """How many experts there are over all layers."""
+        """The number of experts in all layers."""
         return sum(layer.experts for layer in self.layers)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first expert's dense id of each layer, and the number of experts."""
+        """The id of each layer's first expert, then the number of experts."""
         return (0, *accumulate(layer.experts for layer in self.layers))
 
     def layer_of(self, expert_id: int) -> tuple[PackLayer, int]:
-        """(the layer, the expert's number in it)."""
+        """(the layer of an expert, the expert's index in it)."""
         for layer in self.layers:
             if expert_id < layer.experts:
                 return layer, expert_id
@@ -155,16 +155,16 @@ class PackHeader:
 
     @property
     def identity(self) -> str:
-        """64 hexadecimal digits; checksums have no part in it."""
+        """A digest of the header without checksums: 64 hexadecimal digits."""
         bare = replace(self, files=(), layers=tuple(replace(x, crc32=()) for x in self.layers))
         return hashlib.sha256(json.dumps(_content(bare), sort_keys=True).encode()).hexdigest()
 
     def first_block(self) -> bytes:
-        """What the data file begins with."""
-        return f"{KIND} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
+        """The first block of the data file."""
+        return f"{FORMAT} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
 
     def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> PackHeader:
-        """The header of experts with these checksums, by their ids."""
+        """The header with the experts' checksums, given by their ids."""
         layers = tuple(
             replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
             for layer, first in zip(self.layers, self.offsets, strict=False)
@@ -173,29 +173,37 @@ class PackHeader:
 
     def command(self, folder: Path, *more: str) -> str:
         """The command that makes this pack."""
-        words = ["greenroom", "pack", self.source.model, "-o", str(folder), "--experts", self.kind]
+        arguments = [
+            "greenroom",
+            "pack",
+            self.source.model,
+            "-o",
+            str(folder),
+            "--experts",
+            self.kind,
+        ]
         if self.segments > 1:
-            words += ["--segments", str(self.segments)]
+            arguments += ["--segments", str(self.segments)]
         if self.precision:
-            words += ["--miss-precision", self.precision]
-        return shlex.join([*words, *more])
+            arguments += ["--miss-precision", self.precision]
+        return shlex.join([*arguments, *more])
 
     def save(self, folder: Path) -> None:
-        """Write greenroom.json as a whole, or OutputError."""
+        """Write greenroom.json atomically, or raise OutputError."""
         text = json.dumps(as_json(self), indent=1)
         with atomic_file(folder / HEADER) as file:
             file.write(text.encode())
 
 
 def as_json(header: PackHeader) -> dict[str, Any]:
-    """The header as it is written."""
+    """The header as the JSON object in its file."""
     return {**_content(header), "identity": header.identity}
 
 
 def _content(header: PackHeader) -> dict[str, Any]:
     """The header without its identity."""
     return {
-        "format": KIND,
+        "format": FORMAT,
         "version": header.version,
         "experts": header.kind,
         "dtype": header.dtype,
@@ -207,7 +215,7 @@ def _content(header: PackHeader) -> dict[str, Any]:
 
 
 def _layer(layer: PackLayer) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "name": layer.name,
         "experts": layer.experts,
         "offset": layer.offset,
@@ -215,17 +223,17 @@ def _layer(layer: PackLayer) -> dict[str, Any]:
         **_layout(layer.layout),
     }
     if layer.layout.segments:
-        said["segments"] = [
+        entry["segments"] = [
             {"first": segment.first, "offset": segment.offset, **_tensors(segment.layout)}
             for segment in layer.layout.segments
         ]
     if (low_copy := layer.low_copy) is not None:
-        said["low"] = {
+        entry["low"] = {
             "precision": low_copy.precision,
             "nested": low_copy.nested,
             **_layout(low_copy.layout),
         }
-    return {**said, "crc32": list(layer.crc32)}
+    return {**entry, "crc32": list(layer.crc32)}
 
 
 def _layout(layout: SlotLayout) -> dict[str, Any]:
@@ -237,10 +245,10 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
 
 
 def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
-    """The same layers, one after another in the data file."""
-    made: list[PackLayer] = []
+    """Set the offsets of layers, which follow one another in the data file."""
+    placed: list[PackLayer] = []
     end = BLOCK
     for layer in layers:
-        made.append(replace(layer, offset=end))
-        end = made[-1].place(layer.experts)
-    return tuple(made)
+        placed.append(replace(layer, offset=end))
+        end = placed[-1].place(layer.experts)
+    return tuple(placed)

@@ -1,4 +1,4 @@
-"""Read greenroom.json: names, types and shapes are checked, all else must follow from them."""
+"""Read greenroom.json, and check that all its values follow from names, types and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.hf.checkpoint.pack.copies import (
     PRECISIONS,
     LowPrecisionCopy,
     codes_of,
-    nested_layout,
+    nested_copy_layout,
 )
 from greenroom.hf.checkpoint.pack.format import (
     DenseFile,
@@ -34,14 +34,16 @@ MOST_AXES = 4  # of a tensor
 
 
 def read(folder: Path) -> PackHeader:
-    """The header of a folder. UnsupportedModel where it is of another version, CheckpointError
-    where it is damaged."""
+    """The header of a folder.
+
+    Raises UnsupportedModel for another format version, CheckpointError where it is damaged.
+    """
     path = folder / pack.HEADER
     try:
         with read_errors(path):
             raw = JsonObject(read_json(path))
         kind, version = raw.value("format", None), raw.value("version", None)
-        if kind == pack.KIND and version not in pack.VERSIONS:
+        if kind == pack.FORMAT and version not in pack.VERSIONS:
             raise UnsupportedModel(
                 f"{path}: a pack of version {printable(version)}: this greenroom reads"
                 f" {pack.VERSION} to {pack.COPIES}"
@@ -49,14 +51,14 @@ def read(folder: Path) -> PackHeader:
         header = parse(raw)
     except Malformed as error:
         raise CheckpointError(f"{path}: damaged: not the header of a pack: {error}") from error
-    # Offsets and sizes were not read: they are as this program would write them.
+    # Offsets and sizes were not read: they must be what this program would write.
     if raw.values != json.loads(json.dumps(as_json(header))):
-        raise CheckpointError(f"{path}: damaged: its content is not what its identity says")
+        raise CheckpointError(f"{path}: damaged: its content does not match its identity")
     return header
 
 
 def parse(raw: JsonObject) -> PackHeader:
-    """The header that a file's names, types and shapes make; Malformed where they make none."""
+    """The header from a file's names, types and shapes, or Malformed."""
     dtype = _one_of(raw.text("dtype"), FLOATS)
     layers = raw.list_of("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
     header = PackHeader(
@@ -67,7 +69,7 @@ def parse(raw: JsonObject) -> PackHeader:
         raw.list_of("dense", _file),
     )
     if not layers or not header.files or len({layer.name for layer in layers}) < len(layers):
-        raise Malformed("it has no layers or no dense files, or a layer twice")
+        raise Malformed("it has no layers, no dense files, or a layer twice")
     if len({(x.low_copy.precision, x.low_copy.nested) if x.low_copy else None for x in layers}) > 1:
         raise Malformed("only some layers have copies")
     return header
@@ -76,7 +78,7 @@ def parse(raw: JsonObject) -> PackHeader:
 def _file(value: Any, where: str) -> DenseFile:
     file = DenseFile(**JsonObject(value, where).fields_of(DenseFile))
     if Path(file.name).name != file.name or "\0" in file.name:
-        raise Malformed(f"{where} is no file of this folder")
+        raise Malformed(f"{where} is not the name of a file in this folder")
     return file
 
 
@@ -88,14 +90,16 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
     experts = raw.integer("experts", least=1)
     layer = PackLayer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low_copy)
     if len(layer.crc32) != layer.experts * len(layer.runs):
-        raise Malformed(f"{layer.name} has {len(layer.crc32)} checksums")
+        raise Malformed(
+            f"{layer.name} has {len(layer.crc32)} checksums, not {layer.experts * len(layer.runs)}"
+        )
     return layer
 
 
 def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
     """The layout of an expert or of its copy."""
-    given = raw.object("encodings")
-    encodings = {name: _one_of(given.text(name), BLOCKS) for name in given}
+    table = raw.object("encodings")
+    encodings = {name: _one_of(table.text(name), BLOCKS) for name in table}
     layout = SlotLayout.pack(_tensors(raw), encodings, dtype)
     names = {spec.name for spec in layout.tensors}
     companions = {f"{n}.{c}" for n, e in encodings.items() for c in ENCODINGS[e].companions}
@@ -107,52 +111,52 @@ def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
 
 
 def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """(name, shape, dtype) of each."""
-    made = raw.list_of("tensors", _tensor)
-    if not made or len({name for name, *_ in made}) < len(made):
+    """(name, shape, dtype) of each tensor."""
+    tensors = raw.list_of("tensors", _tensor)
+    if not tensors or len({name for name, *_ in tensors}) < len(tensors):
         raise Malformed("it has no tensors, or one twice")
-    return made
+    return tensors
 
 
 def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
     entry = JsonObject(value, where)
     shape = entry.list_of("shape", integer)
     if not 1 <= len(shape) <= MOST_AXES or 0 in shape:
-        raise Malformed(f"a tensor has the shape {list(shape[:8])}")
+        raise Malformed(f"a tensor has the impossible shape {list(shape[:8])}")
     return entry.text("name"), shape, _one_of(entry.text("dtype"), ITEMSIZE)
 
 
 def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
-    """Malformed where codes and scales of a matrix do not go together."""
+    """Check that the shapes of a matrix's codes and scales fit together, or Malformed."""
     inputs, nbytes = BLOCKS[encoding]
     parts = [layout[name], *(layout[f"{name}.{c}"] for c in ENCODINGS[encoding].companions)]
     if any(len(part.shape) != 2 for part in parts):
-        raise Malformed(f"{name} is no matrix")
+        raise Malformed(f"{name} is encoded, but has not two axes")
     rows, width = parts[0].shape
     width *= ITEMSIZE[parts[0].dtype]
     columns = width // nbytes * inputs
     divided = all(rows % p.shape[0] == 0 and columns % p.shape[1] == 0 for p in parts[1:])
     if width % nbytes or not divided:
-        raise Malformed(f"{name}: its codes and scales do not go together")
+        raise Malformed(f"{name}: the shapes of its codes and scales do not fit together")
 
 
 def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
     segments: list[Segment] = []
     end = 0
     for each in raw.list_of("segments", JsonObject):
-        own = SlotLayout.pack(_tensors(each), layout.encodings, layout.dtype)
-        segments.append(Segment(each.integer("first"), end, own))
-        end += own.nbytes
+        part = SlotLayout.pack(_tensors(each), layout.encodings, layout.dtype)
+        segments.append(Segment(each.integer("first"), end, part))
+        end += part.nbytes
     starts = [segment.first for segment in segments]
     if starts[:1] != [0] or starts != sorted({*starts}):
-        raise Malformed("its segments do not follow one another")
+        raise Malformed("its segments do not begin at 0, or are not in ascending order")
     kinds = [(spec.name, spec.dtype) for spec in layout.tensors]
     for segment in segments:
         if [(spec.name, spec.dtype) for spec in segment.layout.tensors] != kinds:
-            raise Malformed("its segments are not the expert")
+            raise Malformed("its segments have other tensors than the expert")
     for spec in layout.tensors:
         if sum(segment.layout[spec.name].nbytes for segment in segments) != spec.nbytes:
-            raise Malformed(f"its segments are not {spec.name}")
+            raise Malformed(f"its segments do not add up to {spec.name}")
     return SlotLayout(layout.tensors, end, layout.encodings, layout.dtype, tuple(segments))
 
 
@@ -161,12 +165,14 @@ def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     layout = _layout(raw, exact.dtype)
     if nested:
         kinds = {exact.encodings.get(s.name) for s in codes_of(exact)}
-        if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_layout(exact):
-            raise Malformed("its nested copies are not those of its experts")
+        if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_copy_layout(exact):
+            raise Malformed("its nested copies do not fit its experts")
     names = [spec.name for spec in codes_of(exact)]
     copies = [spec.name for spec in codes_of(layout)]
     if sorted(names) != sorted(copies) or exact.segments:
-        raise Malformed("its copies are not those of its experts")
+        raise Malformed(
+            "its copies have other matrices than its experts, or experts have segments too"
+        )
     for name in names:
         if not _alike(layout.weight(name), exact.weight(name)):
             raise Malformed(f"the copy of {name} has another shape")
@@ -174,12 +180,12 @@ def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
 
 
 def _alike(copy: WeightSpec, exact: WeightSpec) -> bool:
-    """Whether a copy is of a matrix of this shape; a plain one may be transposed."""
-    turned = exact.encoding == PLAIN and copy.shape == exact.shape[::-1]
-    return turned or copy.shape == exact.shape
+    """True if a copy has the shape of its matrix; a plain matrix may be transposed."""
+    transposed = exact.encoding == PLAIN and copy.shape == exact.shape[::-1]
+    return transposed or copy.shape == exact.shape
 
 
 def _one_of(value: str, choices: Container[str]) -> str:
     if value not in choices:
-        raise Malformed(f"there is no {printable(value)}")
+        raise Malformed(f"it has the unknown type or kind {printable(value)}")
     return value

@@ -1,9 +1,9 @@
-"""What of a pack is done, while it is made: a file of lines that outlives the process.
+"""The journal of an unfinished pack: a file of lines that outlives the process.
 
-The first line is what the pack is to be, as JSON. Each further one says that a piece is complete,
-on disk: `expert ID CRC32` (of each segment, where there are several) or `dense NAME BYTES CRC32`.
-Lines are added after what they say has been synced. A last line without its end was being written
-when the process ended, and is ignored.
+The first line is the plan of the pack, as JSON. Each further line says that a part is complete on
+disk: `expert ID CRC32...` (one checksum a run) or `dense NAME BYTES CRC32`. A line is written after
+its part has been synced. An unterminated last line was being written when the process ended, and is
+ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from greenroom.json_file import LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 LONGEST_COMMAND = 1000  # characters
-RESUME_HINT = "; what is packed so far is kept: the same command goes on"
+RESUME_HINT = "; the parts packed so far are not lost: run the same command again to continue"
 NUMBER = r"\d{1,19}"  # a size or a checksum
 LINE = re.compile(
     rf"^(?:expert ({NUMBER})((?: {NUMBER})+)|dense (\S+) ({NUMBER}) ({NUMBER}))$", re.ASCII
@@ -31,38 +31,38 @@ LINE = re.compile(
 
 
 @contextmanager
-def write_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """OutputError where `path` cannot be written; `kept` says what is not lost."""
+def write_errors(path: Path, hint: str = "") -> Iterator[None]:
+    """Raise OutputError where writing `path` fails; `hint` ends the message."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}{kept}") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror}{hint}") from error
 
 
 class PackProgress:
-    """What of a pack is on disk: the checksums of experts, by their ids, and the dense files."""
+    """The finished parts of a pack: checksums of experts, by their ids, and dense files."""
 
     def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[DenseFile]) -> None:
         self.experts, self.files = experts, {file.name: file for file in files}
 
     def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
-        """These experts are on disk, with these checksums."""
+        """Note that experts are on disk, with their checksums."""
         self.experts |= done
         self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
 
     def add_file(self, file: DenseFile) -> None:
-        """This file of the dense parts is on disk."""
+        """Note that a file of the dense parts is on disk."""
         self.files[file.name] = file
         self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
 
     def _write(self, *lines: str) -> None:
-        """Nowhere: only a journal outlives the process."""
+        """Do nothing: only a journal outlives the process."""
 
 
 class Journal(PackProgress):
-    """Opens the journal of `folder`, or begins it; locked until it is closed.
+    """The progress of a pack, in a locked file of `folder`, created if needed.
 
-    OutputError where another pack is being made there, or was begun.
+    Raises OutputError where another process makes this pack, or the folder holds another pack.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
@@ -79,20 +79,20 @@ class Journal(PackProgress):
         except OSError as error:
             raise OutputError(f"{self.path}: another process is making this pack") from error
         self._file.seek(0)
-        whole, _, torn = self._file.read().rpartition(b"\n")
-        lines = whole.decode(errors="replace").split("\n") if whole else []
+        complete, _, unterminated = self._file.read().rpartition(b"\n")
+        lines = complete.decode(errors="replace").split("\n") if complete else []
         if not lines:
             self._file.truncate(0)
             self._write(json.dumps(plan))
             return
-        if torn:
-            self._file.truncate(len(whole) + 1)
-        found = _plan(lines[0].encode())
-        if {**found, "command": ""} != {**json.loads(json.dumps(plan)), "command": ""}:
-            said = _command(found)
+        if unterminated:
+            self._file.truncate(len(complete) + 1)
+        earlier = _plan(lines[0].encode())
+        if {**earlier, "command": ""} != {**json.loads(json.dumps(plan)), "command": ""}:
+            command = _command(earlier)
             raise OutputError(
-                f"{self.path.parent}: holds another half-made pack"
-                + (f": finish it with `{said}`, or delete it" if said else ": delete it")
+                f"{self.path.parent}: holds another unfinished pack"
+                + (f": finish it with `{command}`, or delete it" if command else ": delete it")
             )
         for line in lines[1:]:
             match LINE.split(line):
@@ -109,22 +109,22 @@ class Journal(PackProgress):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Leave the journal as it is."""
+        """Close the file; the journal stays on disk."""
         self._file.close()
 
     def remove(self) -> None:
-        """All is done."""
+        """Delete the journal: the pack is finished."""
         os.unlink(self.path)
 
 
 def resume_command(folder: Path) -> str | None:
-    """The command that finishes the half-made pack in a folder; None where there is none."""
-    path, found = folder / NAME, ""
+    """The command that finishes the unfinished pack in a folder; None without one."""
+    path, command = folder / NAME, ""
     if not path.is_file():
         return None
     with suppress(OSError), open(path, "rb") as file:
-        found = _command(_plan(file.readline(LONGEST + 1)))
-    return found or "greenroom pack"
+        command = _command(_plan(file.readline(LONGEST + 1)))
+    return command or "greenroom pack"
 
 
 def _plan(line: bytes) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _plan(line: bytes) -> dict[str, Any]:
 
 
 def _command(plan: dict[str, Any]) -> str:
-    found = plan.get("command")
-    if isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND:
-        return found
+    command = plan.get("command")
+    if isinstance(command, str) and command.isprintable() and len(command) <= LONGEST_COMMAND:
+        return command
     return ""

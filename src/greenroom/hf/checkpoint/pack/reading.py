@@ -1,4 +1,4 @@
-"""A pack as a checkpoint: its dense parts as they were, its experts by a catalog of their own."""
+"""A pack as a checkpoint: dense parts in ordinary files, experts in the data file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, DenseFile, 
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import resume_command
 
-PIECE = 4 << 20  # bytes read at a time
-UNFINISHED_SUFFIX = ".unfinished"  # after a pack's name, while it is made
+CHUNK = 4 << 20  # bytes read at a time
+UNFINISHED_SUFFIX = ".unfinished"  # of the folder of an unfinished pack
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Where a pack is, and what its header says."""
+    """A pack's folder and header."""
 
     folder: Path
     header: PackHeader
 
     def find_damaged(self) -> Iterator[DenseFile | int]:
-        """The files of the dense parts, then the ids of the experts, whose checksums are wrong."""
+        """The dense files, then the ids of the experts, that have wrong checksums."""
         for file in self.header.files:
             path = self.folder / file.name
             if not path.is_file() or crc32_of(path) != file.crc32:
@@ -39,34 +39,37 @@ class Pack:
             for number in range(self.header.experts):
                 layer, expert = self.header.layer_of(number)
                 stream.seek(layer.place(expert))
-                found = layer.checksums_of(memoryview(stream.read(layer.nbytes)))
-                if found != layer.checksums(expert):
+                checksums = layer.checksums_of(memoryview(stream.read(layer.nbytes)))
+                if checksums != layer.checksums(expert):
                     yield number
                 os.posix_fadvise(
                     stream.fileno(), layer.place(expert), layer.stride, os.POSIX_FADV_DONTNEED
                 )
 
     def check(self) -> None:
-        """CheckpointError, naming the first piece that is damaged and what mends it."""
+        """Check all checksums.
+
+        CheckpointError names the first damaged part and the repair command.
+        """
         for damaged in self.find_damaged():
             if isinstance(damaged, int):
                 raise CheckpointError(catalog_of(self.header, self.folder).damage_message(damaged))
             raise CheckpointError(
                 f"{self.folder / damaged.name}: damaged (its checksum is wrong):"
-                f" `{self.header.command(self.folder, '--repair')}`"
+                f" `{self.header.command(self.folder, '--repair')}` repairs it"
             )
 
 
 def is_pack(folder: Path) -> bool:
-    """Whether a folder holds a pack."""
+    """True if a folder holds a pack."""
     return (folder / HEADER).is_file()
 
 
 def open_pack(folder: Path) -> Checkpoint:
-    """The dense parts as a checkpoint that knows its pack. Headers are read, no weights.
+    """Open a pack as a checkpoint of its dense parts; reads headers, no weights.
 
-    CheckpointError where something is missing or damaged, or files of different packs are mixed;
-    UnsupportedModel where the pack is of another version.
+    Raises CheckpointError where something is missing or damaged, or files of different packs are
+    mixed; UnsupportedModel for a pack of another format version.
     """
     header = read(folder)
     _check_data(folder, header)
@@ -80,7 +83,7 @@ def open_pack(folder: Path) -> Checkpoint:
 
 
 def dense_parts(folder: Path, files: Sequence[DenseFile]) -> Checkpoint:
-    """The checkpoint that a pack's dense files and its config are, without experts."""
+    """The checkpoint of a pack's config and dense files, without experts."""
     for file in files:
         path = folder / file.name
         if not path.is_file():
@@ -99,26 +102,25 @@ def _check_data(folder: Path, header: PackHeader) -> None:
     with read_errors(path), open(path, "rb") as stream:
         first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
     if first != header.first_block():
-        raise CheckpointError(f"{path}: is not the data of this pack: {HEADER} is another one's")
+        raise CheckpointError(f"{path}: belongs to another pack than {HEADER}")
     if size != header.nbytes:
         raise CheckpointError(f"{path}: has {size} bytes, but {HEADER} says {header.nbytes}")
 
 
 def refuse_unfinished(path: Path) -> None:
-    """NotAModel, naming the command that continues it, where `path` is a half-made pack, or would
-    be one when it is done."""
+    """Raise NotAModel, with the command that continues it, where `path` is an unfinished pack."""
     for folder in (path, Path(f"{path}{UNFINISHED_SUFFIX}")):
         if (command := resume_command(folder)) is not None and (
             folder == path or not path.exists()
         ):
-            raise NotAModel(f"{path}: a half-made pack: `{command}` goes on with it")
+            raise NotAModel(f"{path}: an unfinished pack: `{command}` continues it")
 
 
 def crc32_of(path: Path) -> int:
     """The CRC-32 of a file's content."""
     crc = 0
     with open(path, "rb", buffering=0) as stream:
-        while piece := stream.read(PIECE):
+        while piece := stream.read(CHUNK):
             crc = zlib.crc32(piece, crc)
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return crc

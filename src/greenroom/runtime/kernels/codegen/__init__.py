@@ -1,1 +1,1 @@
-"""Functions that Numba compiles, and how they are compiled and cached."""
+"""Functions that Numba compiles."""

@@ -1,4 +1,4 @@
-"""Compile a kernel once per weight type."""
+"""Compile kernels, once for each weight type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba import types
 
 from greenroom.core.compiling.compile_cache import entry_point
 
-# A value whose Numba type stands for a weight type; see ir.py.
+# A value whose Numba type stands for a weight type (see ir.py).
 WITNESS = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}
 
 EntryFunction = Callable[[int], None]
@@ -19,5 +19,5 @@ EntryFunction = Callable[[int], None]
 
 @cache
 def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int) -> Any:
-    """`kernel(witness, *options)`, a function of a pointer; `.address` is where it lies."""
+    """Compile `kernel(witness, *options)`, a function of a pointer; `.address` is its code."""
     return entry_point(kernel(WITNESS[dtype], *options), types.void(types.voidptr))

@@ -104,7 +104,7 @@ class OneTokenAttention:
         self._attend = kernel_entry(heads.attend, self.dtype, by_code)
         self._projecting = self._to_all_heads(parts, matrices[:3], style)
         self._attending = _words(
-            heads.ATTEND_WORDS,
+            heads.ATTEND_ARGUMENTS,
             {
                 heads.A_WIDTH: self.width,
                 heads.A_KV_HEADS: self.kv_heads,
@@ -123,7 +123,7 @@ class OneTokenAttention:
         """The constant words of `project`."""
         code, eps = style or (0, 0.0)
         words = _words(
-            heads.PROJECT_WORDS,
+            heads.PROJECT_ARGUMENTS,
             {
                 heads.HIDDEN: self.hidden,
                 heads.Q_HEADS: self.heads,

@@ -3,7 +3,7 @@
 The first goes from the hidden state over norm, attention and residual sum to the block's input; the
 router chooses (router.py) in the first, where it is of a known kind; the second goes from the
 experts to the layer's output. Where all experts of a token are in their slots nothing is computed
-between: after a wave of experts has gone through the caches each of its small operations takes as
+between: after a group of experts has gone through the caches each of its small operations takes as
 long as a matrix. The bits are those of the accelerated modules called one by one.
 """
 
@@ -59,7 +59,7 @@ class FusedDecoderLayer:
 
     # Of the stages up to the choice: the first sum, projections, attention, the second sum.
     places = Places(
-        x=((0, layers.J_X), (3, layers.J_X)),
+        x=((0, layers.N_X), (3, layers.N_X)),
         cos=((1, heads.COS),),
         sin=((1, heads.SIN),),
         key=((1, heads.K_OUT),),
@@ -88,7 +88,7 @@ class FusedDecoderLayer:
             self._parts.weight(norm)
         for part in (*norms, one.module):
             self._parts.unheard(part)
-        self._join = kernel_entry(layers.join, one.dtype)
+        self._join = kernel_entry(layers.add_and_norm, one.dtype)
         self._begin, self._middle = (
             self._words(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
         )
@@ -106,9 +106,9 @@ class FusedDecoderLayer:
         return next(n for n, part in self._layer._modules.items() if part is self.one.module)
 
     def _words(self, weight: Tensor, style: Style) -> array[int]:
-        words = array("q", [0] * layers.JOIN_WORDS)
-        words[layers.J_WEIGHT], words[layers.J_COLUMNS] = weight.data_ptr(), self.one.hidden
-        words[layers.J_STYLE], words[layers.J_EPS] = style[0], bits(style[1])
+        words = array("q", [0] * layers.NORM_ARGUMENTS)
+        words[layers.N_WEIGHT], words[layers.N_COLUMNS] = weight.data_ptr(), self.one.hidden
+        words[layers.N_STYLE], words[layers.N_EPS] = style[0], bits(style[1])
         return words
 
     def _parts_of_block(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
@@ -251,7 +251,7 @@ class FusedDecoderLayer:
     def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """The stages of several tokens, side by side."""
         begin, project, attend, middle = zip(*rows, strict=True)
-        join, one = kernel_entry(layers.join_rows, self.one.dtype), self.one
+        join, one = kernel_entry(layers.add_and_norm_rows, self.one.dtype), self.one
         work = torch.empty(4, len(rows), one.widest)
         sequence.run(
             (
@@ -285,9 +285,9 @@ class FusedDecoderLayer:
         normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
         attended = normed + one.hidden * x.itemsize
         begin, middle = array("q", self._begin), array("q", self._middle)
-        begin[layers.J_X], begin[layers.J_OUT] = x.data_ptr(), normed
-        middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
-        middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
+        begin[layers.N_X], begin[layers.N_OUT] = x.data_ptr(), normed
+        middle[layers.N_X], middle[layers.N_Y] = begin[layers.N_X], attended
+        middle[layers.N_SUM], middle[layers.N_OUT] = total.data_ptr(), out.data_ptr()
         stages = one.stages(normed, positions, room, work, attended)
         return (self._join, begin), *stages, (self._join, middle)
 

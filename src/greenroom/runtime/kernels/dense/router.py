@@ -3,7 +3,7 @@
     softmax of x @ w.T in float32, the top k of it, perhaps over their sum, cast
 
 In the region that ends with its input (decoder.py) it costs its weights' bytes; torch's five
-operations cost ten times that where a wave of experts has gone through the caches. The product is
+operations cost ten times that where a group of experts has gone through the caches. The product is
 summed in another order than torch's and rounded to the model's type as torch's is, so as in other
 compiled layers a last bit may differ. Where the last expert that is chosen and the next are equal
 the choice is torch's still (ties.py). That a router is of this kind is found by trying it.
@@ -58,14 +58,14 @@ class RouterCall:
 
     def answer(self) -> tuple[Tensor, Tensor]:
         """(ids [1, top_k] of the experts, their weights)."""
-        if self._words[choice.S_FOUND]:
+        if self._words[choice.S_CHOSEN]:
             return self.ids, self.weights
         return self._router.by_torch(self.products)
 
     @property
     def found(self) -> int:
         """The address of a word that is 0 where the choice is torch's."""
-        return self._words.buffer_info()[0] + 8 * choice.S_FOUND
+        return self._words.buffer_info()[0] + 8 * choice.S_CHOSEN
 
     @property
     def products(self) -> Tensor:
@@ -105,8 +105,8 @@ class CompiledRouter:
         self.places = scores, scores + half, scores + 2 * half  # products and ids follow scores
         self.choice = array("q", [0] * (self.places[2] + number))
         self.choice[choice.S_NUMBER], self.choice[choice.S_TOP_K] = number, top_k
-        self.choice[choice.SUMMED] = int(summed)
-        self.knows_ties = ties.known(number, top_k)
+        self.choice[choice.NORMALISED] = int(summed)
+        self.knows_ties = ties.is_supported(number, top_k)
         if self.knows_ties:
             self.knows_ties = _ties_tried(self)
 

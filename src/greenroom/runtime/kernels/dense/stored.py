@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.entries import layers
-from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_WORDS
+from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_ARGUMENTS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
 
@@ -107,13 +107,13 @@ class StoredMatrix:
         columns = self.shape[1]
         out = torch.empty(count, columns, dtype=self.dtype)
         stride = 4 * layers.FEW * columns + room(columns)
-        words = array("q", [0] * (layers.U_STRIDE + 1))
-        words[layers.U_MATRIX], words[layers.U_ROWS] = self._expanding.address, count
-        words[layers.U_COLUMNS], words[layers.U_FIRST] = columns, first
-        words[layers.U_INDEX] = index.buffer_info()[0] if index else 0
-        words[layers.U_OUT] = out.data_ptr()
-        words[layers.U_SCRATCH], words[layers.U_STRIDE] = scratch(stride), stride
-        enter = kernel_entry(layers.unfold, self.dtype)
+        words = array("q", [0] * (layers.E_STRIDE + 1))
+        words[layers.E_MATRIX], words[layers.E_ROWS] = self._expanding.address, count
+        words[layers.E_COLUMNS], words[layers.E_FIRST] = columns, first
+        words[layers.E_INDEX] = index.buffer_info()[0] if index else 0
+        words[layers.E_OUT] = out.data_ptr()
+        words[layers.E_SCRATCH], words[layers.E_STRIDE] = scratch(stride), stride
+        enter = kernel_entry(layers.expand_rows, self.dtype)
         enter(words.buffer_info()[0], count * columns > 1 << 17)
         return out
 
@@ -199,7 +199,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 def room(columns: int) -> int:
     """Bytes that a product with rows of so many inputs needs for itself."""
-    return 8 * FRAME_WORDS + 12 * columns + 4096
+    return 8 * FRAME_ARGUMENTS + 12 * columns + 4096
 
 
 def scratch(stride: int) -> int:

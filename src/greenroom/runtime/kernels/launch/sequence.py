@@ -39,4 +39,4 @@ def run(stages: Sequence[Stage]) -> None:
     for each, argument in stages:
         words.append(each.address)
         words.append(argument.buffer_info()[0])
-    kernel_entry(layers.in_turn, torch.float32)(words.buffer_info()[0])
+    kernel_entry(layers.run_stages, torch.float32)(words.buffer_info()[0])

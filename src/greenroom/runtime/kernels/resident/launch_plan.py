@@ -145,7 +145,7 @@ class LaunchPlan:
     def _region(self, first: int) -> array[int]:
         """The words of `in_turn` for the layers from number `first` on."""
         entries = [n for each in self._entries[first:] for n in each]
-        renew = kernel_entry(layers.renew, torch.float32).address, _address(self._renew)
+        renew = kernel_entry(layers.copy_arguments, torch.float32).address, _address(self._renew)
         return array("q", (1 + len(entries) // 2, BARRIER, *renew, *entries))
 
     def _scratches(self) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class LaunchPlan:
         self._renew[0] = 0
         if first not in self._regions:
             self._regions[first] = self._region(first)
-        kernel_entry(layers.in_turn, torch.float32)(_address(self._regions[first]))
+        kernel_entry(layers.run_stages, torch.float32)(_address(self._regions[first]))
         found = [each[at] for each, at in self._found[first:]]
         return found[: found.index(0)] if 0 in found else found
 

@@ -1,7 +1,7 @@
 """One token's experts from the router's choice to their sum, where all of them are in their slots.
 
 The bodies of the fused kernel, told of everything by one array that is copied from a template:
-after a wave has gone through the caches, Python's lists and NumPy's views take as long as the sum
+after a group has gone through the caches, Python's lists and NumPy's views take as long as the sum
 over the experts.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.runtime.kernels.codegen.entries import choice, compiled, gating, layers
+from greenroom.runtime.kernels.codegen.entries import choice, expert_group, gating, layers
 from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep, layer_plan
 from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
@@ -40,42 +40,43 @@ class OneTokenExperts:
         routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
         x = torch.zeros(1, hidden, dtype=layer.dtype)
         step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
-        wave = step.words_of_wave(plan, range(top_k), [0] * top_k)
+        group = step.words_of_group(plan, range(top_k), [0] * top_k)
         combine = step.words_of_sum(plan)[0]
         start = step.words[1]
         self._mid, self._act, self._out = (step.words[n] - start for n in (1, 2, 3))
         self._sums, self._floats = 4 * step.sums, step.buffer.numel()
-        slots = compiled.WAVE_WORDS
-        self._starts = len(wave)
+        slots = expert_group.GROUP_ARGUMENTS
+        self._starts = len(group)
         tokens = self._starts + top_k + 1
         rows = tokens + top_k
         self._combine = rows + top_k
         self._join = self._combine + len(combine)
-        self._turns = self._join + layers.JOIN_WORDS
-        self._place = self._turns + layers.FIRST + 6
-        join = [0] * layers.JOIN_WORDS
-        join[layers.J_COLUMNS] = hidden
-        bodies = plan.wave.address, 0, plan.combine.address, 0, plan.join.address, 0
-        place = [0] * choice.PLACE_WORDS
+        self._turns = self._join + layers.NORM_ARGUMENTS
+        self._place = self._turns + layers.FIRST_STAGE + 6
+        join = [0] * layers.NORM_ARGUMENTS
+        join[layers.N_COLUMNS] = hidden
+        bodies = plan.group.address, 0, plan.combine.address, 0, plan.join.address, 0
+        place = [0] * choice.FIND_SLOTS_ARGUMENTS
         place[choice.TOP_K], place[choice.NUMBER] = top_k, layer.num_experts
         self._template = array("q", [
-            *wave, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *bodies,
+            *group, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *bodies,
             *place,
         ])  # fmt: skip
         # Words that hold addresses of other words, and of which.
-        turns = self._turns + layers.FIRST
+        turns = self._turns + layers.FIRST_STAGE
         self._inner = (
-            (compiled.ROUTED_EXPERTS, slots + top_k), (compiled.STARTS, self._starts),
-            (compiled.TOKENS, tokens), (compiled.ROWINDEX, rows),
-            (self._combine + compiled.C_EXPERTS, slots + top_k),
-            (self._combine + compiled.C_STARTS, self._starts),
-            (self._combine + compiled.C_TOKENS, tokens), (self._combine + compiled.C_ROWS, rows),
+            (expert_group.ROUTED_EXPERTS, slots + top_k), (expert_group.STARTS, self._starts),
+            (expert_group.TOKENS, tokens), (expert_group.ROWINDEX, rows),
+            (self._combine + expert_group.C_EXPERTS, slots + top_k),
+            (self._combine + expert_group.C_STARTS, self._starts),
+            (self._combine + expert_group.C_TOKENS, tokens),
+            (self._combine + expert_group.C_ROWS, rows),
             (turns + 1, 0), (turns + 3, self._combine), (turns + 5, self._join),
             (self._place + choice.P_EXPERTS, slots + top_k), (self._place + choice.P_SLOTS, slots),
             (self._place + choice.P_RANKS, rows),
         )  # fmt: skip
-        self._in_turn = kernel_entry(layers.in_turn, torch.float32)
-        self._find = kernel_entry(choice.place, torch.float32)
+        self._in_turn = kernel_entry(layers.run_stages, torch.float32)
+        self._find = kernel_entry(choice.find_slots, torch.float32)
 
     @staticmethod
     def of(
@@ -117,7 +118,7 @@ class OneTokenExperts:
             words[place + choice.IDS] = index.data_ptr()
             words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables
             self._find(base + 8 * place, False)
-            if not (found := words[place + choice.FOUND]):
+            if not (found := words[place + choice.EXPERT_COUNT]):
                 return ()
             self._in_turn(base + 8 * self._turns)
             return (found,)
@@ -136,13 +137,13 @@ class OneTokenExperts:
         base, start = words.buffer_info()[0], buffer.data_ptr()
         for where, of in self._inner:
             words[where] = base + 8 * of
-        words[compiled.X] = x
-        words[compiled.MID], words[compiled.ACT] = start + self._mid, start + self._act
-        words[compiled.OUT] = words[self._combine + compiled.C_OUT] = start + self._out
-        words[compiled.SCRATCH] = self._kernel.scratch(self._plan.scratch)[0]
-        words[self._combine + compiled.C_WEIGHTS] = weights
-        words[self._combine + compiled.SUMS] = start + self._sums
-        words[self._join + layers.J_X] = residual
+        words[expert_group.X] = x
+        words[expert_group.MID], words[expert_group.ACT] = start + self._mid, start + self._act
+        words[expert_group.OUT] = words[self._combine + expert_group.C_OUT] = start + self._out
+        words[expert_group.SCRATCH] = self._kernel.scratch(self._plan.scratch)[0]
+        words[self._combine + expert_group.C_WEIGHTS] = weights
+        words[self._combine + expert_group.SUMS] = start + self._sums
+        words[self._join + layers.N_X] = residual
         for where in self.outputs:
             words[where] = out
         return words, base
@@ -167,11 +168,11 @@ class OneTokenExperts:
         where an expert is not there. `first` is the layer's first piece; where the result goes and
         the other tables are set in the words."""
         words, base = self._words(x, weights, residual, 0, buffer)
-        place, turns = self._place, self._turns + layers.FIRST
+        place, turns = self._place, self._turns + layers.FIRST_STAGE
         words[place + choice.IDS], words[place + choice.FIRST_PIECE] = index, first
-        found = base + 8 * (place + choice.FOUND)
+        found = base + 8 * (place + choice.EXPERT_COUNT)
         entries = self._find.address, base + 8 * place, 0, found, *words[turns : turns + 6]
-        return Planned(words, entries, place + choice.FOUND)
+        return Planned(words, entries, place + choice.EXPERT_COUNT)
 
     @property
     def tables(self) -> int:
@@ -181,7 +182,11 @@ class OneTokenExperts:
     @property
     def outputs(self) -> tuple[int, ...]:
         """Where in these words the result's address is."""
-        return self._combine + compiled.RESULT, self._join + layers.J_Y, self._join + layers.J_SUM
+        return (
+            self._combine + expert_group.RESULT,
+            self._join + layers.N_Y,
+            self._join + layers.N_SUM,
+        )
 
 
 class Planned(NamedTuple):

@@ -1,7 +1,7 @@
-"""The default kernel on a GPU: two launches a wave and one a step, over slots in device memory.
+"""The default kernel on a GPU: two launches a group and one a step, over slots in device memory.
 
 Every entry's output is kept apart until the sum over a token's experts, which is taken by
-ascending id; so waves, slots and the order of arrival do not change a bit. What the programs do
+ascending id; so groups, slots and the order of arrival do not change a bit. What the programs do
 not know (float32 models, arithmetic that is not the common one, other encodings) is left to the
 eager kernel on the same device, layer by layer: `fallback_reason` says why.
 """
@@ -134,11 +134,11 @@ class TritonStep(base.KernelStep):
 
         self.mid = empty(layer.width) if plan.activation.code == RAW else None
         self.act, self.out = empty(layer.inner), empty(layer.hidden)
-        self.tokens: Tensor | None = None  # [S], with the first wave's words
+        self.tokens: Tensor | None = None  # [S], with the first group's words
         self.order: Tensor | None = None  # [T, K, 2]
 
     def words(self, experts: Sequence[int], slots: Sequence[int]) -> Words:
-        """A wave's tiles: slot, expert, first entry, entries; [tiles, 4]."""
+        """A group's tiles: slot, expert, first entry, entries; [tiles, 4]."""
         tiles, size = [], self.sizes[0]
         for expert, slot in zip(experts, slots, strict=True):
             rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
@@ -147,7 +147,7 @@ class TritonStep(base.KernelStep):
         return np.array(tiles, np.int64).reshape(-1, 4)
 
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Upload a wave's tiles, and with the first wave what the host knows of the whole step.
+        """Upload a group's tiles, and with the first group what the host knows of the whole step.
 
         Returns the tiles as a vector of 4 numbers each.
         """
@@ -186,7 +186,7 @@ class TritonStep(base.KernelStep):
             *(words, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
             *(layer.hidden, layer.inner, plan.activation, self.tokens),
         )
-        if mid is not None:  # of all entries: others' rows are written again in their wave
+        if mid is not None:  # of all entries: others' rows are written again in their group
             self.act.copy_(layer.gate(mid))
         self.launch(
             *(words, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)

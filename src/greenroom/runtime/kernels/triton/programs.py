@@ -4,7 +4,7 @@ A tile is up to M entries (a token and one of its experts) of one expert; a prog
 outputs of a tile. Weights are read where they lie: `words` has for each tile where its slot begins
 (in units of 64 bytes from an anchor, slot 0), its expert, its first entry and how many it has.
 Sums run over the inputs in order, K at a time, in float32; values are rounded where eager rounds
-them. Rows of a tile do not mix, so an entry's result does not depend on the others, nor on waves.
+them. Rows of a tile do not mix, so an entry's result does not depend on the others, nor on groups.
 """
 
 from __future__ import annotations

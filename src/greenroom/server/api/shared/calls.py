@@ -14,17 +14,17 @@ from greenroom.hf.text.calls import CallFormat, find_call_format
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.formats import STRICT, check_schema, json_grammar
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import Choice
+from greenroom.server.http.params import ToolChoice
 
 Tools = list[dict[str, Any]]
 ANY = {"type": "object"}
 
 
-def call_grammar(
+def tool_call_grammar(
     dialogue: Dialogue,
     prompt: Sequence[int],
     tools: Tools,
-    choice: Choice,
+    choice: ToolChoice,
     strict: Collection[str],
 ) -> str | None:
     """The grammar of an answer to `prompt`, or None where it is free.

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from greenroom.server.api.shared.usage import usage
-from greenroom.server.engine.tokens.reader import End
-from greenroom.server.http.answers import Answers
+from greenroom.server.engine.tokens.reader import AnswerEnd
+from greenroom.server.http.answers import AnswerStream
 from greenroom.server.http.endpoints import ResponseBuilder
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.routes import new_id
@@ -15,15 +15,15 @@ from greenroom.server.http.service import Service
 from greenroom.server.http.streams import DONE, event
 
 
-class Chunks(ResponseBuilder):
+class ChunkBuilder(ResponseBuilder):
     """The parts that both APIs have; `kind` is the object's, `prefix` its id's, and `says` where in
     a chunk its text is."""
 
     prefix = kind = chunk_kind = says = ""
 
-    def __init__(self, service: Service, body: Any, answers: Answers) -> None:
+    def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
-        self._ends: list[End] = []
+        self._ends: list[AnswerEnd] = []
         self._choices: list[dict[str, Any]] = []
         self._head = {
             "id": new_id(self.prefix),
@@ -40,7 +40,7 @@ class Chunks(ResponseBuilder):
         """A part of a choice; `shown` are its log-probabilities."""
         return {"index": index, self.says: said, "logprobs": shown, "finish_reason": reason}
 
-    def _ended(self, index: int, end: End) -> str:
+    def _ended(self, index: int, end: AnswerEnd) -> str:
         """Note the end of a choice; why it ended."""
         self._ends.append(end)
         self._choices[index]["finish_reason"] = end.reason
@@ -57,9 +57,9 @@ class Chunks(ResponseBuilder):
         rest: dict[str, Any] = {"usage": None} if self._with_usage else {}
         return event({**self._head, "choices": [data], **rest})
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """The end of the events, after the usage where it is wanted."""
         return (event(self._object([])) if self._with_usage else b"") + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return event(error.body("", ""))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.server.api.shared.calls import call_grammar
+from greenroom.server.api.shared.calls import tool_call_grammar
 from greenroom.server.api.shared.formats import json_grammar
 from greenroom.server.http.answers import Job
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import Choice, Function
+from greenroom.server.http.params import Function, ToolChoice
 
 Messages = list[dict[str, Any]]
 
@@ -69,7 +69,7 @@ def chat_job(
     messages: Messages,
     *,
     tools: Sequence[Function] | None,
-    choice: Choice | None,
+    choice: ToolChoice | None,
     form: JsonForm | None,
     options: dict[str, Any],
     calls: str,
@@ -84,10 +84,10 @@ def chat_job(
     resume:  go on with the last message
     job:     the rest of the job
     """
-    choice = choice or Choice()
-    if any(told["role"] == "tool" or "tool_calls" in told for told in messages):
+    choice = choice or ToolChoice()
+    if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         check_tools(dialogue, calls)
-    usable = [tool.told() for tool in tools or ()] if choice.kind != "none" else []
+    usable = [tool.template_tool() for tool in tools or ()] if choice.kind != "none" else []
     grammar = None if form is None else json_grammar(form.schema, form.where)
     if usable:
         check_tools(dialogue)
@@ -99,5 +99,5 @@ def chat_job(
     ids = tuple(dialogue.chat(messages, usable, resume, **options))
     if usable:
         strict = {tool.name for tool in tools or () if tool.strict}
-        grammar = call_grammar(dialogue, ids, usable, choice, strict)
+        grammar = tool_call_grammar(dialogue, ids, usable, choice, strict)
     return Job((ids,), grammar=grammar, tools=usable or None, **job)

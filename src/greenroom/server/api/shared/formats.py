@@ -7,7 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from greenroom.server.api.shared.schemas import too_large
+from greenroom.server.api.shared.schemas import schema_error
 from greenroom.server.engine.tokens.grammar import limits, reason
 from greenroom.server.http.errors import ApiError
 
@@ -31,7 +31,7 @@ def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
 
 def check_schema(schema: Any, param: str) -> None:
     """ApiError where a schema, or a list of them, is too large to become a grammar."""
-    if wrong := too_large(schema):
+    if wrong := schema_error(schema):
         raise _refused(param, wrong)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.usage import logprobs
-from greenroom.server.engine.tokens.reader import Delta, End
+from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.routes import new_id
 
 # What an item of a kind is beside its content: (prefix of its id, its part's type, its own fields,
@@ -31,7 +31,7 @@ class Output:
         self._dialogue, self._with_logprobs = dialogue, with_logprobs
         self._open: str | None = None  # the kind of the item that grows
 
-    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def add(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if delta.call:
             yield from self._close("completed")
             yield from self._call(delta.call)
@@ -44,7 +44,7 @@ class Output:
             yield from self._begin(kind)
         yield self._grow(delta, kind)
 
-    def end(self, end: End) -> Iterator[dict[str, Any]]:
+    def end(self, end: AnswerEnd) -> Iterator[dict[str, Any]]:
         yield from self._close("incomplete" if end.reason == "length" else "completed")
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Output:
         self.items[-1]["content"] = [part]
         yield self._of_part("content_part.added", part={**part})
 
-    def _grow(self, delta: Delta, kind: str) -> dict[str, Any]:
+    def _grow(self, delta: AnswerDelta, kind: str) -> dict[str, Any]:
         part = self.items[-1]["content"][0]
         more: dict[str, Any] = {"delta": delta.text or delta.reasoning}
         part["text"] += more["delta"]

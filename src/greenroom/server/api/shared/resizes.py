@@ -12,7 +12,7 @@ from collections.abc import Callable
 REST_S = 1.0  # from the end of a resize to the beginning of the next
 
 
-class Resizes:
+class CacheResizer:
     """Resizes for all callers; the latest size wins. Used from one event loop.
 
     A caller whose size was superseded while it waited gets the slots that the later one has made.

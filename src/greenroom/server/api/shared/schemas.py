@@ -27,7 +27,7 @@ MOST = {
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def too_large(schema: Any) -> str | None:
+def schema_error(schema: Any) -> str | None:
     """Why a schema, or a list of them, is refused; None where it is not."""
     counts: Counter[str] = Counter()
     try:

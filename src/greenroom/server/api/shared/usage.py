@@ -7,12 +7,12 @@ from typing import Any
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.engine.requests import Token
-from greenroom.server.engine.tokens.reader import End
+from greenroom.server.engine.tokens.reader import AnswerEnd
 
 LEAST = -9999.0  # JSON has no infinity
 
 
-def usage(prompt_tokens: int, ends: Iterable[End]) -> dict[str, Any]:
+def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
     """Of all choices together."""
     ends = list(ends)
     new = sum(end.finished.new_tokens for end in ends)
@@ -25,7 +25,7 @@ def usage(prompt_tokens: int, ends: Iterable[End]) -> dict[str, Any]:
     }
 
 
-def reused(ends: Iterable[End]) -> int:
+def reused(ends: Iterable[AnswerEnd]) -> int:
     """Tokens of the prompt that were not computed again."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # who talks to a server elsewhere needs no transformers
     from greenroom.hf.text.dialogue import ReplyPart, ToolCall
 
 
-class Speaker(Protocol):
+class ReplyDecoder(Protocol):
     """What turns tokens into text, reasoning and calls: see `Dialogue.reply_parser`."""
 
     def feed(self, token_id: int) -> list[ReplyPart]: ...
@@ -21,7 +21,7 @@ class Speaker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class AnswerDelta:
     """What comes next of an answer, and the tokens that it was made of."""
 
     text: str = ""
@@ -32,7 +32,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AnswerEnd:
     """`reason`: stop, length, or tool_calls; `stop` is the stop string that ended it, if any."""
 
     reason: str
@@ -41,17 +41,17 @@ class End:
     reasoning_tokens: int = 0
 
 
-class Reader:
+class AnswerReader:
     """Reads one answer. Once `stopped`, nothing more of it is wanted."""
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: ReplyDecoder,
         stops: Sequence[str] = (),
         end_ids: Sequence[int] = (),
         one_call: bool = False,
     ) -> None:
-        self._speaker, self._stops = speaker, Stops(stops)
+        self._speaker, self._stops = speaker, StopMatcher(stops)
         self._end_ids, self._one_call = frozenset(end_ids), one_call
         self._waiting: list[tuple[Token, int]] = []  # and where in the text each begins
         self._seen = self._shown = 0  # characters of text
@@ -59,7 +59,7 @@ class Reader:
         self._stop: str | None = None
         self.stopped = False
 
-    def feed(self, token: Token) -> list[Delta]:
+    def feed(self, token: Token) -> list[AnswerDelta]:
         """What this token adds. A token that ends the answer says nothing."""
         if self.stopped:
             return []
@@ -67,23 +67,23 @@ class Reader:
             self._waiting.append((token, self._seen))
         return self._deltas(self._speaker.feed(token.id))
 
-    def end(self, finished: Finished) -> tuple[list[Delta], End]:
+    def end(self, finished: Finished) -> tuple[list[AnswerDelta], AnswerEnd]:
         """What was held back, and how the answer ended."""
         deltas = [] if self.stopped else self._deltas(self._speaker.end())
         if not self.stopped:
             deltas += self._show(self._stops.rest())
             if self._waiting:  # tokens without text of their own
                 tokens, self._waiting = tuple(token for token, _ in self._waiting), []
-                deltas.append(Delta(tokens=tokens))
+                deltas.append(AnswerDelta(tokens=tokens))
         reason = "stop" if self.stopped else finished.reason
         if reason == "stopping":  # clients know of no other end that the server chose
             reason = "length"
         if self._calls and reason == "stop":
             reason = "tool_calls"
-        return deltas, End(reason, self._stop, finished, self._reasoning_tokens)
+        return deltas, AnswerEnd(reason, self._stop, finished, self._reasoning_tokens)
 
-    def _deltas(self, said: list[ReplyPart]) -> list[Delta]:
-        deltas: list[Delta] = []
+    def _deltas(self, said: list[ReplyPart]) -> list[AnswerDelta]:
+        deltas: list[AnswerDelta] = []
         for part in said:
             if self.stopped:
                 break
@@ -93,11 +93,11 @@ class Reader:
             deltas += self._show(self._stops.rest())  # a stop string is within one text
             self._calls += part.call is not None
             self._reasoning_tokens += bool(part.reasoning)
-            deltas.append(self._with_tokens(Delta(reasoning=part.reasoning, call=part.call)))
+            deltas.append(self._with_tokens(AnswerDelta(reasoning=part.reasoning, call=part.call)))
             self.stopped = self._one_call and part.call is not None
         return deltas
 
-    def _read(self, text: str) -> list[Delta]:
+    def _read(self, text: str) -> list[AnswerDelta]:
         self._seen += len(text)
         text, self._stop = self._stops.feed(text)
         if self._stop is not None:
@@ -106,16 +106,16 @@ class Reader:
             self._waiting = [(token, start) for token, start in self._waiting if start < cut]
         return self._show(text)
 
-    def _show(self, text: str) -> list[Delta]:
+    def _show(self, text: str) -> list[AnswerDelta]:
         self._shown += len(text)
-        return [self._with_tokens(Delta(text))] if text else []
+        return [self._with_tokens(AnswerDelta(text))] if text else []
 
-    def _with_tokens(self, delta: Delta) -> Delta:
+    def _with_tokens(self, delta: AnswerDelta) -> AnswerDelta:
         tokens, self._waiting = tuple(token for token, _ in self._waiting), []
         return replace(delta, tokens=tokens)
 
 
-class Stops:
+class StopMatcher:
     """Finds stop strings in a text that comes in parts; none of them is ever let through."""
 
     def __init__(self, stops: Sequence[str]) -> None:

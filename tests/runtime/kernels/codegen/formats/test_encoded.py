@@ -159,7 +159,7 @@ def test_any_shape(name: str, hidden: int, inner: int, seed: int, tokens: int) -
 
 
 @pytest.mark.parametrize("name", ["q4_k", "int4-float16", "fp8-float32"])
-def test_threads_waves_and_batches_do_not_change_a_bit(name: str) -> None:
+def test_threads_groups_and_batches_do_not_change_a_bit(name: str) -> None:
     hidden, inner = sizes(BY_NAME[name])
     coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), *[BY_NAME[name]] * 2)
     case = inputs(torch.bfloat16, 33, hidden=hidden)
@@ -173,9 +173,9 @@ def test_threads_waves_and_batches_do_not_change_a_bit(name: str) -> None:
             )
     finally:
         torch.set_num_threads(threads)
-    waves = [[5, 0], [3], [1, 2, 4]]
+    groups = [[5, 0], [3], [1, 2, 4]]
     assert torch.equal(
-        compute(CpuKernel(rounded=True), coded.layer, coded.places, *case, waves=waves), want
+        compute(CpuKernel(rounded=True), coded.layer, coded.places, *case, groups=groups), want
     )
     alone = [
         compute(

@@ -15,7 +15,7 @@ from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import compute, experts, inputs
 
 TOKENS = (1, 3, 33)
-WHOLE = [style for style in STYLES if style.name in codes.WHOLE]
+INTEGER_PRODUCTS = [style for style in STYLES if style.name in codes.INTEGER_PRODUCTS]
 needs_integers = pytest.mark.skipif(not codes.INTEGERS, reason="a processor without VNNI")
 
 
@@ -43,7 +43,7 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
     assert any(m.packs for m in layer_plan(case.layer).matrices) == (
-        codes.INTEGERS and style in WHOLE
+        codes.INTEGERS and style in INTEGER_PRODUCTS
     )
 
 
@@ -55,8 +55,8 @@ def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPa
     assert not any(m.packs for m in layer_plan(case.layer).matrices)
 
 
-@pytest.mark.parametrize("style", WHOLE, ids=str)
-def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
+@pytest.mark.parametrize("style", INTEGER_PRODUCTS, ids=str)
+def test_bits_do_not_depend_on_threads_groups_and_slots(style: Style) -> None:
     case = coded(style, torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
     want = compute(CpuKernel(), case.layer, case.places, *args)
@@ -67,8 +67,8 @@ def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
             assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args), want)
     finally:
         torch.set_num_threads(threads)
-    waves = [[2], [0, 1]]
-    assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args, waves=waves), want)
+    groups = [[2], [0, 1]]
+    assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args, groups=groups), want)
 
 
 @pytest.mark.parametrize("name", ["mxfp4-uint8", "gguf_mxfp4"])

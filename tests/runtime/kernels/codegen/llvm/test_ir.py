@@ -15,7 +15,7 @@ BF16, F32 = np.uint16(0), np.float32(0)
 
 
 def product(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(ir, "IN_TURN", in_turn)
+    monkeypatch.setattr(ir, "ROW_BY_ROW", in_turn)
     dot = ir._dot(1, COLUMNS)
 
     @njit

@@ -14,7 +14,7 @@ from greenroom.runtime.kernels.codegen.entries.gating import (
     SILU,
     SILU_FLOAT,
     activate,
-    finish,
+    round_and_add_bias,
 )
 from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
@@ -47,7 +47,7 @@ def _run_activate(code, gate, up, paired, out, n, limit, alpha):
 
 @njit
 def _run_finish(row, bias, n, rounds):
-    finish(BF16, row, bias, n, rounds)
+    round_and_add_bias(BF16, row, bias, n, rounds)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:

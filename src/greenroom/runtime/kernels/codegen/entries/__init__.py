@@ -1,1 +1,1 @@
-"""Kernel entries: the compiled functions that threads enter, and their arguments."""
+"""Kernel entries: compiled functions that threads enter, and their arguments."""

@@ -1,6 +1,7 @@
-"""From a router's products to its choice (`select`) and to the slots of its experts (`place`).
+"""Kernel entries that choose a token's experts and look up their slots.
 
-Compiled, for one token. One thread does it, in less time than Python takes for one list.
+`select` chooses from a router's products, `find_slots` looks up. One thread does each for one
+token, in less time than Python takes for one list.
 """
 
 from __future__ import annotations
@@ -10,49 +11,54 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.codegen.entries.ties import ordered
+from greenroom.runtime.kernels.codegen.entries.ties import select_largest
 from greenroom.runtime.kernels.codegen.llvm.ir import address_of, claim, get, put, put_word, word
 from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
 from greenroom.runtime.kernels.codegen.llvm.values import Value
 
 F, ONE = np.float32(0), np.float32(1)
 
-# The words of `select`, after the cursor: the products, [S_NUMBER] of the model's type; SCORES,
-# float32 [S_NUMBER], their softmax, and the results go to S_IDS, int64 [S_TOP_K], and S_WEIGHTS
-# [S_TOP_K]. SUMMED: are weights divided by their sum? S_ORDER: room for S_NUMBER ids, or 0 where
-# equal scores are torch's matter. Room for S_TOP_K + 1 ids and as many float32 follows.
-SELECT_WORDS = 11
+# Arguments of `select`, an array of int64. S_CURSOR: 0; the first thread to enter raises it.
+# S_CHOSEN: the result, how many experts were chosen. Addresses: PRODUCTS [S_NUMBER] of the model's
+# type; SCORES, memory for their softmax, float32 [S_NUMBER]; S_IDS, int64 [S_TOP_K] and S_WEIGHTS
+# [S_TOP_K], the results; S_ORDER, memory for S_NUMBER ids, or 0 where torch resolves ties.
+# NORMALISED: are weights divided by their sum? Memory for S_TOP_K + 1 ids and as many float32
+# begins at S_BEST.
+SELECT_ARGUMENTS = 11
 (
-    S_TURN, S_FOUND, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_ORDER, S_BEST,
-) = range(SELECT_WORDS)  # fmt: skip
+    S_CURSOR, S_CHOSEN, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, NORMALISED, S_IDS, S_WEIGHTS,
+    S_ORDER, S_BEST,
+) = range(SELECT_ARGUMENTS)  # fmt: skip
 
-# The words of `place`. From FIRST_PIECE to STEP they are those of `SlotTables` in
-# slots/resident_tables.py. IDS is the address of the ids chosen [K]; the results go to P_EXPERTS,
-# in ascending order, P_SLOTS and P_RANKS [K]. All is int64.
-PLACE_WORDS = 14
+# Arguments of `find_slots`, an array of int64. FIRST_PIECE to STEP are `SlotTables` of
+# slots/resident_tables.py. EXPERT_COUNT is a result. Addresses of int64 arrays: IDS [TOP_K], the
+# chosen experts; P_EXPERTS (ascending), P_SLOTS and P_RANKS [TOP_K], the results.
+FIND_SLOTS_ARGUMENTS = 14
 (
-    P_TURN, FOUND, IDS, TOP_K, NUMBER, FIRST_PIECE, SLOT_OF, USED, ASKED, PLACE, STEP, P_EXPERTS,
-    P_SLOTS, P_RANKS,
-) = range(PLACE_WORDS)  # fmt: skip
+    P_CURSOR, EXPERT_COUNT, IDS, TOP_K, NUMBER, FIRST_PIECE, SLOT_OF, LAST_USED, REQUESTS,
+    TIER_SLOT_OF, STEP, P_EXPERTS, P_SLOTS, P_RANKS,
+) = range(FIND_SLOTS_ARGUMENTS)  # fmt: skip
 
 
 @over_rows("f", "f", scalars=1)
-def shares(kind: Any, x: Value, total: Value) -> Value:
+def divide(kind: Any, x: Value, total: Value) -> Value:
     return x / total
 
 
 @njit(inline="always")
 def softmax(kind, products, count, out):
-    """out [count], float32, from products of `kind`; False where one is no number."""
+    """Softmax of products of `kind` to float32 `out` [count]; False if a product is NaN."""
     total = exponentials(kind, count, products, ONE, out)
-    shares(kind, count, (out, out), (total,))
+    divide(kind, count, (out, out), (total,))
     return total == total
 
 
 @njit(inline="always")
-def largest(scores, number, most, best, ids):
-    """The `most` largest scores in descending order and whose they are; of equal ones those with
-    the lowest ids, in ascending order. Returns how many there are."""
+def top_scores(scores, number, most, best, ids):
+    """Find the `most` largest scores, in descending order, and their ids; return how many.
+
+    Of equal scores those with the lowest ids are taken, in ascending order.
+    """
     count = 0
     for e in range(number):
         v = get(F, scores, e)
@@ -70,25 +76,25 @@ def largest(scores, number, most, best, ids):
 
 
 def select(kind, wide):
-    """The softmax of a router's products, in float32, its largest scores and whose they are.
+    """Choose the experts with the largest softmax scores of a router's products.
 
-    S_FOUND becomes their number; weights are rounded to `kind`, or left in float32 (`wide`). Where
-    the last one chosen and the next are equal, so that another could as well be chosen, torch's own
-    order decides (ties.py); S_FOUND stays 0 where that is not known, or one is no number.
+    S_CHOSEN becomes their number. Weights are rounded to `kind`, or stay float32 (`wide`). If the
+    last chosen score equals the next one, torch's own order decides (ties.py). S_CHOSEN stays 0 if
+    that order is not known, or if a product is NaN.
     """
 
     def enter(pointer):
         p = address_of(pointer)
-        if claim(p, S_TURN, 1) != 0:
+        if claim(p, S_CURSOR, 1) != 0:
             return
         top, scores, ids = word(p, S_TOP_K), word(p, SCORES), p + 8 * S_BEST
         best = ids + 8 * (top + 1)
         if not softmax(kind, word(p, PRODUCTS), word(p, S_NUMBER), scores):
             return
-        count = largest(scores, word(p, S_NUMBER), top + 1, best, ids)
+        count = top_scores(scores, word(p, S_NUMBER), top + 1, best, ids)
         if count > top and get(F, best, top - 1) == get(F, best, top):
             order = word(p, S_ORDER)
-            if order == 0 or not ordered(scores, order, word(p, S_NUMBER), top):
+            if order == 0 or not select_largest(scores, order, word(p, S_NUMBER), top):
                 return
             for i in range(top):
                 put_word(ids, i, word(order, i))
@@ -98,25 +104,25 @@ def select(kind, wide):
             total += get(F, best, i)
         for i in range(top):
             v = get(F, best, i)
-            if word(p, SUMMED) != 0:
+            if word(p, NORMALISED) != 0:
                 v = v / total
             put(F if wide else kind, word(p, S_WEIGHTS), i, v)
             put_word(word(p, S_IDS), i, word(ids, i))
-        put_word(p, S_FOUND, top)
+        put_word(p, S_CHOSEN, top)
 
     return enter
 
 
-def place(kind):
-    """Sort the ids and look their slots up; FOUND becomes their number, and their use is noted.
+def find_slots(kind):
+    """Sort the chosen ids, look up their slots and record their use.
 
-    FOUND stays 0, and nothing is noted, where an id is no expert of the layer, comes twice, or has
-    no slot. `kind` is of no consequence.
+    EXPERT_COUNT becomes their number. It stays 0, and no use is recorded, if an id is no expert of
+    the layer, occurs twice, or has no slot. `kind` is not used.
     """
 
     def enter(pointer):
         p = address_of(pointer)
-        if claim(p, P_TURN, 1) != 0:
+        if claim(p, P_CURSOR, 1) != 0:
             return
         count, first = word(p, TOP_K), word(p, FIRST_PIECE)
         experts, slots, ranks = word(p, P_EXPERTS), word(p, P_SLOTS), word(p, P_RANKS)
@@ -136,12 +142,12 @@ def place(kind):
             if i > 0 and word(experts, i - 1) == expert:
                 return
             put_word(experts, i, expert)
-            put_word(slots, i, word(word(p, PLACE), slot))
+            put_word(slots, i, word(word(p, TIER_SLOT_OF), slot))
             put_word(ranks, i, rank)
         for i in range(count):
             piece = first + word(experts, i)
-            put_word(word(p, USED), piece, word(p, STEP))
-            put_word(word(p, ASKED), piece, word(word(p, ASKED), piece) + 1)
-        put_word(p, FOUND, count)
+            put_word(word(p, LAST_USED), piece, word(p, STEP))
+            put_word(word(p, REQUESTS), piece, word(word(p, REQUESTS), piece) + 1)
+        put_word(p, EXPERT_COUNT, count)
 
     return enter

@@ -1,4 +1,4 @@
-"""What follows an expert's products: rounding, biases, and the activation between its projections.
+"""Rounding, biases and activations that follow an expert's matrix products.
 
 Every operation is rounded to the model's type, as eager's separate tensor operations are.
 """
@@ -12,7 +12,7 @@ from numba import njit
 from greenroom.runtime.kernels.codegen.llvm.lanes import over_rows
 from greenroom.runtime.kernels.codegen.llvm.values import Value
 
-# Activations that are computed here; the others are called on the module.
+# Activations with a formula here. RAW: there is none, and the module is called.
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 
@@ -32,8 +32,8 @@ def add_bias_rounded(kind: Any, x: Value, bias: Value) -> Value:
 
 
 @njit(inline="always")
-def finish(kind, gu, bias, n, rounds):
-    """Round n float32 sums to the model's type in place, and add the bias as eager does."""
+def round_and_add_bias(kind, gu, bias, n, rounds):
+    """Round n float32 sums and add a bias in place, as eager does."""
     if bias != 0 and rounds:
         add_bias_rounded(kind, n, (gu, bias, gu))
     elif bias != 0:
@@ -71,9 +71,9 @@ clamped, clamped_of_pairs = (over_rows(each, "f", 2)(_clamped) for each in ("ff"
 
 @njit(inline="always")
 def activate(kind, code, gate, up, paired, out, n, limit, alpha):
-    """out[:n] from the values of the gate and the up projection, rounded; float32 all.
+    """Apply activation `code` to n values of gate and up projection; all rows are float32.
 
-    paired: they take turns
+    paired: gate and up values alternate in one row
     """
     if code == SILU and paired:
         silu_of_pairs(kind, n, (gate, up, out), (limit,))

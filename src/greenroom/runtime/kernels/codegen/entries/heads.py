@@ -1,7 +1,7 @@
 """Compiled attention for one token: `project` before the KV cache, `attend` after it.
 
-Bodies of a parallel region as in compiled.py, made of the same products. `project` rounds where
-separate linear, norm and rotary operations round; `attend` keeps scores and sums in float32.
+The entries run in a parallel region, like those of expert_group.py. `project` rounds where separate
+linear, norm and rotary operations round; `attend` keeps scores and sums in float32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from greenroom.runtime.kernels.codegen.entries.layers import (
     R_WIDE,
     UNIT,
     F,
-    coded_rows,
-    codes_at,
+    multiply_encoded_rows,
+    multiply_plain_rows,
     normalise,
-    plain_rows,
+    row_codes,
     store,
     widen_row,
 )
@@ -43,26 +43,30 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
 )
 from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials
 
-# The words of `project`; five a head follow them: matrix and its row where the head begins, bias,
-# norm's weight (0: none), rotated? Where matrices are encoded each thread takes a ticket for
-# `STRIDE` bytes at MEMORY.
+# Arguments of `project`, after the cursor. Five for each head follow: its matrix, the head's first
+# row in it, bias, norm weight (both 0: none), is it rotated? K_STEP, V_STEP: bytes from head to
+# head. Where matrices are encoded each thread takes a ticket for STRIDE bytes at MEMORY.
 (
     X, HIDDEN, Q_HEADS, KV_HEADS, WIDTH, SCRATCH, Q_OUT, K_OUT, V_OUT, K_STEP, V_STEP, COS, SIN,
     ROTARY, EPS, STYLE, TICKET, MEMORY, STRIDE,
 ) = range(1, 20)  # fmt: skip
-PROJECT_WORDS, HEAD_WORDS = 20, 5
+PROJECT_ARGUMENTS, HEAD_ARGUMENTS = 20, 5
 
-# The words of `attend`: strides in bytes, from head to head and from token to token.
+# Arguments of `attend`, after the cursor. *_HEAD, *_ROW: bytes from head to head, token to token.
+# GROUP: query heads that share a head of keys. A_W, A_ROWS, A_BIAS, A_OUT: output projection.
 (
     DONE, Q, K, V, K_HEAD, K_ROW, V_HEAD, V_ROW, CONTEXT, A_WIDTH, A_KV_HEADS, GROUP, SCALE, SCORES,
     MIXED, A_W, A_ROWS, A_BIAS, A_OUT, A_TICKET, A_MEMORY, A_STRIDE,
 ) = range(1, 23)  # fmt: skip
-ATTEND_WORDS = 23
+ATTEND_ARGUMENTS = 23
 
 
 @njit(inline="always")
 def rotate(kind, row, cos, sin, width):
-    """Rotate the first `width` of a row of float32 in place, half against half, as torch rounds."""
+    """Rotate the first `width` elements of a float32 row in place, rounding as torch does.
+
+    Element i forms a pair with element width / 2 + i.
+    """
     half = width // 2
     for i in range(half):
         a, b = get(F, row, i), get(F, row, half + i)
@@ -76,25 +80,25 @@ def rotate(kind, row, cos, sin, width):
 
 @njit(inline="always")
 def product_of(p, head):
-    """The product of a head's matrix, where matrices are encoded."""
-    return word(word(p, PROJECT_WORDS + HEAD_WORDS * head), M_PRODUCT)
+    """Return the compiled product of a head's encoded matrix."""
+    return word(word(p, PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head), M_PRODUCT)
 
 
 @njit(inline="always")
 def head_codes(p, head):
-    """Where the codes of a head's rows lie."""
-    own = PROJECT_WORDS + HEAD_WORDS * head
-    return codes_at(word(p, own), word(p, own + 1))
+    """Return the address of the codes of a head's rows."""
+    offset = PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head
+    return row_codes(word(p, offset), word(p, offset + 1))
 
 
 @njit(inline="always")
 def finish_head(kind, p, head, row):
-    """Bias, norm and rotation of a head whose product is at `row`, with the words at p."""
+    """Apply bias, norm and rotation to a head; its product is at `row`, its arguments at p."""
     size, width = size_of(kind), word(p, WIDTH)
     queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
     eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
-    own = PROJECT_WORDS + HEAD_WORDS * head
-    bias, norm = word(p, own + 2), word(p, own + 3)
+    offset = PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head
+    bias, norm = word(p, offset + 2), word(p, offset + 3)
     for i in range(width):
         v = get(F, row, i)
         if bias != 0:
@@ -102,7 +106,7 @@ def finish_head(kind, p, head, row):
         put(F, row, i, rounded(kind, v))
     if norm != 0:
         normalise(kind, F, row, width, norm, eps, style, F, row)
-    if word(p, own + 4) != 0:
+    if word(p, offset + 4) != 0:
         rotate(kind, row, word(p, COS), word(p, SIN), rotary)
     if head < queries:
         out = word(p, Q_OUT) + head * width * size
@@ -115,10 +119,10 @@ def finish_head(kind, p, head, row):
 
 
 def project(kind, by_code):
-    """Queries, keys and values of one token x [K]: a head's rows times x, bias, norm, rotation.
+    """Compute queries, keys and values of one token x [HIDDEN], with bias, norm and rotation.
 
-    A unit is a head: its weight is [WIDTH, HIDDEN], its result WIDTH values. Queries go to Q_OUT
-    [Q_HEADS, WIDTH], keys and values where K_OUT and V_OUT point to, heads *_STEP bytes apart.
+    A unit of work is a head: its weight is [WIDTH, HIDDEN], its result WIDTH values. Queries are
+    written to Q_OUT [Q_HEADS, WIDTH], keys and values to K_OUT and V_OUT, heads *_STEP bytes apart.
     """
 
     def enter(pointer):
@@ -132,25 +136,30 @@ def project(kind, by_code):
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            own, row = PROJECT_WORDS + HEAD_WORDS * head, word(p, SCRATCH) + 4 * head * width
-            matrix, first = word(p, own), word(p, own + 1)
+            offset, row = (
+                PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head,
+                word(p, SCRATCH) + 4 * head * width,
+            )
+            matrix, first = word(p, offset), word(p, offset + 1)
             if by_code:
                 if product_of(p, head) != product:
                     product, packed = product_of(p, head), 0
                 after = head_codes(p, min(word(p, 0), heads - 1))
-                packed = coded_rows(
+                packed = multiply_encoded_rows(
                     matrix, first, width, columns, wide, row, wide + 4 * columns, packed, after
                 )  # fmt: skip
             else:
-                plain_rows(kind, matrix, first, width, columns, word(p, X), row)
+                multiply_plain_rows(kind, matrix, first, width, columns, word(p, X), row)
             finish_head(kind, p, head, row)
 
     return enter
 
 
 def project_rows(kind, by_code):
-    """`project` for several tokens: a head's weight is read once for all of them, and widened once
-    where it is plain."""
+    """Compute `project` for several tokens: a head's weight is read once for all of them.
+
+    Plain weights are also widened once.
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -164,12 +173,15 @@ def project_rows(kind, by_code):
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            own, row = PROJECT_WORDS + HEAD_WORDS * head, word(p, R_OUT) + 4 * head * width
-            matrix, first = word(leader, own), word(leader, own + 1)
+            offset, row = (
+                PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head,
+                word(p, R_OUT) + 4 * head * width,
+            )
+            matrix, first = word(leader, offset), word(leader, offset + 1)
             if by_code:
                 after = head_codes(leader, min(word(p, 0), heads - 1))
                 for token in range(tokens):
-                    coded_rows(
+                    multiply_encoded_rows(
                         matrix, first, width, columns, wide + 4 * token * columns,
                         row + 4 * token * step, scratch, 0, after,
                     )  # fmt: skip
@@ -186,8 +198,8 @@ def project_rows(kind, by_code):
 
 
 @njit(inline="always")
-def attend_heads(kind, p, unit):
-    """One head of keys of `attend`, and the queries that share it, with the words at p."""
+def attend_key_head(kind, p, unit):
+    """Attend with one head of keys and the queries that share it; arguments are at p."""
     size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
     kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
     scale = float_of(np.int32(word(p, SCALE)))
@@ -201,16 +213,16 @@ def attend_heads(kind, p, unit):
     for i in range(group * width):
         put(F, x, i, get(kind, q, i))
     keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
-    whole = context - context % COLUMNS
-    for t in range(0, whole, COLUMNS):
+    tiled = context - context % COLUMNS
+    for t in range(0, tiled, COLUMNS):
         for j in range(group):
             out_of = (scores + 4 * (j * context + t),)
             dot_1x4(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
-    for t in range(whole, context):
+    for t in range(tiled, context):
         for j in range(group):
             out_of = (scores + 4 * (j * context + t),)
             dot_1x1(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
-    for j in range(group):  # the sums take the place of the queries
+    for j in range(group):  # the sums overwrite the queries
         row = scores + 4 * j * context
         put(F, x, j, exponentials(F, context, row, scale, row))
     for j in range(group):
@@ -225,12 +237,12 @@ def attend_heads(kind, p, unit):
 
 
 def attend(kind, by_code):
-    """One token's attention over its context, then the output projection.
+    """Compute one token's attention over its context, then the output projection.
 
     The first units are heads of keys, each with the GROUP heads of queries that share it: q
-    [KV_HEADS * GROUP, WIDTH], k and v [KV_HEADS, CONTEXT, WIDTH]; SCORES has room for float32
-    [heads, CONTEXT], then twice [heads, WIDTH], then [KV_HEADS, WIDTH]. MIXED [heads * WIDTH] is
-    their result, which the other units multiply: out [ROWS] = MIXED @ w.T (+ bias).
+    [KV_HEADS * GROUP, WIDTH], k and v [KV_HEADS, CONTEXT, WIDTH]. Memory at SCORES, float32:
+    [heads, CONTEXT], then twice [heads, WIDTH], then [KV_HEADS, WIDTH]. Their result is MIXED
+    [heads * WIDTH]; the other units compute out [ROWS] = MIXED @ w.T (+ bias).
     """
 
     def enter(pointer):
@@ -240,7 +252,7 @@ def attend(kind, by_code):
         while True:
             unit = claim(p, 0, 1)
             if unit < kv_heads:
-                attend_heads(kind, p, unit)
+                attend_key_head(kind, p, unit)
                 claim(p, DONE, 1)
                 continue
             n0 = (unit - kv_heads) * UNIT
@@ -252,12 +264,12 @@ def attend(kind, by_code):
                 if wide == 0:
                     wide = word(p, A_MEMORY) + claim(p, A_TICKET, 1) * word(p, A_STRIDE)
                     widen_row(kind, word(p, MIXED), columns, wide)
-                after = codes_at(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
-                packed = coded_rows(
+                after = row_codes(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
+                packed = multiply_encoded_rows(
                     word(p, A_W), n0, n, columns, wide, sums, wide + 4 * columns, packed, after
                 )  # fmt: skip
             else:
-                plain_rows(kind, word(p, A_W), n0, n, columns, word(p, MIXED), sums)
+                multiply_plain_rows(kind, word(p, A_W), n0, n, columns, word(p, MIXED), sums)
             if bias != 0:
                 bias += n0 * size
             store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
@@ -266,8 +278,10 @@ def attend(kind, by_code):
 
 
 def attend_rows(kind, by_code):
-    """`attend` for several tokens, each over its own context: the projection's weight is read once
-    for all of them, and widened once where it is plain."""
+    """Compute `attend` for several tokens, each over its own context.
+
+    The projection's weight is read once for all of them; plain weights are also widened once.
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -279,9 +293,9 @@ def attend_rows(kind, by_code):
             unit = claim(p, 0, 1)
             if unit < tokens * kv_heads:
                 token, head = unit // kv_heads, unit % kv_heads
-                own = word(p, R_FIRST + token)
-                attend_heads(kind, own, head)
-                mixed = word(own, MIXED)
+                token_arguments = word(p, R_FIRST + token)
+                attend_key_head(kind, token_arguments, head)
+                mixed = word(token_arguments, MIXED)
                 for i in range(head * of_a_head, (head + 1) * of_a_head):
                     put(F, wide + 4 * token * columns, i, get(kind, mixed, i))
                 claim(p, R_DONE, 1)
@@ -295,9 +309,9 @@ def attend_rows(kind, by_code):
                 if scratch == 0:
                     ticket = claim(first, A_TICKET, 1)
                     scratch = word(first, A_MEMORY) + ticket * word(first, A_STRIDE)
-                after = codes_at(w, (word(p, 0) - tokens * kv_heads) * UNIT)
+                after = row_codes(w, (word(p, 0) - tokens * kv_heads) * UNIT)
                 for token in range(tokens):
-                    coded_rows(
+                    multiply_encoded_rows(
                         w, n0, n, columns, wide + 4 * token * columns,
                         sums + 4 * (token * rows + n0), scratch, 0, after,
                     )  # fmt: skip

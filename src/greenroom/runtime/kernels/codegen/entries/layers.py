@@ -1,11 +1,10 @@
-"""Compiled dense layers for a few tokens: `gemv` for nn.Linear, `join` for RMSNorm.
+"""Kernel entries of dense layers: `gemv` for nn.Linear, `add_and_norm` for residual and RMSNorm.
 
-Bodies of a parallel region as in compiled.py, made of the same products. `in_turn` is a body made
-of others, `renew` sets their words; `join` is also what lies between the halves of a decoder
-layer, `unfold` expands a stored matrix.
+They run in a parallel region, like those of expert_group.py. `expand_rows` expands a stored matrix,
+`copy_arguments` sets the arguments of other entries, and `run_stages` enters other entries.
 
-A matrix is the address of its plain weights, or, where a body is compiled `by_code`, of a record:
-matrices are then read as they are stored (encoded.py), and have the bits of expanded ones.
+A matrix is the address of its plain weights, or, where an entry is compiled `by_code`, of a record.
+Recorded matrices are read as they are stored (encoded.py), with the bits of expanded ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,12 @@ import numpy as np
 from numba import njit
 
 from greenroom.runtime.kernels.codegen.entries.products import dots
-from greenroom.runtime.kernels.codegen.formats.encoded import L_CODES, L_ROW, expanded_rows, one_row
+from greenroom.runtime.kernels.codegen.formats.encoded import (
+    L_CODES,
+    L_ROW,
+    expanded_rows,
+    multiply_row,
+)
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     STACK,
     address_of,
@@ -33,42 +37,44 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
 )
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 
-UNIT = STACK  # weight rows claimed together
-FEW = 8  # weight rows that are expanded together
+UNIT = STACK  # weight rows of a unit of work
+FEW = 8  # weight rows expanded at a time
 F = np.float32(0)
 
-# A matrix's record: its product, the words of its layout, where its bytes begin.
-RECORD_WORDS = 3
-M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_WORDS)
+# A matrix's record, int64: addresses of its product, of its layout and of its bytes.
+RECORD_ARGUMENTS = 3
+M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_ARGUMENTS)
 
-# The words of `gemv`; the first is the cursor. Where matrices are encoded each thread takes a
-# ticket for `STRIDE` bytes at SCRATCH; X_WIDE and OUT_WIDE are of plain ones. OUT may be 0 then.
+# Arguments of `gemv`, after the cursor. Where the matrix is encoded each thread takes a ticket for
+# STRIDE bytes at SCRATCH. X_WIDE, OUT_WIDE: plain matrices only, x and the sums in float32, or 0;
+# OUT may be 0 with them.
 (
     W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE, X_WIDE, OUT_WIDE,
 ) = range(1, 13)  # fmt: skip
 
-# The words of `join`. J_MORE: rows after the first.
-J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE, J_MORE = range(1, 10)
-JOIN_WORDS = 10
+# Arguments of `add_and_norm`, after the cursor. N_MORE: rows after the first.
+N_X, N_Y, N_SUM, N_OUT, N_WEIGHT, N_COLUMNS, N_EPS, N_STYLE, N_MORE = range(1, 10)
+NORM_ARGUMENTS = 10
 
-# The words of `unfold`; U_INDEX: int64 numbers of rows, or 0: the rows from U_FIRST on.
-U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STRIDE = range(1, 10)
+# Arguments of `expand_rows`, after the cursor. E_INDEX: address of int64 row numbers, or 0: E_ROWS
+# rows from E_FIRST on.
+E_MATRIX, E_ROWS, E_COLUMNS, E_FIRST, E_INDEX, E_OUT, E_TICKET, E_SCRATCH, E_STRIDE = range(1, 10)
 
-# The words of a body for several tokens: how many units are done, how many tokens, float32 matrices
-# of their inputs and outputs, a row a token (0: none), and for each the address of the words that
-# the body for one token would have.
+# Arguments of an entry for several tokens, after the cursor: finished units, tokens, addresses of
+# float32 inputs and outputs with a row per token (0: none). Then for each token the address of the
+# arguments of the entry for one token.
 R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
 
-# The words of `renew`: how many runs of words there are; then for each where it goes, where it
-# comes from, and how many words it has.
-RUNS, RUN = 1, 2
+# Arguments of `copy_arguments`, after the cursor: the number of runs; then for each run its target
+# address, its source address and its length in int64.
+RUN_COUNT, FIRST_RUN = 1, 2
 
-# The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
-# there is one thread). The address of each body follows, and that of its words; where there is no
-# body (0), that of a word without which all leave.
-COUNT, WAIT, FIRST = range(3)
+# Arguments of `run_stages`: the number of stages, and the address of a barrier function (0: there
+# is one thread). Then for each stage the addresses of its entry and of the entry's arguments. If
+# the entry is 0, the second is the address of an int64, and all threads leave if that is 0.
+STAGE_COUNT, BARRIER, FIRST_STAGE = range(3)
 
-# How an RMSNorm applies its weight to the normed value n (see norm.py).
+# How an RMSNorm applies its weight to the normalised value (`NORMS` in dense/accelerate.py).
 ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
 
 
@@ -84,41 +90,41 @@ def store(kind, sums, bias, out, n):
 
 
 @njit(inline="always")
-def plain_rows(kind, w, first, n, K, x, out):
-    """out[:n] = rows first.. of w [N, K] times one row x [K], all of `kind`; out is float32."""
+def multiply_plain_rows(kind, w, first, n, K, x, out):
+    """out[:n] = rows first.. of w [N, K] times one row x [K], both of `kind`; out is float32."""
     size = size_of(kind)
-    w, whole = w + first * K * size, n - n % COLUMNS
-    for i in range(0, whole, COLUMNS):
+    w, tiled = w + first * K * size, n - n % COLUMNS
+    for i in range(0, tiled, COLUMNS):
         dot_1x4(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (out + 4 * i,))
-    for i in range(whole, n):
+    for i in range(tiled, n):
         dot_1x1(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (out + 4 * i,))
 
 
 @njit(inline="always")
-def coded_rows(matrix, first, n, K, x, out, scratch, packed, after):
-    """As `plain_rows` for a recorded matrix and a row x of float32; see `one_row`."""
+def multiply_encoded_rows(matrix, first, n, K, x, out, scratch, packed, after):
+    """Multiply rows of a recorded matrix with one float32 row x; see `multiply_row`."""
     product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
     base = word(matrix, M_BASE)
-    return one_row(product, layout, base, K, first, n, K, 0, x, out, scratch, packed, after)
+    return multiply_row(product, layout, base, K, first, n, K, 0, x, out, scratch, packed, after)
 
 
 @njit(inline="always")
-def codes_at(matrix, first):
-    """Where the codes of a row of a recorded matrix lie."""
+def row_codes(matrix, first):
+    """Return the address of the codes of a row of a recorded matrix."""
     layout = word(matrix, M_LAYOUT)
     return word(matrix, M_BASE) + word(layout, L_CODES) + first * word(layout, L_ROW)
 
 
 @njit(inline="always")
 def widen_row(kind, x, n, out):
-    """n numbers of `kind` as float32."""
+    """Convert n numbers of `kind` to float32."""
     for i in range(n):
         put(F, out, i, get(kind, x, i))
 
 
 @njit(inline="always")
 def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
-    """A row over the root of its mean square, times a weight of `kind`; rounded to `kind`."""
+    """RMSNorm of a row with a weight of `kind`, rounded to `kind`."""
     total, one = stack(), np.float32(1.0)
     dot_1x1(xkind, xkind, x, 4 * n, n, n, 0, (x,), (total,))
     scale = one / np.sqrt(get(F, total, 0) / np.float32(n) + eps)
@@ -137,9 +143,11 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 
 
 def gemv(kind, by_code):
-    """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32.
+    """Compute out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]).
 
-    Several rows are given in float32 too, with room for their sums: weights are widened once then.
+    All are of one type; sums are taken in float32.
+
+    With X_WIDE, which several rows of x have, weights are widened once for all rows.
     """
 
     def enter(pointer):
@@ -168,32 +176,34 @@ def gemv(kind, by_code):
                 continue
             for m in range(rows):
                 if by_code:
-                    x, after = wide + 4 * m * K, codes_at(word(p, W), word(p, 0) * UNIT)
-                    packed = coded_rows(word(p, W), n0, n, K, x, sums, scratch, packed, after)
+                    x, after = wide + 4 * m * K, row_codes(word(p, W), word(p, 0) * UNIT)
+                    packed = multiply_encoded_rows(
+                        word(p, W), n0, n, K, x, sums, scratch, packed, after
+                    )
                 else:
-                    plain_rows(kind, word(p, W), n0, n, K, word(p, X) + m * K * size, sums)
+                    multiply_plain_rows(kind, word(p, W), n0, n, K, word(p, X) + m * K * size, sums)
                 store(kind, sums, bias, word(p, OUT) + (m * N + n0) * size, n)
 
     return enter
 
 
-def unfold(kind):
-    """Rows of a recorded matrix, expanded to out [rows, columns] of `kind`."""
+def expand_rows(kind):
+    """Expand rows of a recorded matrix to out [rows, columns] of `kind`."""
 
     def enter(pointer):
         p = address_of(pointer)
-        matrix, K, index = word(p, U_MATRIX), word(p, U_COLUMNS), word(p, U_INDEX)
+        matrix, K, index = word(p, E_MATRIX), word(p, E_COLUMNS), word(p, E_INDEX)
         product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
-        scratch = word(p, U_SCRATCH) + claim(p, U_TICKET, 1) * word(p, U_STRIDE)
+        scratch = word(p, E_SCRATCH) + claim(p, E_TICKET, 1) * word(p, E_STRIDE)
         step = 1 if index != 0 else FEW
         while True:
             n0 = claim(p, 0, 1) * step
-            if n0 >= word(p, U_ROWS):
+            if n0 >= word(p, E_ROWS):
                 return
-            first = word(index, n0) if index != 0 else word(p, U_FIRST) + n0
-            n = min(step, word(p, U_ROWS) - n0)
+            first = word(index, n0) if index != 0 else word(p, E_FIRST) + n0
+            n = min(step, word(p, E_ROWS) - n0)
             rows = expanded_rows(product, layout, word(matrix, M_BASE), K, first, n, scratch)
-            out = word(p, U_OUT) + n0 * K * size_of(kind)
+            out = word(p, E_OUT) + n0 * K * size_of(kind)
             for i in range(n * K):
                 put(kind, out, i, get(F, rows, i))
 
@@ -201,41 +211,42 @@ def unfold(kind):
 
 
 @njit(inline="always")
-def join_row(kind, p):
-    """What `join` does, with the words at p."""
-    n, y, out, total = word(p, J_COLUMNS), word(p, J_Y), word(p, J_OUT), word(p, J_SUM)
-    for m in range(word(p, J_MORE) + 1):
+def add_and_norm_row(kind, p):
+    """Compute `add_and_norm` with the arguments at p, on one thread."""
+    n, y, out, total = word(p, N_COLUMNS), word(p, N_Y), word(p, N_OUT), word(p, N_SUM)
+    for m in range(word(p, N_MORE) + 1):
         offset = m * n * size_of(kind)
-        x = word(p, J_X) + offset
+        x = word(p, N_X) + offset
         if y != 0:
             for i in range(n):
                 put(kind, total + offset, i, get(kind, x, i) + get(kind, y + offset, i))
             x = total + offset
         if out != 0:
-            eps = float_of(np.int32(word(p, J_EPS)))
+            eps = float_of(np.int32(word(p, N_EPS)))
             normalise(
-                kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out + offset
+                kind, kind, x, n, word(p, N_WEIGHT), eps, word(p, N_STYLE), kind, out + offset
             )
 
 
-def join(kind):
-    """sum = x + y (y 0: x as it is), out = its RMSNorm (out 0: not wanted); rows of `kind` [N].
+def add_and_norm(kind):
+    """sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS].
 
-    One thread does it. `sum` may be 0 where y is. The norm: a row over the root of its mean square,
-    times a weight [N]; float32 inside.
+    One thread computes it, in float32. `sum` may be 0 where y is.
     """
 
     def enter(pointer):
         p = address_of(pointer)
         if claim(p, 0, 1) == 0:
-            join_row(kind, p)
+            add_and_norm_row(kind, p)
 
     return enter
 
 
-def join_rows(kind):
-    """`join` for several tokens, each told by words of its own; a thread does a token. Its norm is
-    also left in float32, where there is a matrix for it."""
+def add_and_norm_rows(kind):
+    """Compute `add_and_norm` for several tokens, a token per thread.
+
+    The norms are also written in float32 to R_WIDE, unless that is 0.
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -243,26 +254,26 @@ def join_rows(kind):
             token = claim(p, 0, 1)
             if token >= word(p, R_COUNT):
                 return
-            own, wide = word(p, R_FIRST + token), word(p, R_WIDE)
-            join_row(kind, own)
+            token_arguments, wide = word(p, R_FIRST + token), word(p, R_WIDE)
+            add_and_norm_row(kind, token_arguments)
             if wide != 0:
-                n = word(own, J_COLUMNS)
+                n = word(token_arguments, N_COLUMNS)
                 for i in range(n):
-                    put(F, wide + 4 * token * n, i, get(kind, word(own, J_OUT), i))
+                    put(F, wide + 4 * token * n, i, get(kind, word(token_arguments, N_OUT), i))
 
     return enter
 
 
-def renew(kind):
-    """Copy runs of words. `kind` is of no consequence."""
+def copy_arguments(kind):
+    """Copy runs of int64. `kind` is not used."""
 
     def enter(pointer):
         p = address_of(pointer)
         while True:
             number = claim(p, 0, 1)
-            if number >= word(p, RUNS):
+            if number >= word(p, RUN_COUNT):
                 return
-            run = RUN + 3 * number
+            run = FIRST_RUN + 3 * number
             to, of = word(p, run), word(p, run + 1)
             for i in range(word(p, run + 2)):
                 put_word(to, i, word(of, i))
@@ -270,19 +281,19 @@ def renew(kind):
     return enter
 
 
-def in_turn(kind):
-    """Enter other bodies one after the other; all threads have left one before any enters the next.
+def run_stages(kind):
+    """Enter other kernel entries one after another, with a barrier between them.
 
-    `kind` is of no consequence.
+    `kind` is not used.
     """
 
     def enter(pointer):
         p = address_of(pointer)
-        wait = word(p, WAIT)
-        for stage in range(word(p, COUNT)):
-            if stage != 0 and wait != 0:
-                enter_at(wait, 0)
-            entry, argument = word(p, FIRST + 2 * stage), word(p, FIRST + 2 * stage + 1)
+        barrier = word(p, BARRIER)
+        for stage in range(word(p, STAGE_COUNT)):
+            if stage != 0 and barrier != 0:
+                enter_at(barrier, 0)
+            entry, argument = word(p, FIRST_STAGE + 2 * stage), word(p, FIRST_STAGE + 2 * stage + 1)
             if entry != 0:
                 enter_at(entry, argument)
             elif word(argument, 0) == 0:

@@ -1,11 +1,11 @@
-"""Products of some rows with one expert's matrix: as it lies, transposed, or encoded."""
+"""Products of rows with one expert's matrix: plain, transposed, or encoded."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.codegen.formats.encoded import expanded_rows, one_row
+from greenroom.runtime.kernels.codegen.formats.encoded import expanded_rows, multiply_row
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     axpy_1x1,
     axpy_many,
@@ -22,10 +22,10 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
 )
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, LANES, ROWS, STRIP
 
-BLOCK = 64  # elements of the intermediate dimension that are summed on their own
-FEW = 4  # rows up to which one by one is faster than widening encoded weights for all
-MANY = 8  # rows from which an expert's weights are widened once and for all
-GROUP = 16  # weight rows widened together
+BLOCK = 64  # elements of the intermediate dimension of one partial sum
+FEW = 4  # up to so many rows, one by one is faster than expanding encoded weights once
+MANY = 8  # from so many rows on an expert's weights are widened once
+GROUP = 16  # weight rows widened at a time
 F = np.float32(0)
 
 
@@ -35,24 +35,24 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
     out += 4 * column
     for j in range(j0, j1, ROWS):
         many = j1 - j >= ROWS
-        whole = N - N % COLUMNS
+        tiled = N - N % COLUMNS
         if many:
             many_x = rows(x, xi, j, xs)
-            for n in range(0, whole, COLUMNS):
+            for n in range(0, tiled, COLUMNS):
                 ends = rows(out + 4 * n, oi, j, outs)
                 dot_many(kind, F, w + n * ld, ld, K, block, carry, many_x, ends)
         for i in range(j, min(j + ROWS, j1)):
             xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
             if not many:
-                for n in range(0, whole, COLUMNS):
+                for n in range(0, tiled, COLUMNS):
                     dot_1x4(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
-            for n in range(whole, N):
+            for n in range(tiled, N):
                 dot_1x1(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
 
 
 @njit(error_model="numpy")
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
-    """out[:N] (+)= x[:K] @ w by long runs along the rows of w; N is a multiple of LANES.
+    """out[:N] (+)= x[:K] @ w, along the rows of w; N is a multiple of LANES.
 
     The tiles of `axpys` would touch a new page for every few cache lines.
     """
@@ -82,23 +82,23 @@ def axpys(
     for j in range(j0, j1, ROWS):
         many = j1 - j >= ROWS
         step = STRIP * LANES if many else LANES
-        whole = N - N % step
+        tiled = N - N % step
         if many:
             many_x = rows(x, xi, j, xs)
-            for n in range(0, whole, step):
+            for n in range(0, tiled, step):
                 ends = rows(out + 4 * n, oi, j, outs)
                 axpy_many(kind, w + n * size, ld, K, block, carry, 0, many_x, ends)
         for i in range(j, min(j + ROWS, j1)):
             xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
             if not many:
-                panels(kind, w, ld, K, whole, block, carry, xa, oa, scratch)
-            for n in range(whole, N, LANES):
+                panels(kind, w, ld, K, tiled, block, carry, xa, oa, scratch)
+            for n in range(tiled, N, LANES):
                 axpy_1x1(kind, w + n * size, ld, K, block, carry, N - n, (xa,), (oa + 4 * n,))
 
 
 @njit(inline="always")
-def plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
-    """Columns first..first + N of the product of rows j0..j1 of x with one expert's w [width, K].
+def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """Multiply rows j0..j1 of x with one expert's w [width, K]: columns first..first + N.
 
     x and out are float32, K and `width` elements wide; their rows are found through the indices
     `xi` and `oi` (0: none).
@@ -119,8 +119,11 @@ def plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scr
 
 
 @njit(inline="always")
-def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
-    """As `plain`, for w [K, width]. Many rows share strips of w, widened block by block."""
+def multiply_transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """Multiply as `multiply_plain`, for w [K, width].
+
+    Many rows share strips of w, which are widened block by block.
+    """
     size = size_of(kind)
     w, ld = w + first * size, width * size
     if j1 - j0 < MANY or size == 4:
@@ -145,21 +148,21 @@ def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1
 
 
 @njit(inline="always")
-def encoded(
+def multiply_encoded(
     product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch,
-    packed, after, apart,
+    packed, after, sequential_rows,
 ):  # fmt: skip
-    """As `plain`, for a matrix that `product` expands (see encoded.py).
+    """Multiply as `multiply_plain`, with an encoded matrix that `product` reads (see encoded.py).
 
-    Up to `apart` rows of x are multiplied one by one, with weights in registers: each has the bits
-    that it has alone. For more, GROUP rows of weights at a time are written to the scratch memory.
-    `packed` is the address of the row of x that lies packed there (0: none);
-    returns that address as it is afterwards. Codes at `after` come next.
+    Up to `sequential_rows` rows of x are multiplied one by one, with weights in registers: each has
+    the bits that it has in a batch of one. For more rows, GROUP rows of weights at a time are
+    expanded to the scratch memory. `packed` is the address of the row of x that lies packed there
+    (0: none); returns that address as it is afterwards. Codes at `after` are read next.
     """
-    if j1 - j0 <= apart:
+    if j1 - j0 <= sequential_rows:
         for j in range(j0, j1):
             one, result = row(x, xi, j, K), row(out, oi, j, width) + 4 * first
-            packed = one_row(
+            packed = multiply_row(
                 product, layout, slot, K, first, N, block, carry, one, result, scratch, packed,
                 after,
             )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Which of equal scores torch's `topk` takes on a CPU.
+"""torch's order of equal scores in `topk` on a CPU.
 
 A router's products are rounded to eight bits, so one choice in twenty ends between equal scores:
-too often to go back to Python for it. torch's order is that in which libstdc++'s nth_element, and
-its insertion sort of what comes before, leave them: a partition around the median of three, again
-and again. Where torch has another library or version, that shows when it is tried (router.py).
+too often to return to Python for it. torch's order is the one that libstdc++'s nth_element (a
+partition around the median of three, repeated) and its insertion sort of the elements before leave.
+Another library or version behind torch is detected by a trial (dense/router.py).
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from numba import njit
 from greenroom.runtime.kernels.codegen.llvm.ir import get, put_word, word
 
 F = np.float32(0)
-SORTED = 16  # numbers that std::sort leaves to its insertion sort
-FEW = 3  # numbers that nth_element leaves to it
+SORTED = 16  # std::sort sorts so many numbers by insertion
+FEW = 3  # nth_element sorts so many numbers by insertion
 
 
-def known(number: int, top_k: int) -> bool:
-    """Is the choice of so many one that this module knows? (torch sorts a few of very many by a
-    heap.)"""
+def is_supported(number: int, top_k: int) -> bool:
+    """Does torch choose by nth_element? (It takes a few of very many with a heap.)"""
     return 64 * top_k > number and top_k - 1 <= SORTED
 
 
 @njit(inline="always")
-def before(scores, order, i, j):
-    """Does what stands at place i come before what stands at place j?"""
+def precedes(scores, order, i, j):
+    """Does place i of the order come before place j?"""
     return get(F, scores, word(order, i)) > get(F, scores, word(order, j))
 
 
 @njit(inline="always")
 def swap(order, i, j):
-    kept = word(order, i)
+    first_id = word(order, i)
     put_word(order, i, word(order, j))
-    put_word(order, j, kept)
+    put_word(order, j, first_id)
 
 
 @njit(inline="always")
-def median(scores, order, a, b, c):
-    """The place of the median of three; libstdc++'s __move_median_to_first."""
-    if before(scores, order, a, b):
-        if before(scores, order, b, c):
+def median_place(scores, order, a, b, c):
+    """Find the place of the median of three, as libstdc++'s __move_median_to_first does."""
+    if precedes(scores, order, a, b):
+        if precedes(scores, order, b, c):
             return b
-        return c if before(scores, order, a, c) else a
-    if before(scores, order, a, c):
+        return c if precedes(scores, order, a, c) else a
+    if precedes(scores, order, a, c):
         return a
-    return c if before(scores, order, b, c) else b
+    return c if precedes(scores, order, b, c) else b
 
 
 @njit(inline="always")
 def partition(scores, order, first, last):
-    """Around what stands at `first`: where the second part begins; __unguarded_partition."""
+    """Partition around place `first`; return where the second part begins.
+
+    libstdc++'s __unguarded_partition.
+    """
     low, high = first + 1, last
     while True:
-        while before(scores, order, low, first):
+        while precedes(scores, order, low, first):
             low += 1
         high -= 1
-        while before(scores, order, first, high):
+        while precedes(scores, order, first, high):
             high -= 1
         if low >= high:
             return low
@@ -66,36 +68,38 @@ def partition(scores, order, first, last):
 
 
 @njit(inline="always")
-def insert(scores, order, first, last):
-    """Sort the places first..last - 1; what is equal stays in its order."""
+def insertion_sort(scores, order, first, last):
+    """Sort the places first..last - 1 by insertion; equal scores keep their order."""
     for at in range(first + 1, last):
         i = at
-        while i > first and before(scores, order, i, i - 1):
+        while i > first and precedes(scores, order, i, i - 1):
             swap(order, i, i - 1)
             i -= 1
 
 
 @njit(inline="always")
-def ordered(scores, order, number, top_k):
-    """Leave the ids of the `top_k` largest of `number` float32 scores at `order` [number], as
-    torch's topk has them. False where nth_element would have gone on by a heap."""
-    turns, rest = 0, number
-    while rest > 1:
-        turns, rest = turns + 2, rest // 2
+def select_largest(scores, order, number, top_k):
+    """Write the ids of the `top_k` largest scores to `order` [number], as torch's topk does.
+
+    False where nth_element would continue with a heap. Scores are float32 [number].
+    """
+    rounds, remaining = 0, number
+    while remaining > 1:
+        rounds, remaining = rounds + 2, remaining // 2
     for i in range(number):
         put_word(order, i, i)
     first, last = 0, number
     while last - first > FEW:
-        if turns == 0:
+        if rounds == 0:
             return False
-        turns -= 1
+        rounds -= 1
         middle = first + (last - first) // 2
-        swap(order, first, median(scores, order, first + 1, middle, last - 1))
+        swap(order, first, median_place(scores, order, first + 1, middle, last - 1))
         cut = partition(scores, order, first, last)
         if cut <= top_k - 1:
             first = cut
         else:
             last = cut
-    insert(scores, order, first, last)
-    insert(scores, order, 0, top_k - 1)
+    insertion_sort(scores, order, first, last)
+    insertion_sort(scores, order, 0, top_k - 1)
     return True

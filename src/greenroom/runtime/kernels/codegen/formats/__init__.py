@@ -1,1 +1,1 @@
-"""Products with encoded matrices: how each format is read, expanded and multiplied."""
+"""Products with encoded matrices: each format is read, expanded and multiplied here."""

@@ -1,13 +1,13 @@
-"""Products with encoded matrices: `product` multiplies rows of weights that it expands itself.
+"""Products with encoded matrices: `product` expands rows of weights in registers.
 
-A lane of a vector sums what it sums in `dot` of ir.py, in the same order: the result has the bits
-of the same weights expanded to the model's type beforehand.
+Each lane of a vector sums the same products in the same order as `dot` of ir.py. So the result has
+the bits of weights that are expanded to the model's type beforehand.
 
-By integers weights are not rounded to the model's type. A row of x is turned
-into integers once (packing.py), codes are integers already (codes.py). A 4-bit weight takes a
-fourth of the instructions that expanding it to float32 takes. Where x is a number of bfloat16 that
-is not 64 times smaller than its largest neighbour the sums are those of exact weights and inputs;
-others are rounded to 2^-15 of that neighbour.
+Integer products do not round weights to the model's type. A row of x is converted to integers once
+(packing.py); codes are integers already (codes.py). A 4-bit weight takes a fourth of the
+instructions of expanding it to float32. Where x is a bfloat16 number at most 64 times smaller than
+the largest of its neighbours, the sums are those of exact weights and inputs; smaller inputs are
+rounded to 2^-15 of that neighbour.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from greenroom.runtime.kernels.codegen.formats.packing import pack, powers_at
 from greenroom.runtime.kernels.codegen.formats.scales import Row
 from greenroom.runtime.kernels.codegen.formats.tile import (
     UNIT,
+    expander_of,
     integer_1,
     integer_4,
     inverse,
-    named,
     tile,
 )
 from greenroom.runtime.kernels.codegen.llvm.ir import (
@@ -37,34 +37,34 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     word,
 )
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
-from greenroom.runtime.kernels.codegen.llvm.values import in_turns, outlined
+from greenroom.runtime.kernels.codegen.llvm.values import loop_in_units, outlined
 
 F = np.float32(0)
 
-# The words of `product`: addresses of a slot, of the layout's words, of one row of x [K] (0: the
-# weights are written to `out`), of `out` and of memory that it may use: 5 K bytes; of codes that
-# are wanted after the last row's.
-FRAME_WORDS = 16
+# Arguments of `product`. Addresses: F_SLOT, F_LAYOUT (below), F_X (one row of x [F_INPUTS]; 0: the
+# weights are written to F_OUT), F_OUT, F_SCRATCH (5 bytes an input) and F_NEXT (codes to prefetch
+# after those of the last row).
+FRAME_ARGUMENTS = 16
 (
     F_SLOT, F_LAYOUT, F_INPUTS, F_FIRST, F_ROWS, F_BLOCK, F_CARRY, F_X, F_OUT, F_SCRATCH, F_NEXT,
 ) = range(11)  # fmt: skip
 
-# The words of a matrix's layout: bytes from the slot's start to the codes, and from row to row; the
-# same of the scales; groups of 32 inputs that share a scale, and rows that do; bytes that a row of
-# x takes where the product wants it packed (see packing.py), else 0.
-LAYOUT_WORDS = 7
-L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_WORDS)
+# A matrix's layout, int64: bytes from the slot's start to the codes, and from row to row; the same
+# for the scales; groups of 32 inputs that share a scale, and rows that do; bytes of a packed row of
+# x (packing.py), or 0 if the product takes x in float32.
+LAYOUT_ARGUMENTS = 7
+L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_ARGUMENTS)
 
 
 def _prepare(multiplied):
-    """`prepare(encoding, codes, scale, ready, inputs, share, powers)`: write a row's scales.
+    """Make `prepare(encoding, codes, scale, ready, inputs, share, powers)`: write a row's scales.
 
-    They are float32, `inputs / 4` bytes at most, and are multiplied by `powers` or as they are.
+    They are float32, at most `inputs / 4` bytes; `multiplied`: they are multiplied by `powers`.
     """
 
     @intrinsic(prefer_literal=True)
     def prepare(typingctx, encoding, codes, scale, ready, inputs, share, powers):
-        name, expander = named(encoding)
+        name, expander = expander_of(encoding)
 
         def emit(codes, scale, ready, inputs, share, powers):
             expander.prepare(
@@ -82,8 +82,8 @@ prepare, prepare_times = _prepare(False), _prepare(True)
 
 @intrinsic(prefer_literal=True)
 def expand(typingctx, encoding, kind, codes, ready, K, out):
-    """Write a row's K weights as float32; its scales are ready."""
-    name, expander = named(encoding)
+    """Write a row's K weights as float32; its scales are prepared."""
+    name, expander = expander_of(encoding)
     kind = types.unliteral(kind)
 
     def emit(codes, ready, K, out):
@@ -93,38 +93,42 @@ def expand(typingctx, encoding, kind, codes, ready, K, out):
             for half in range(2 if left is None else 1):
                 for start, weights in zip(STARTS, expander.group(kind, row, at, half), strict=True):
                     place = out + (at << 2) + 4 * (GROUP * half + start)
-                    place.store(weights.pick(back))
+                    place.store(weights.shuffle(back))
 
-        in_turns(K, UNIT, unit)
+        loop_in_units(K, UNIT, unit)
 
     return outlined(types.void(encoding, kind, *[types.int64] * 4), f"expand.{name}", emit)
 
 
 @njit(error_model="numpy")
 def any_bits(scales, step, count, mask):
-    """The bits of a mask that are set in any of COLUMNS rows of float32 scales."""
-    found = np.int32(0)
+    """Return the mask's bits that are set in any scale of COLUMNS rows (float32)."""
+    bits = np.int32(0)
     for i in range(COLUMNS):
         for g in range(count):
-            found |= bits_of(get(F, scales + i * step, g))
-    return found & mask
+            bits |= bits_of(get(F, scales + i * step, g))
+    return bits & mask
 
 
 @njit(inline="always")
-def shared_by(row, together):
-    """The number of a row of scales; a division takes as long as half a row of 4-bit codes."""
-    return row if together == 1 else row // together
+def scale_row(row, rows_per_scale):
+    """Return the row of scales of a row of weights.
+
+    A division would take as long as half a row of 4-bit codes.
+    """
+    return row if rows_per_scale == 1 else row // rows_per_scale
 
 
 def product(kind, encoding, mask, integers):
-    """Rows first..first + rows of a matrix times x [K], or the rows expanded: float32 [rows, K].
+    """Multiply rows of an encoded matrix with x [K], or expand them to float32.
 
-    `encoding` is a number of `NAMES`. Where no scale has a bit of `mask` (0: not looked at), its
-    products with codes are numbers of the model's type already, and are not rounded.
+    The rows are F_FIRST..F_FIRST + F_ROWS. `encoding` is an index into `NAMES`. If no scale has a
+    bit of `mask` set (mask 0: not checked), scales times codes are numbers of the model's type, and
+    are not rounded.
 
-    integers: multiply by integers; x is packed. No rows: pack x into `out`.
+    integers: integer products; x is packed. F_ROWS 0: pack x into F_OUT.
 
-    A body that a wave calls; its one argument is described above.
+    Other kernel entries call this one; its arguments are described above.
     """
 
     def enter(pointer):
@@ -140,15 +144,18 @@ def product(kind, encoding, mask, integers):
             powers = powers_at(encoding, x, K)
         ld, step = word(layout, L_ROW), K // 4 + 64
         codes = word(p, F_SLOT) + word(layout, L_CODES) + first * ld
-        scales, apart = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
-        share, together = word(layout, L_SHARE), word(layout, L_ROWS)
+        scales, scale_stride = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
+        share, rows_per_scale = word(layout, L_SHARE), word(layout, L_ROWS)
         n = 0
         while n < rows:
             count = COLUMNS if rows - n >= COLUMNS and x != 0 else 1
             w, y = codes + n * ld, out + 4 * n
             ahead = w + COLUMNS * ld if n + COLUMNS < rows else word(p, F_NEXT)
             for i in range(count):
-                scale, ready = shared_by(first + n + i, together) * apart, scratch + i * step
+                scale, ready = (
+                    scale_row(first + n + i, rows_per_scale) * scale_stride,
+                    scratch + i * step,
+                )
                 if integers and x != 0:
                     prepare_times(encoding, w + i * ld, scales + scale, ready, K, share, powers)
                     continue
@@ -174,16 +181,16 @@ def product(kind, encoding, mask, integers):
 
 
 @njit(inline="always")
-def one_row(
+def multiply_row(
     product, layout, slot, K, first, rows, block, carry, x, out, scratch, packed, after
 ):  # fmt: skip
-    """out[:rows] (+)= rows first.. of an encoded matrix times one row x [K]; both float32.
+    """out[:rows] (+)= rows first.. of an encoded matrix times one row x [K], both float32.
 
-    `scratch` is room for the frame, for x as the product wants it packed, and for 5 K bytes.
-    `packed` is the address of the row that lies packed there for this product (0: none); returns
-    that address as it is afterwards. Codes at `after` come next.
+    `scratch` is memory for the arguments of `product`, for packed x and for 5 K bytes. `packed` is
+    the address of the row that lies packed there for this product (0: none); returns that address
+    as it is afterwards. Codes at `after` are read next.
     """
-    place = (scratch + 8 * FRAME_WORDS + 63) & -64
+    place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     room = word(layout, L_PACKED)
     put_word(scratch, F_SLOT, slot)
     put_word(scratch, F_LAYOUT, layout)
@@ -208,11 +215,11 @@ def one_row(
 
 @njit(inline="always")
 def expanded_rows(product, layout, slot, K, first, rows, scratch):
-    """Rows first.. of an encoded matrix as float32 [rows, K]; returns where in `scratch` they lie.
+    """Expand rows first.. of an encoded matrix to float32 [rows, K]; return their address.
 
-    That is room for the frame, these rows, and 5 K bytes.
+    They lie in `scratch`: memory for the arguments of `product`, these rows, and 5 K bytes.
     """
-    place = (scratch + 8 * FRAME_WORDS + 63) & -64
+    place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     put_word(scratch, F_SLOT, slot)
     put_word(scratch, F_LAYOUT, layout)
     put_word(scratch, F_INPUTS, K)

@@ -1,14 +1,13 @@
-"""How the weights of each encoding are expanded in registers: LLVM code for 32 inputs of a row.
+"""Expanders of encoded weights: LLVM code that expands 32 inputs of a row in registers.
 
-`EXPANDERS` names them as runtime/encodings does; a value has the bits of that decoder's. An
-expander first writes the scales of a whole row as float32 (`prepare`), which costs little there
-and much beside the weights, and then gives 32 weights of the row at a time (`group`), rounded to
-the model's type. 4-bit weights are looked up in a table of their 16 values, which is rounded once
-for the 32 of a group instead of for each.
+`EXPANDERS` has the names of runtime/encodings; a value has the bits of that decoder's. An expander
+first writes all scales of a row as float32 (`prepare`), and then expands 32 weights of the row at a
+time (`group`), rounded to the model's type. 4-bit weights are looked up in a table of their 16
+values, which is rounded once for the 32 weights of a group instead of for each weight.
 
-Rounding to bfloat16 is done in floats: adding 1.5 * 2^16 times its own power of two to a number
-leaves 8 significant bits, ties to even. So numbers from 2^-126 to 2^110 and zeros are rounded
-rightly; a model's weights lie between.
+Rounding to bfloat16 is done in float32: adding 1.5 * 2^16 times its own power of two to a number
+leaves 8 significant bits, ties to even. That is right for zeros and for numbers from 2^-126 to
+2^110, which holds for a model's weights.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from typing import Any
 from greenroom.runtime.kernels.codegen.formats.scales import (
     Row,
     contiguous,
+    e8m0,
+    e8m0_halves,
     half_floats,
-    half_powers,
-    inside,
-    nothing,
-    powers,
+    in_blocks,
+    no_scales,
     q6_scales,
+    repeated,
     scales_and_minima,
-    shared,
 )
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.codegen.llvm.values import (
@@ -46,9 +45,9 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     Value,
 )
 
-GROUP = 32  # inputs expanded together
-STARTS = range(0, GROUP, LANES)  # of its vectors
-# Two words of eight 4-bit codes each take turns in the lanes.
+GROUP = 32  # inputs expanded at a time
+STARTS = range(0, GROUP, LANES)  # first input of each vector of a group
+# Lanes alternate between two int32 of eight 4-bit codes each.
 PAIRED = tuple(i // 2 + 8 * (i % 2) for i in range(16)) if LANES == 16 else NATURAL
 TABLE = LANES == 16  # is there a look-up of 16 values?
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -58,10 +57,12 @@ Group = Callable[[Any, Row, Value, int], list[Value]]
 
 @dataclass(frozen=True, slots=True)
 class Expander:
-    """prepare: (row): write the row's scales
+    """Code that expands one encoding.
+
+    prepare: (row): write the row's scales
     group:   (kind, row, at, half) -> weights at + 32 half .. + 32, as vectors of LANES float32;
              `at` (int64) is a multiple of 64, half 0 or 1
-    order:   which of LANES weights stands in each lane
+    order:   index of the weight in each lane
     """
 
     prepare: Callable[[Row], None]
@@ -70,12 +71,12 @@ class Expander:
 
 
 def to_model(kind: Any, value: Value) -> Value:
-    """float32 lanes rounded to the model's type, as float32."""
+    """Round float32 lanes to the model's type; they stay float32."""
     if kind == F32_KIND:
         return value
     if kind == F16_KIND:
-        return value.to(F16).to(F32)
-    power = (value.bits(I32) & -(1 << 23)).bits(F32)
+        return value.convert(F16).convert(F32)
+    power = (value.bitcast(I32) & -(1 << 23)).bitcast(F32)
     large = power.constant(98304.0)  # 1.5 * 2^16
     return power.fma(power.constant(-98304.0), power.fma(large, value))
 
@@ -85,7 +86,7 @@ def all_to_model(kind: Any, values: list[Value]) -> list[Value]:
 
 
 def looked_up(kind: Any, table: Value, codes: list[Value]) -> list[Value]:
-    """table[code & 15], rounded, lane by lane; where TABLE is set."""
+    """Look up table[code & 15] in each lane, rounded; needs TABLE."""
     table = to_model(kind, table)
     name = "llvm.x86.avx512.permvar.sf.512"
     return [table.call(name, table.ir.type, code) for code in codes]
@@ -107,51 +108,56 @@ def q8_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
-    """32 signed bytes times a scale."""
-    read = ((codes + start).load(I8, LANES).to(I32, signed=True) for start in STARTS)
-    return all_to_model(kind, [code.to(F32, signed=True) * scale for code in read])
+    """Multiply 32 signed bytes by a scale."""
+    read = ((codes + start).load(I8, LANES).convert(I32, signed=True) for start in STARTS)
+    return all_to_model(kind, [code.convert(F32, signed=True) * scale for code in read])
 
 
 def interleaved(row: Row, at: Value, half: int) -> list[Value]:
-    """4-bit codes, two neighbours a byte -> int32 whose low four bits are the codes, `PAIRED`."""
+    """Load 4-bit codes, two neighbours a byte, in order PAIRED.
+
+    They are the low bits of int32.
+    """
     pairs = LANES == 16
     word, shifts = I64 if pairs else I32, [4 * (i // 2 if pairs else i) for i in NATURAL]
     places = (row.codes + (at >> 1) + (16 * half + start // 2) for start in STARTS)
-    return [place.load(word).wide(8).bits(I32) >> shifts for place in places]
+    return [place.load(word).broadcast(8).bitcast(I32) >> shifts for place in places]
 
 
 def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
-    """The 16 bytes that end a block of 32 inputs and `width` bytes and hold codes i and i + 16 ->
-    int32 whose low four bits are the codes."""
+    """Load the 4-bit codes of a block of 32 inputs and `width` bytes.
+
+    The block's last 16 bytes hold codes i and i + 16 each. They are the low bits of int32.
+    """
     base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
-    read = [(base + start).load(I8, LANES).to(I32) for start in range(0, 16, LANES)]
+    read = [(base + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
     return read + [code >> 4 for code in read]
 
 
 def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """As q4_0, with the fifth bits of all 32 codes in the word before."""
-    fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).wide()
+    """Expand q5_0: as q4_0, with the fifth bits of all 32 codes in the int32 before."""
+    fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).broadcast()
     scale, values = row.scale_at(at, 5, half), []
     for start, four in zip(STARTS, block_codes(22, row, at, half), strict=True):
         high = (fifth >> [start + i for i in NATURAL]) & 1
         code = ((four & 15) | (high << 4)) - 16
-        values.append(code.to(F32, signed=True) * scale)
+        values.append(code.convert(F32, signed=True) * scale)
     return all_to_model(kind, values)
 
 
 def affine(
     kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
 ) -> list[Value]:
-    """scale * (code & 15) + offset, rounded to the type `first` and then to the model's."""
+    """Compute scale * (code & 15) + offset; round to type `first`, then to the model's."""
     if TABLE:
         table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
         return looked_up(kind, to_model(first, table), codes)
-    values = [scale.fma((code & 15).to(F32), offset) for code in codes]
+    values = [scale.fma((code & 15).convert(F32), offset) for code in codes]
     return all_to_model(kind, all_to_model(first, values))
 
 
 def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Rounded scale * (code - 8)."""
+    """Compute scale * (code - 8), rounded."""
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     if TABLE:
         return looked_up(kind, scale * [float(i - 8) for i in range(16)], codes)
@@ -161,7 +167,7 @@ def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[
 def microscaled(
     codes_at: Any, factor: float, kind: Any, row: Row, at: Value, half: int
 ) -> list[Value]:
-    """e2m1 codes times factor * scale, a power of two: exact in bfloat16."""
+    """Multiply e2m1 codes by factor * scale, a power of two: exact in bfloat16."""
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     kind = F32_KIND if kind == BF16_KIND else kind
     if TABLE:
@@ -171,24 +177,24 @@ def microscaled(
 
 
 def e2m1(code: Value) -> Value:
-    """The low four bits as a float: in halves, m for exponent 0, (2 + m) 2^(e - 1) above."""
+    """Convert the low four bits to float32: in halves, m for e = 0, else (2 + m) 2^(e - 1)."""
     e, m = (code >> 1) & 3, code & 1
     low = e.equals(0)
-    whole = m.where(low, m | 2) << e.constant(0).where(low, e - 1)
+    halves = m.where(low, m | 2) << e.constant(0).where(low, e - 1)
     sign = (code & 8) << 28
-    return ((whole.to(F32) * 0.5).bits(I32) | sign).bits(F32)
+    return ((halves.convert(F32) * 0.5).bitcast(I32) | sign).bitcast(F32)
 
 
 def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
-    """(address of the block of 256 inputs, which 64 of them begin at `at`)."""
+    """Return (address of the block of 256 inputs, number of the 64 inputs at `at`)."""
     return row.codes + (at >> 8) * width, (at >> 6) & 3
 
 
 def q4_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """32 bytes have 32 codes in their low halves, and the next 32 in their high halves."""
+    """Expand q4_k: 32 bytes hold 32 codes in their low halves, the next 32 in their high."""
     block, part = in_super_block(row, at, 144)
     base = block + 16 + (part << 5)
-    codes = [(base + start).load(I8, LANES).to(I32) for start in STARTS]
+    codes = [(base + start).load(I8, LANES).convert(I32) for start in STARTS]
     codes = [code >> 4 for code in codes] if half else codes
     return affine(kind, codes, row.scale_at(at, 5, half), row.scale_at(at, 5, half, True))
 
@@ -199,7 +205,7 @@ def q5_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     fifth = bits_at(block + 16, (part << 1) + half, 1)
     scale, low = row.scale_at(at, 5, half), row.scale_at(at, 5, half, True)
     codes = sliced(four | shifted(fifth))
-    return all_to_model(kind, [scale.fma(code.to(I32).to(F32), low) for code in codes])
+    return all_to_model(kind, [scale.fma(code.convert(I32).convert(F32), low) for code in codes])
 
 
 def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
@@ -209,62 +215,65 @@ def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     two = bits_at(block + 128 + (side << 5), turn + 2 * half, 3)
     first, values = row.ready + ((at >> 4) << 2) + 8 * half, []
     for start, code in zip(STARTS, sliced((four | shifted(two)) - 32), strict=True):
-        scale = (first + 4 * (start // 16)).load(F32).wide()
-        values.append(code.to(I32, signed=True).to(F32, signed=True) * scale)
+        scale = (first + 4 * (start // 16)).load(F32).broadcast()
+        values.append(code.convert(I32, signed=True).convert(F32, signed=True) * scale)
     return all_to_model(kind, values)
 
 
 def bits_at(address: Value, shift: Value, mask: int) -> Value:
-    """(byte >> shift) & mask of 32 bytes; vectors shift words of 16 bits, so bits come across."""
-    words = address.load(I16, GROUP // 2) >> shift.to(I16)
-    return words.bits(I8) & mask
+    """Compute (byte >> shift) & mask of 32 bytes.
+
+    Vectors shift int16, so bits of the neighbour come in; the mask removes them.
+    """
+    pairs = address.load(I16, GROUP // 2) >> shift.convert(I16)
+    return pairs.bitcast(I8) & mask
 
 
 def shifted(small: Value) -> Value:
-    """Bytes shifted to the left by 4, that are small enough to stay bytes."""
-    return (small.bits(I16) << 4).bits(I8)
+    """Shift bytes below 16 to the left by 4."""
+    return (small.bitcast(I16) << 4).bitcast(I8)
 
 
 def sliced(codes: Value) -> list[Value]:
-    """32 elements -> vectors of LANES."""
-    return [codes.pick(range(start, start + LANES)) for start in STARTS]
+    """Split 32 elements into vectors of LANES."""
+    return [codes.shuffle(range(start, start + LANES)) for start in STARTS]
 
 
 def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """e4m3: moved to where float16 has exponent and fraction it is the value over 2^8.
+    """Expand e4m3: its bits at the place of float16's exponent and fraction are value / 2^8.
 
-    One more in the place of the last bit carries into the exponent's highest bit for the code that
-    is no number, and only for that: set there, that bit makes it float16's NaN.
+    Adding one to the last bit carries into the exponent's highest bit for the NaN code, and only
+    for that; with this bit set it is float16's NaN.
     """
     scale = row.scale_at(at, 5, half)
-    moved = ((row.codes + at + 32 * half).load(I8, GROUP).to(I16, signed=True) << 7) & -0x4001
+    moved = ((row.codes + at + 32 * half).load(I8, GROUP).convert(I16, signed=True) << 7) & -0x4001
     carried = (moved + 0x80) & 0x4000
-    values = [number.bits(F16).to(F32) * scale for number in sliced(moved | carried)]
+    values = [number.bitcast(F16).convert(F32) * scale for number in sliced(moved | carried)]
     return all_to_model(kind, values)
 
 
 def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """As int4, but rounded to the scale's type first."""
+    """Expand as int4, but rounded to the scale's type first."""
     scale = row.scale_at(at, 5, half)
     return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)
 
 
 def _of_scales(kind: Any) -> Expander:
-    return Expander(shared(kind), partial(ct_int4, kind), PAIRED)
+    return Expander(repeated(kind), partial(ct_int4, kind), PAIRED)
 
 
 _INT4, _Q4_0 = (partial(symmetric, codes) for codes in (interleaved, partial(block_codes, 18)))
 EXPANDERS: dict[str, Expander] = {
-    "plain": Expander(nothing, plain),
+    "plain": Expander(no_scales, plain),
     "int8": Expander(contiguous(6, I16, half_floats), int8),
     "int4": Expander(contiguous(5, I16, half_floats), _INT4, PAIRED),
-    "mxfp4": Expander(contiguous(5, I8, powers), partial(microscaled, interleaved, 1.0), PAIRED),
-    "fp8": Expander(shared(F32_KIND, 256.0), fp8),
-    "q8_0": Expander(inside(34, I16, half_floats), q8_0),
-    "q4_0": Expander(inside(18, I16, half_floats), _Q4_0),
-    "q5_0": Expander(inside(22, I16, half_floats), q5_0),
+    "mxfp4": Expander(contiguous(5, I8, e8m0), partial(microscaled, interleaved, 1.0), PAIRED),
+    "fp8": Expander(repeated(F32_KIND, 256.0), fp8),
+    "q8_0": Expander(in_blocks(34, I16, half_floats), q8_0),
+    "q4_0": Expander(in_blocks(18, I16, half_floats), _Q4_0),
+    "q5_0": Expander(in_blocks(22, I16, half_floats), q5_0),
     "gguf_mxfp4": Expander(
-        inside(17, I8, half_powers), partial(microscaled, partial(block_codes, 17), 2.0)
+        in_blocks(17, I8, e8m0_halves), partial(microscaled, partial(block_codes, 17), 2.0)
     ),
     "q4_k": Expander(scales_and_minima(144), q4_k),
     "q5_k": Expander(scales_and_minima(176), q5_k),
@@ -272,6 +281,6 @@ EXPANDERS: dict[str, Expander] = {
     "ct_int4.float32": _of_scales(F32_KIND),
     "ct_int4.bfloat16": _of_scales(BF16_KIND),
     "ct_int4.float16": _of_scales(F16_KIND),
-    "int4.wide": Expander(shared(F16_KIND), _INT4, PAIRED),  # groups of more than 32
+    "int4.wide": Expander(repeated(F16_KIND), _INT4, PAIRED),  # groups of more than 32
 }
-NAMES = tuple(EXPANDERS)  # kernels know an expander by its number here
+NAMES = tuple(EXPANDERS)  # kernels know an expander by its index here

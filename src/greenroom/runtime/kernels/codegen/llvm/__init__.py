@@ -1,1 +1,1 @@
-"""Vectors: what Numba's own front end cannot say, as LLVM code."""
+"""LLVM vector code for the kernels, which Numba's own front end cannot express."""

@@ -1,6 +1,6 @@
-"""Vector code for the kernels: what Numba's own front end cannot say.
+"""Vector intrinsics for the kernels, which Numba's own front end cannot express.
 
-Everything here becomes LLVM vectors of `LANES` floats, so that sums have one fixed order on a
+Everything source becomes LLVM vectors of `LANES` floats, so that sums have one fixed order on a
 given machine: a dot product is summed lane by lane, the lanes by halving, and the blocks of
 `block` elements one after another. An element of the result depends on its own row and column
 only, never on the tile that it was computed in, on its neighbours or on the threads.
@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, IN_TURN, LANES, ROWS, STRIP
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, LANES, ROW_BY_ROW, ROWS, STRIP
 from greenroom.runtime.kernels.codegen.llvm.values import (
     ELEMENT,
     F32,
@@ -27,7 +27,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     SIZE,
     Value,
     Variable,
-    counted,
+    counted_loop,
     inline,
     lane_sums,
     outlined,
@@ -47,8 +47,8 @@ def _dot(rows, columns):
     each of the `rows` addresses x is a row of K elements of xkind; each of the addresses in out
     takes `columns` floats, which are added to where `carry` is set.
 
-    The rows of weights are read side by side, or, where it is one product of one row on a processor
-    that wants it so (IN_TURN), one after the other: the sums are the same.
+    Rows of weights are read side by side, or one after another where ROW_BY_ROW is set, x has one
+    row and K is one block. The sums are the same.
     """
 
     @intrinsic
@@ -63,13 +63,13 @@ def _dot(rows, columns):
 
 
 class _Dot:
-    """The code of a `dot`."""
+    """Emits the code of a `dot`."""
 
     def __init__(self, kind, xkind, rows, columns, args):
         self.kind, self.xkind, self.rows, self.columns = kind, xkind, rows, columns
         self.w, self.ld, self.K, self.block, self.carry, *ends = args
         self.xs, self.outs = ends[:rows], ends[rows:]
-        self.in_turn = IN_TURN and rows == 1 and columns > 1
+        self.row_by_row = ROW_BY_ROW and rows == 1 and columns > 1
         self.zero = self.w.constant([0.0] * LANES, F32)
         self.sums = Variable(self.w.constant([0.0] * (rows * columns), F32))
         self.cells = [Variable(self.zero) for _ in range(rows * columns)]
@@ -77,25 +77,25 @@ class _Dot:
     def emit(self):
         columns, sums = self.columns, self.sums
         with self.w.b.if_then((self.carry > 0).ir):
-            value = sums.now
+            value = sums.value
             for m, out in enumerate(self.outs):
                 for n in range(columns):
                     value = value.with_lane(m * columns + n, (out + 4 * n).load(F32))
-            sums.now = value
-        with counted(0, self.K, self.block) as start:
+            sums.value = value
+        with counted_loop(0, self.K, self.block) as start:
             self.one_block(start)
         for m, out in enumerate(self.outs):
-            out.store(sums.now.pick(range(m * columns, (m + 1) * columns)))
+            out.store(sums.value.shuffle(range(m * columns, (m + 1) * columns)))
 
     def one_block(self, start):
-        """Add the products of `block` elements from element `start` on to the sums."""
+        """Add products of `block` elements, from element `start` on, to the sums."""
         b, every = self.w.b, range(self.columns)
         for cell in self.cells:
-            cell.now = self.zero
+            cell.value = self.zero
         stop = (start + self.block).at_most(self.K)
         left = (stop - start) & (LANES - 1)
         end = stop - left
-        if self.in_turn:
+        if self.row_by_row:
             with b.if_else((self.block >= self.K).ir) as (one_block, blocks):
                 with one_block:
                     for n in every:
@@ -106,10 +106,10 @@ class _Dot:
             self.steps(start, end, every)
         with b.if_then((left > 0).ir, likely=False):
             self.step(end, every, left.below())
-        self.sums.now += lane_sums([cell.now for cell in self.cells])
+        self.sums.value += lane_sums([cell.value for cell in self.cells])
 
     def steps(self, start, stop, of):
-        with counted(start, stop, LANES) as at:
+        with counted_loop(start, stop, LANES) as at:
             self.step(at, of)
 
     def step(self, at, of, mask=None):
@@ -117,16 +117,16 @@ class _Dot:
         wat = self.w + at * SIZE[self.kind]
         xs = [(x + at * SIZE[self.xkind]).weights(self.xkind, mask) for x in self.xs]
         if self.rows == 1 and len(of) > 1 and mask is None:
-            self.ask(wat, at)
+            self.prefetch_rows(wat, at)
         for n in of:
             weights = (wat + self.ld * n).weights(self.kind, mask)
             for m, x in enumerate(xs):
                 cell = self.cells[m * self.columns + n]
-                cell.now = x.fma(weights, cell.now)
+                cell.value = x.fma(weights, cell.value)
 
-    def ask(self, wat, at):
-        """For what the next rows are multiplied with, while these are."""
-        if not self.in_turn:
+    def prefetch_rows(self, wat, at):
+        """Prefetch the next rows of weights."""
+        if not self.row_by_row:
             for n in range(self.columns):
                 (wat + self.ld * (n + self.columns)).prefetch()
             return
@@ -151,23 +151,23 @@ def _axpy(rows, vectors):
             zero, size = w.constant([0.0] * LANES, F32), SIZE[kind] * LANES
             cells = [[Variable(zero) for _ in range(vectors)] for _ in range(rows)]
             fresh = carry.equals(0)
-            with counted(0, K, block) as start:
+            with counted_loop(0, K, block) as start:
                 for row in cells:
                     for cell in row:
-                        cell.now = zero
-                with counted(start, (start + block).at_most(K)) as at:
+                        cell.value = zero
+                with counted_loop(start, (start + block).at_most(K)) as at:
                     wat = w + at * ld
                     weights = [(wat + size * n).weights(kind, mask) for n in range(vectors)]
                     for x, row in zip(xs, cells, strict=True):
-                        wide = (x + at * 4).load(F32).wide()
+                        wide = (x + at * 4).load(F32).broadcast()
                         for cell, weight in zip(row, weights, strict=True):
-                            cell.now = wide.fma(weight, cell.now)
+                            cell.value = wide.fma(weight, cell.value)
                 first = fresh & start.equals(0)
                 for out, row in zip(outs, cells, strict=True):
                     for n, cell in enumerate(row):
                         place = out + 4 * LANES * n
                         before = zero.where(first, place.weights(F32_KIND, mask))
-                        place.store(before + cell.now, mask)
+                        place.store(before + cell.value, mask)
 
         signature = types.void(kind, *[_INT] * 6, *_ends(rows))
         return outlined(signature, f"axpy{rows}x{vectors}", emit)
@@ -185,14 +185,14 @@ def _panel(depth):
     def panel(typingctx, kind, w, ld, N, x, out):
         def emit(w, ld, N, x, out):
             rows = [w + ld * k for k in range(depth)]
-            xs = [(x + 4 * k).load(F32).wide() for k in range(depth)]
-            with counted(0, N, LANES) as at:
+            xs = [(x + 4 * k).load(F32).broadcast() for k in range(depth)]
+            with counted_loop(0, N, LANES) as at:
                 place, offset = out + at * 4, at * SIZE[kind]
                 value = place.load(F32, LANES)
                 for one, row in zip(xs, rows, strict=True):
-                    here = row + offset
-                    (here + ld * depth).prefetch()
-                    value = one.fma(here.weights(kind), value)
+                    source = row + offset
+                    (source + ld * depth).prefetch()
+                    value = one.fma(source.weights(kind), value)
                 place.store(value)
 
         return outlined(types.void(kind, *[_INT] * 5), f"panel{depth}", emit)
@@ -206,13 +206,13 @@ axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, STRIP)
 
 
 def _element(address, index, element):
-    """A pointer to an element of a row: by its index, so that loops over it become vectors."""
+    """Pointer to an element of a row, by its index, so that LLVM vectorises loops over it."""
     return address.b.gep(address.pointer(element), [index.ir])
 
 
 @intrinsic
 def get(typingctx, kind, address, index):
-    """Element `index` of a row of `kind` at an address, widened to float32."""
+    """Load element `index` of a row of `kind` at an address, widened to float32."""
 
     def emit(_, address, index):
         place = _element(address, index, ELEMENT[kind])
@@ -223,7 +223,7 @@ def get(typingctx, kind, address, index):
 
 @intrinsic
 def put(typingctx, kind, address, index, value):
-    """Round a float32 value to `kind` and store it as element `index` of a row at an address."""
+    """Round a float32 value to `kind` and store it as element `index` of a row."""
 
     def emit(_, address, index, value):
         place = _element(address, index, ELEMENT[kind])
@@ -234,23 +234,23 @@ def put(typingctx, kind, address, index, value):
 
 @intrinsic
 def rounded(typingctx, kind, value):
-    """A float32 value rounded to `kind`, as float32."""
+    """Round a float32 value to `kind`; it stays float32."""
     return inline(_FLOAT(kind, _FLOAT), lambda _, value: value.rounded(kind))
 
 
 @intrinsic
 def bits_of(typingctx, value):
-    return inline(types.int32(_FLOAT), lambda value: value.bits(I32))
+    return inline(types.int32(_FLOAT), lambda value: value.bitcast(I32))
 
 
 @intrinsic
 def float_of(typingctx, bits):
-    return inline(_FLOAT(types.int32), lambda bits: bits.bits(F32))
+    return inline(_FLOAT(types.int32), lambda bits: bits.bitcast(F32))
 
 
 @intrinsic
 def word(typingctx, address, index):
-    """int64 number `index` at an address."""
+    """Load int64 number `index` at an address."""
 
     def emit(address, index):
         return Value(address.b, address.b.load(_element(address, index, I64), align=8))
@@ -273,8 +273,8 @@ def enter_at(typingctx, address, argument):
     """Call the compiled `void(void *)` at an address."""
 
     def emit(address, argument):
-        body = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
-        address.b.call(address.pointer(body), [argument.pointer(I8)])
+        signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
+        address.b.call(address.pointer(signature), [argument.pointer(I8)])
 
     return inline(types.void(_INT, _INT), emit)
 
@@ -282,13 +282,13 @@ def enter_at(typingctx, address, argument):
 def _row(base, index, i, stride):
     place = Variable(i)
     with i.b.if_then((index > 0).ir):
-        place.now = Value(i.b, i.b.load(_element(index, i, I64), align=8))
-    return base + place.now * (stride * 4)
+        place.value = Value(i.b, i.b.load(_element(index, i, I64), align=8))
+    return base + place.value * (stride * 4)
 
 
 @intrinsic
 def row(typingctx, base, index, i, stride):
-    """Address of row `i` of a float32 matrix, or of row `index[i]` where there is an index."""
+    """Address of row `i` of a float32 matrix, or of row `index[i]` with an index."""
     return inline(_INT(*[_INT] * 4), _row)
 
 
@@ -307,7 +307,7 @@ def rows(typingctx, base, index, i, stride):
 
 @intrinsic
 def claim(typingctx, address, index, amount):
-    """Add to int64 number `index` at an address, atomically; returns what it was."""
+    """Add to int64 number `index` at an address, atomically; return its old value."""
 
     def emit(address, index, amount):
         place = _element(address, index, I64)

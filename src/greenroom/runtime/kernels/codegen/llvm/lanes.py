@@ -5,8 +5,8 @@
 
     scaled(kind, n, (x, y, out), (factor,))      # in a kernel; addresses, n numbers each
 
-A compiler that sees addresses instead of arrays vectorises some of such loops and not others: the
-activation between an expert's projections took as long as its products.
+LLVM vectorises only some loops over addresses; the activation between an expert's projections took
+as long as its products.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     Value,
     Variable,
     below_or_all,
-    in_turns,
     inline,
     lane_sums,
+    loop_in_units,
     outlined,
 )
 
@@ -40,50 +40,53 @@ def _kind_of(letter: str, kind: Any) -> Any:
 
 
 def _read(letter: str, kind: Any, address: Value, at: Value, left: Value | None) -> Value:
-    """LANES numbers of a row from number `at` on, of which `left` exist (None: all)."""
+    """Load LANES numbers of a row from index `at` on, of which `left` exist (None: all)."""
     if letter != "2":
         of = _kind_of(letter, kind)
         return (address + at * SIZE[of]).weights(of, below_or_all(left))
-    # What follows the last of every two may be nobody's.
+    # The number after the last pair may lie outside of the row.
     last = (at.constant(LANES) if left is None else left) * 2
     first, second = (
         (address + at * 8 + 4 * start).load(F32, LANES, (last - (1 + start)).below())
         for start in (0, LANES)
     )
-    return first.pick(range(0, 2 * LANES, 2), second)
+    return first.shuffle(range(0, 2 * LANES, 2), second)
 
 
 def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula], Any]:
-    """A decorator that makes of a formula a loop over rows: `f(kind, n, places, values)`.
+    """Decorator that makes a loop over rows of a formula: `f(kind, n, places, values)`.
 
-    sources: what each row is that the formula is given: "f" float32, "k" of the model's type,
-             "2" every second one of a float32 row
-    targets: as what its results are stored: "f", or "k", rounded; a target may be a source
-    scalars: how many float32 numbers follow; where there are none, so does no tuple of `values`
+    sources: type of each input row: "f" float32, "k" the model's type, "2" every second number of a
+             float32 row
+    targets: type of each output row: "f", or "k", rounded; an output may also be an input
+    scalars: number of float32 `values`; without any, `f` has no parameter `values`
 
-    The formula is given the kind, the rows and the numbers, all but the first as vectors.
+    The formula takes the kind, then the rows and the values as vectors.
     """
     count = len(sources + targets)
 
     def decorate(formula: Formula) -> Any:
         def code(kind: Any, *more: Any) -> Any:
-            def emit(n: Value, *rest: Value) -> None:
-                places, numbers = rest[:count], [number.wide() for number in rest[count:]]
+            def emit(n: Value, *operands: Value) -> None:
+                places, numbers = (
+                    operands[:count],
+                    [number.broadcast() for number in operands[count:]],
+                )
 
-                def turn(at: Value, left: Value | None) -> None:
+                def iteration(at: Value, left: Value | None) -> None:
                     rows = [
                         _read(letter, kind, place, at, left)
                         for letter, place in zip(sources, places, strict=False)
                     ]
-                    made = formula(kind, *rows, *numbers)
-                    results = made if isinstance(made, tuple) else (made,)
+                    output = formula(kind, *rows, *numbers)
+                    results = output if isinstance(output, tuple) else (output,)
                     ends = zip(targets, places[len(sources) :], results, strict=True)
                     for letter, place, result in ends:
                         of = _kind_of(letter, kind)
                         place += at * SIZE[of]
                         place.store(result.narrowed(of), below_or_all(left))
 
-                in_turns(n, LANES, turn)
+                loop_in_units(n, LANES, iteration)
 
             places_of = types.UniTuple(types.int64, count)
             signature = types.void(kind, types.int64, places_of, *more)
@@ -108,37 +111,39 @@ def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula
 
 @intrinsic
 def exponentials(typingctx: Any, kind: Any, n: Any, x: Any, scale: Any, out: Any) -> Any:
-    """out[:n] = exp(scale * (x - the largest)), float32, of n numbers of `kind`; returns their sum,
-    which is no number where one of them is none or where the largest is infinite."""
+    """out[:n] = exp(scale * (x - max(x))), float32, of n numbers of `kind`; return their sum.
+
+    The sum is NaN if a number is NaN or if the largest is infinite.
+    """
 
     def emit(_: Value, n: Value, x: Value, scale: Value, out: Value) -> Value:
-        minus, nothing = (n.constant([v] * LANES, F32) for v in (-math.inf, 0.0))
-        top, total, factor = Variable(minus), Variable(nothing), scale.wide()
+        minus, zero = (n.constant([v] * LANES, F32) for v in (-math.inf, 0.0))
+        top, total, factor = Variable(minus), Variable(zero), scale.broadcast()
 
-        def there(left: Value | None, value: Value, other: Value) -> Value:
+        def existing(left: Value | None, value: Value, other: Value) -> Value:
             return value if left is None else value.where(left.below(), other)
 
         def compare(at: Value, left: Value | None) -> None:
-            top.now = top.now.at_least(there(left, _read("k", kind, x, at, left), minus))
+            top.value = top.value.at_least(existing(left, _read("k", kind, x, at, left), minus))
 
         def add(at: Value, left: Value | None) -> None:
             value = ((_read("k", kind, x, at, left) - largest) * factor).exp()
             (out + at * 4).store(value, below_or_all(left))
-            total.now += there(left, value, nothing)
+            total.value += existing(left, value, zero)
 
-        in_turns(n, LANES, compare)
-        largest = _largest_lane(top.now)
-        in_turns(n, LANES, add)
-        return lane_sums([total.now]).lane(0)
+        loop_in_units(n, LANES, compare)
+        largest = _largest_lane(top.value)
+        loop_in_units(n, LANES, add)
+        return lane_sums([total.value]).lane(0)
 
     kinds = kind, types.int64, types.int64, types.float32, types.int64
     return inline(types.float32(*kinds), emit)
 
 
 def _largest_lane(vector: Value) -> Value:
-    """The largest of a vector's lanes, which are numbers, in every lane."""
+    """Broadcast the largest of a vector's lanes, of which none is NaN."""
     width = LANES
     while width > 1:
         width //= 2
-        vector = vector.at_least(vector.pick([(i + width) % LANES for i in range(LANES)]))
+        vector = vector.at_least(vector.shuffle([(i + width) % LANES for i in range(LANES)]))
     return vector

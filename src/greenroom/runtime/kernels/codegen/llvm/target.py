@@ -1,4 +1,4 @@
-"""The processor that Numba compiles for, and the sizes of tiles and vectors that suit it."""
+"""The processor that Numba compiles for, and its sizes of tiles and vectors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from numba.core import codegen
 
 
 def _target() -> tuple[str, set[str]]:
-    """The processor that Numba compiles for, and its features: this one's, unless NUMBA_CPU_NAME,
-    NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX say otherwise."""
+    """Return the name and the features of the processor that Numba compiles for.
+
+    It is this machine's, unless NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX are set.
+    """
     flags = config.CPU_FEATURES
     flags = codegen.get_host_cpu_features() if flags is None else flags
     name = config.CPU_NAME or llvm.get_host_cpu_name()
@@ -22,9 +24,9 @@ LANES = 16 if WIDE else 8
 ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
 COLUMNS = 4  # of the result in the widest tile
 STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
-# Does the processor fetch one stream of memory ahead better than four that it is told of? (AMD's
-# read twice as fast; Intel's want to be asked for the next four rows while four are multiplied.)
-IN_TURN = _NAME.startswith("znver")
-# Bytes beyond the next rows that are asked for too, into the second cache; 0: none. (AMD's first
-# cache can wait for fewer lines than a tile of short rows needs.)
-BEYOND = 8192 if IN_TURN else 0
+# Are rows of weights read one after another, with hardware prefetch, instead of four side by side
+# with software prefetch? (AMD's processors then read twice as fast; Intel's are slower.)
+ROW_BY_ROW = _NAME.startswith("znver")
+# Distance in bytes, beyond the next rows, of a second prefetch into the L2 cache; 0: none. (AMD's
+# L1 cache has fewer outstanding misses than a tile of short rows needs.)
+BEYOND = 8192 if ROW_BY_ROW else 0

@@ -1,6 +1,6 @@
-"""Values of LLVM code with Python's operators, and intrinsics of Numba that are made of them.
+"""LLVM values with Python's operators, and Numba intrinsics made of them.
 
-A weight type is a `kind`, the Numba type that stands for it (see ir.py); its numbers are widened to
+A weight type is a `kind`, the Numba type that stands for it (see ir.py). Its numbers are widened to
 float32 when they are loaded and rounded when they are stored.
 """
 
@@ -25,11 +25,11 @@ NATURAL = tuple(range(LANES))
 
 
 class Value:
-    """A number or a vector of numbers in LLVM code, and the builder of that code.
+    """A scalar or vector in LLVM code, with the code's builder.
 
-    Operators make instructions. A Python number beside a value is a constant of its type, a scalar
-    beside a vector stands in every lane. Integers have no sign but in comparisons, and where a
-    method says so. An int64 is an address too.
+    Operators emit instructions. A Python operand becomes a constant of the value's type; a scalar
+    operand of a vector is broadcast. Integers are unsigned except in comparisons and where a method
+    says so. An int64 may be an address.
     """
 
     __slots__ = ("b", "ir")
@@ -39,7 +39,7 @@ class Value:
 
     @property
     def lanes(self) -> int | None:
-        """How many lanes a vector has; None: a scalar."""
+        """Number of lanes of a vector; None: a scalar."""
         return getattr(self.ir.type, "count", None)
 
     @property
@@ -50,12 +50,14 @@ class Value:
         return Value(self.b, value)
 
     def _shaped(self, element: Any) -> Any:
-        """A scalar or vector type like this one's, of other elements."""
+        """Return this value's type with other elements."""
         return element if self.lanes is None else ir.VectorType(element, self.lanes)
 
     def constant(self, value: Any, element: Any = None) -> Value:
-        """Numbers as a vector, or one number in the shape of this value; of its elements or of
-        others."""
+        """Make a vector of numbers, or one number in this value's shape.
+
+        Its elements are of this value's type or of `element`.
+        """
         element = element or self.element
         if isinstance(value, Sequence):
             return self._new(ir.Constant(ir.VectorType(element, len(value)), list(value)))
@@ -66,7 +68,7 @@ class Value:
         one, two = self, other if isinstance(other, Value) else self.constant(other)
         if one.lanes != two.lanes:
             one, two = (
-                v.wide(one.lanes or two.lanes) if v.lanes is None else v for v in (one, two)
+                v.broadcast(one.lanes or two.lanes) if v.lanes is None else v for v in (one, two)
             )
         make = floats if self.element == F32 else integers
         return self._new(getattr(self.b, make)(one.ir, two.ir))
@@ -96,7 +98,7 @@ class Value:
         return self._with(other, "lshr", "")
 
     def shifted_signed(self, places: int) -> Value:
-        """Shifted to the right, with the sign."""
+        """Shift to the right, keeping the sign."""
         return self._with(places, "ashr", "")
 
     def __and__(self, other: Any) -> Value:
@@ -126,26 +128,26 @@ class Value:
         return self._compared("==", other)
 
     def where(self, condition: Value, other: Any) -> Value:
-        """This where a condition holds, and the other where not."""
+        """Select this value where a condition holds, else the other."""
         other = other if isinstance(other, Value) else self.constant(other)
         return self._new(self.b.select(condition.ir, self.ir, other.ir))
 
     def at_most(self, limit: Any) -> Value:
-        """The limit where this is greater; what is no number stays."""
+        """Clamp to at most `limit`; NaN stays."""
         limit = limit if isinstance(limit, Value) else self.constant(limit)
         return limit.where(self > limit, self)
 
     def at_least(self, limit: Any) -> Value:
-        """The limit where this is smaller; what is no number stays."""
+        """Clamp to at least `limit`; NaN stays."""
         limit = limit if isinstance(limit, Value) else self.constant(limit)
         return limit.where(self < limit, self)
 
     def fma(self, factor: Value, addend: Value) -> Value:
-        """self * factor + addend, with one rounding."""
+        """Compute self * factor + addend, with one rounding."""
         return self.call(f"llvm.fma.v{self.lanes}f32", self.ir.type, factor, addend)
 
     def call(self, name: str, result: Any, *others: Value) -> Value:
-        """The result of an intrinsic of LLVM of this and other values."""
+        """Call an LLVM intrinsic with this and other values."""
         args = [value.ir for value in (self, *others)]
         kind = ir.FunctionType(result, [arg.type for arg in args])
         function = cgutils.get_or_insert_function(self.b.module, kind, name)
@@ -153,15 +155,15 @@ class Value:
 
     # Other types and shapes.
 
-    def bits(self, element: Any) -> Value:
-        """The same bits as elements of another type, as many as they make."""
+    def bitcast(self, element: Any) -> Value:
+        """Reinterpret the bits as elements of another type; the number of lanes follows."""
         if self.lanes is None:
             return self._new(self.b.bitcast(self.ir, element))
         count = self.lanes * _width(self.element) // _width(element)
         return self._new(self.b.bitcast(self.ir, ir.VectorType(element, count)))
 
-    def to(self, element: Any, signed: bool = False) -> Value:
-        """The same numbers as elements of another type; of integers perhaps with a sign."""
+    def convert(self, element: Any, signed: bool = False) -> Value:
+        """Convert the numbers to another element type; `signed`: integers have a sign."""
         source, target = (isinstance(e, ir.IntType) for e in (self.element, element))
         if source and target:
             wider = _width(element) > _width(self.element)
@@ -172,14 +174,14 @@ class Value:
             name = "fpext" if _width(element) > _width(self.element) else "fptrunc"
         return self._new(getattr(self.b, name)(self.ir, self._shaped(element)))
 
-    def wide(self, lanes: int | None = LANES) -> Value:
-        """A scalar in every lane."""
+    def broadcast(self, lanes: int | None = LANES) -> Value:
+        """Copy a scalar to every lane."""
         shape = ir.VectorType(self.ir.type, lanes)
         one = self.b.insert_element(ir.Constant(shape, ir.Undefined), self.ir, I32(0))
-        return self._new(one).pick([0] * (lanes or 1))
+        return self._new(one).shuffle([0] * (lanes or 1))
 
-    def pick(self, lanes: Sequence[int], other: Value | None = None) -> Value:
-        """These lanes, counted through this vector and another one."""
+    def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
+        """Select lanes of this vector and, with numbers behind its own, of another one."""
         picks = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         second = self if other is None else other
         return self._new(self.b.shuffle_vector(self.ir, second.ir, picks))
@@ -191,32 +193,32 @@ class Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
     def below(self, lanes: int = LANES) -> Value:
-        """A mask of the first `self` (int64) of so many lanes."""
-        return self.constant(list(range(lanes))) < self.wide(lanes)
+        """Make a mask of the first `self` (int64) of `lanes` lanes."""
+        return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
 
     def widened(self, kind: Any) -> Value:
-        """Weights as loaded -> float32, exactly."""
+        """Convert loaded weights to float32, exactly."""
         if kind == F32_KIND:
             return self
         if kind == F16_KIND:
-            return self.bits(F16).to(F32)
-        return (self.to(I32) << 16).bits(F32)
+            return self.bitcast(F16).convert(F32)
+        return (self.convert(I32) << 16).bitcast(F32)
 
     def narrowed(self, kind: Any) -> Value:
-        """float32 -> the nearest `kind`, ties to even, as torch rounds; every NaN becomes one."""
+        """Round float32 to `kind`, ties to even, as torch does; every NaN becomes the same."""
         if kind == F32_KIND:
             return self
         if kind == F16_KIND:
-            return self.to(F16).bits(I16)
-        bits = self.bits(I32)
+            return self.convert(F16).bitcast(I16)
+        bits = self.bitcast(I32)
         near = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
         odd = self._new(self.b.fcmp_unordered("uno", self.ir, self.ir))
-        return near.constant(0x7FC0).where(odd, near).to(I16)
+        return near.constant(0x7FC0).where(odd, near).convert(I16)
 
     def rounded(self, kind: Any) -> Value:
-        """float32 rounded to the nearest number of a weight type."""
+        """Round float32 to the nearest number of a weight type; it stays float32."""
         return self.narrowed(kind).widened(kind)
 
     # Addresses.
@@ -225,7 +227,7 @@ class Value:
         return self.b.inttoptr(self.ir, element.as_pointer())
 
     def load(self, element: Any, lanes: int | None = None, mask: Value | None = None) -> Value:
-        """What lies here; lanes beyond the mask are 0 and are not touched."""
+        """Load from this address; masked lanes are 0 and are not read."""
         kind = element if lanes is None else ir.VectorType(element, lanes)
         pointer = self.pointer(kind)
         if mask is None:
@@ -235,11 +237,11 @@ class Value:
         return self._new(pointer).call(name, kind, *map(self._new, others))
 
     def weights(self, kind: Any, mask: Value | None = None) -> Value:
-        """LANES weights that lie here, widened."""
+        """Load LANES weights from this address, widened."""
         return self.load(ELEMENT[kind], LANES, mask).widened(kind)
 
     def store(self, value: Value, mask: Value | None = None) -> None:
-        """Put a value here; lanes beyond the mask are not touched."""
+        """Store a value at this address, except for masked lanes."""
         pointer = self.pointer(value.ir.type)
         if mask is None:
             self.b.store(value.ir, pointer, align=1)
@@ -248,7 +250,7 @@ class Value:
         value.call(name, ir.VoidType(), *map(self._new, (pointer, I32(1), mask.ir)))
 
     def prefetch(self, cache: int = 1) -> None:
-        """Ask for a line, into the first or the second cache; one beyond the end does no harm."""
+        """Prefetch a cache line to L1 or L2; an address beyond the end does no harm."""
         others = map(self._new, (I32(0), I32(4 - cache), I32(1)))
         byte = self._new(self.pointer(I8))
         byte.call("llvm.prefetch.p0", ir.VoidType(), *others)
@@ -256,7 +258,7 @@ class Value:
     # Functions of float32.
 
     def exp(self) -> Value:
-        """exp within about one unit in the last place; above 88.7 infinity (Cephes)."""
+        """Compute exp within about 1 ulp; above 88.7 infinity (Cephes)."""
         y = self.at_least(-87.0).at_most(88.72)
         shifted = y * 1.44269504088896341 + 12582912.0
         n = shifted - 12582912.0
@@ -266,12 +268,12 @@ class Value:
             p = p * r + term
         p = p * r * r + r + 1.0
         # 2^n in two factors: n may be 128. The integer n sits in the low bits of `shifted`.
-        scale = ((shifted.bits(I32) << 23) + 0x3F000000).bits(F32)
+        scale = ((shifted.bitcast(I32) << 23) + 0x3F000000).bitcast(F32)
         return self.constant(float("inf")).where(self > 88.7228, p * scale * 2.0)
 
 
 class Variable:
-    """A value that code changes: what it is where this is read."""
+    """A mutable variable in LLVM code; `value` loads and stores it."""
 
     __slots__ = ("_b", "_place")
 
@@ -279,11 +281,11 @@ class Variable:
         self._b, self._place = first.b, cgutils.alloca_once_value(first.b, first.ir)
 
     @property
-    def now(self) -> Value:
+    def value(self) -> Value:
         return Value(self._b, self._b.load(self._place))
 
-    @now.setter
-    def now(self, value: Value) -> None:
+    @value.setter
+    def value(self, value: Value) -> None:
         self._b.store(value.ir, self._place)
 
 
@@ -292,33 +294,34 @@ def _width(element: Any) -> int:
 
 
 @contextmanager
-def counted(start: Value | int, stop: Value, step: Value | int = 1) -> Iterator[Value]:
-    """A loop's body, given its int64 number."""
+def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iterator[Value]:
+    """Emit a loop; the context is its body, given the int64 index."""
     first, last, by = (v if isinstance(v, Value) else stop.constant(v) for v in (start, stop, step))
     with cgutils.for_range_slice(stop.b, first.ir, last.ir, by.ir, I64) as (at, _):
         yield Value(stop.b, at)
 
 
-def in_turns(count: Value, unit: int, turn: Callable[[Value, Value | None], None]) -> None:
-    """turn(at, None) for every whole unit of a count, and turn(at, left) for what is left."""
+def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None], None]) -> None:
+    """Emit step(at, None) for every complete unit of a count, step(at, left) for the remainder."""
     left = count & (unit - 1)
-    whole = count - left
-    with counted(0, whole, unit) as at:
-        turn(at, None)
+    end = count - left
+    with counted_loop(0, end, unit) as at:
+        step(at, None)
     with count.b.if_then((left > 0).ir, likely=False):
-        turn(whole, left)
+        step(end, left)
 
 
 def below_or_all(left: Value | None, lanes: int = LANES) -> Value | None:
-    """The mask of a turn: of those that are left, or None: all."""
+    """Return the mask of the `left` lanes of an iteration; None: all."""
     return None if left is None else left.below(lanes)
 
 
 def lane_sums(vectors: Sequence[Value], groups: int = 1) -> Value:
-    """The sum of each vector's lanes, as one vector; the order of additions is the same for all.
+    """Sum each vector's lanes; the sums are one vector.
 
-    `groups`: so many runs of lanes are summed on their own, and follow one another. Two vectors at
-    a time become one, the upper half of each run added to its lower half.
+    `groups`: number of runs of lanes that are summed separately; their sums follow one another. The
+    order of additions is the same for all: two vectors at a time become one, the upper half of each
+    run added to its lower half.
     """
     width = LANES // groups
     while width > 1:
@@ -329,26 +332,28 @@ def lane_sums(vectors: Sequence[Value], groups: int = 1) -> Value:
 
 
 def _halved(one: Value, other: Value | None, width: int) -> Value:
-    """Runs of `width` lanes folded to half of that, in one vector or two."""
+    """Fold runs of `width` lanes to half of that, in one vector or two."""
     lanes = (one.lanes or 1) * (1 if other is None else 2)
     low = [start + i for start in range(0, lanes, width) for i in range(width // 2)]
-    return one.pick(low, other) + one.pick([i + width // 2 for i in low], other)
+    return one.shuffle(low, other) + one.shuffle([i + width // 2 for i in low], other)
 
 
 def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
-    """What an intrinsic returns whose code is emit(values of the arguments)."""
+    """Return the result of an intrinsic whose code is emit(values of the arguments)."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        made = emit(*(Value(b, arg) for arg in args))
-        return context.get_dummy_value() if made is None else made.ir
+        result = emit(*(Value(b, arg) for arg in args))
+        return context.get_dummy_value() if result is None else result.ir
 
     return signature, call
 
 
 def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
-    """As `inline`, as a function of its own, shared by all callers: a tile is long, and would
-    otherwise be compiled anew at each place that it is used. `emit` is given the numbers among the
-    arguments, those of tuples too."""
+    """Return the result of an intrinsic whose code is a function that all callers share.
+
+    A tile is long; inlined it would be compiled anew for each call. `emit` takes the int64
+    arguments and the elements of tuples.
+    """
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         flat = []

@@ -1,8 +1,8 @@
-"""The experts' kernels: `wave` computes experts of a step from their slots, `combine` sums them.
+"""Kernel entries of the experts: `compute_group` computes experts, `combine` sums their outputs.
 
-Both are bodies of a parallel region: every thread enters with the address of one array of int64
-words (named below), claims units of work with an atomic counter and leaves when
-none is left. So a thread that the machine takes away for a while delays one unit, not the step.
+Both run in a parallel region. Every thread enters with the address of one array of int64 arguments
+(named below), claims units of work with an atomic counter and leaves when no unit is left. So a
+thread that loses its core for a while delays one unit, not the step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.codegen.entries.gating import activate, finish
-from greenroom.runtime.kernels.codegen.entries.products import BLOCK, F, encoded, plain, transposed
+from greenroom.runtime.kernels.codegen.entries.gating import activate, round_and_add_bias
+from greenroom.runtime.kernels.codegen.entries.products import (
+    BLOCK,
+    F,
+    multiply_encoded,
+    multiply_plain,
+    multiply_transposed,
+)
 from greenroom.runtime.kernels.codegen.formats.encoded import L_CODES, L_ROW
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     address_of,
@@ -25,17 +31,21 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
 )
 from greenroom.runtime.kernels.codegen.llvm.lanes import over_rows
 
-# The words of `wave`. APART: rows of an expert up to which encoded weights are multiplied with one
-# at a time. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 38
+# Arguments of `compute_group`. UP, DOWN: is that projection computed? EXPERTS: their number. ROUTED
+# to ROWINDEX: the step's `Routing`. Addresses of float32: MID, ACT, OUT (see `CpuStep`). BASE,
+# STRIDE: slots; *_OFFSET: a matrix in its slot. *_PRODUCT, *_LAYOUT: see `MatrixProduct`. *_STEP:
+# channels or columns of a unit. NARROW: is X one token of the model's type, not float32?
+# SEQUENTIAL_ROWS: up to so many rows of an expert are multiplied with encoded weights one by one.
+# Slots, experts and finished units follow, one int64 each per expert.
+GROUP_ARGUMENTS = 38
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
     WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_PRODUCT, UP_LAYOUT,
-    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW, APART,
-) = range(WAVE_WORDS)  # fmt: skip
+    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW, SEQUENTIAL_ROWS,
+) = range(GROUP_ARGUMENTS)  # fmt: skip
 
-# The words of `combine`.
+# Arguments of `combine`, after the cursor. C_BIAS: 0 where there is none.
 (
     TOKENS_COUNT, HIDDEN_SIZE, C_ROUTED, C_EXPERTS, C_STARTS, C_TOKENS, C_ROWS, C_OUT, C_WEIGHTS,
     SUMS, RESULT, C_BIAS, C_ROUNDS, ROUND_PRODUCT, ROUND_SUM, C_NARROW,
@@ -43,8 +53,8 @@ WAVE_WORDS = 38
 
 
 @njit(inline="always")
-def entries(experts, starts, count, expert):
-    """Which rows an expert computes: bisection of the step's ascending ids."""
+def expert_rows(experts, starts, count, expert):
+    """Find the rows that an expert computes, by bisection of the step's ascending ids."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -56,8 +66,8 @@ def entries(experts, starts, count, expert):
 
 
 @njit(inline="always")
-def codes_of(p, unit, up_total, ups, downs, wide):
-    """Where the codes of a unit of encoded matrices begin; `wide`: rows for each channel."""
+def unit_codes(p, unit, up_total, ups, downs, wide):
+    """Return the address of the codes of a unit; `wide`: matrix rows of each channel."""
     is_up = unit < up_total
     e = unit // ups if is_up else (unit - up_total) // downs
     e = min(e, word(p, EXPERTS) - 1)
@@ -65,14 +75,17 @@ def codes_of(p, unit, up_total, ups, downs, wide):
     first = unit % ups * word(p, UP_STEP) * wide
     if not is_up:
         first = (unit - up_total) % downs * word(p, DOWN_STEP)
-    slot = word(p, BASE) + word(p + 8 * WAVE_WORDS, e) * word(p, STRIDE)
+    slot = word(p, BASE) + word(p + 8 * GROUP_ARGUMENTS, e) * word(p, STRIDE)
     return slot + word(layout, L_CODES) + first * word(layout, L_ROW)
 
 
 @njit(inline="always")
-def unit_of(p, unit, up_total, ups, downs):
-    """(is it one of the up projection, the expert's place, channels c0..c1, first row, rows,
-    runs of rows) of a unit of work."""
+def unit_bounds(p, unit, up_total, ups, downs):
+    """Return the bounds of a unit of work.
+
+    They are: is it of the up projection, the expert's index in the group, channels c0..c1, first
+    row, rows, runs of rows.
+    """
     inner = word(p, INNER)
     if unit < up_total:
         pairs = 2 if word(p, WIDTH) > inner else 1  # gate and up projection, or no gate
@@ -86,7 +99,7 @@ def unit_of(p, unit, up_total, ups, downs):
 
 
 @njit(inline="always")
-def up_side(p, inputs):
+def up_operands(p, inputs):
     """(offset, inputs, outputs, product, layout, x, xi, out, oi) of the up projection."""
     return (
         word(p, UP_OFFSET), word(p, HIDDEN), word(p, WIDTH), word(p, UP_PRODUCT),
@@ -95,8 +108,8 @@ def up_side(p, inputs):
 
 
 @njit(inline="always")
-def down_side(p):
-    """The same of the down projection."""
+def down_operands(p):
+    """(offset, inputs, outputs, product, layout, x, xi, out, oi) of the down projection."""
     return (
         word(p, DOWN_OFFSET), word(p, INNER), word(p, HIDDEN), word(p, DOWN_PRODUCT),
         word(p, DOWN_LAYOUT), word(p, ACT), 0, word(p, OUT), word(p, ROWINDEX),
@@ -104,8 +117,8 @@ def down_side(p):
 
 
 @njit(inline="always")
-def activated(kind, p, expert, c0, c1, first, n, runs, j0, j1):
-    """Round what the up projection gave for channels c0..c1 of rows j0..j1, and activate it."""
+def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
+    """Round and activate the up projection's channels c0..c1 of rows j0..j1."""
     inner, width, rounds = word(p, INNER), word(p, WIDTH), word(p, ROUNDS)
     limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
     mid, paired = word(p, MID), word(p, INTERLEAVED) != 0
@@ -115,29 +128,29 @@ def activated(kind, p, expert, c0, c1, first, n, runs, j0, j1):
             bias = word(p, BIAS)
             if bias != 0:
                 bias += (expert * width + at) * size_of(kind)
-            finish(kind, mid + 4 * (j * width + at), bias, n, rounds)
+            round_and_add_bias(kind, mid + 4 * (j * width + at), bias, n, rounds)
         gate = mid + 4 * (j * width + first)
         up = gate + 4 * (1 if paired else width - inner)
         out = word(p, ACT) + 4 * (j * inner + c0)
         activate(kind, word(p, ACTIVATION), gate, up, paired, out, c1 - c0, limit, alpha)
 
 
-def wave(kind, by_columns, by_code):
-    """A wave: for each expert the up projection's units, then the down projection's.
+def compute_group(kind, by_columns, by_code):
+    """Compute a group of experts: all units of the up projections, then of the down projections.
 
-    Each product has one place, and `by_columns` (are the matrices transposed?) and `by_code` (are
-    any encoded?) are constants: what is compiled again at every call delays the first answer.
+    `by_columns`: are the matrices transposed? `by_code`: are any encoded? Both are constants, and
+    each product is called in one place, since inlined code delays the first answer.
     """
 
     def enter(pointer):
         p = address_of(pointer)
         scratch = word(p, SCRATCH) + claim(p, TICKET, 1) * word(p, SCRATCH_STRIDE)
         count, inner, hidden, inputs = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN), word(p, X)
-        if word(p, NARROW) != 0:  # one token, not yet widened: each thread does it for itself
+        if word(p, NARROW) != 0:  # one token: each thread widens a copy of its own
             for i in range(hidden):
                 put(F, scratch, i, get(kind, inputs, i))
             inputs, scratch = scratch, scratch + 4 * hidden
-        slots = p + 8 * WAVE_WORDS
+        slots = p + 8 * GROUP_ARGUMENTS
         experts, done = slots + 8 * count, slots + 16 * count
         ups = (inner + word(p, UP_STEP) - 1) // word(p, UP_STEP)
         downs = (hidden + word(p, DOWN_STEP) - 1) // word(p, DOWN_STEP)
@@ -147,37 +160,37 @@ def wave(kind, by_columns, by_code):
             unit = claim(p, CURSOR, 1)
             if unit >= total:
                 return
-            is_up, e, c0, c1, first, n, runs = unit_of(p, unit, up_total, ups, downs)
+            is_up, e, c0, c1, first, n, runs = unit_bounds(p, unit, up_total, ups, downs)
             if not is_up and up_total != 0:
                 await_(done, e, ups)
-            side = up_side(p, inputs) if is_up else down_side(p)
-            offset, K, columns, product, layout, x, xi, out, oi = side
+            operands = up_operands(p, inputs) if is_up else down_operands(p)
+            offset, K, columns, product, layout, x, xi, out, oi = operands
             block = BLOCK if by_columns or not is_up else hidden
             carry = 0 if is_up else word(p, CARRY)
             expert, slot = word(experts, e), word(p, BASE) + word(slots, e) * word(p, STRIDE)
             w = slot + offset
-            j0, j1 = entries(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
+            j0, j1 = expert_rows(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
             for run in range(runs):
                 at = first + run * inner
                 if by_code:
                     after = slot + word(layout, L_CODES) + (at + inner) * word(layout, L_ROW)
                     if run == runs - 1:
                         wide = word(p, WIDTH) // inner // runs
-                        after = codes_of(p, word(p, CURSOR), up_total, ups, downs, wide)
-                    packed = encoded(
+                        after = unit_codes(p, word(p, CURSOR), up_total, ups, downs, wide)
+                    packed = multiply_encoded(
                         product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
-                        j0, j1, scratch, packed, after, word(p, APART),
+                        j0, j1, scratch, packed, after, word(p, SEQUENTIAL_ROWS),
                     )  # fmt: skip
                 elif by_columns:
-                    transposed(
+                    multiply_transposed(
                         kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
                     )  # fmt: skip
                 else:
-                    plain(
+                    multiply_plain(
                         kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
                     )  # fmt: skip
             if is_up:
-                activated(kind, p, expert, c0, c1, first, n, runs, j0, j1)
+                activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1)
                 claim(done, e, 1)
 
     return enter
@@ -199,7 +212,10 @@ def add_all_rounded(kind, total, y, weight):
 
 
 def combine(kind):
-    """Round the experts' sums, add their biases, weight them and add them up, by ascending id."""
+    """Sum the weighted outputs of each token's experts, by ascending id.
+
+    Outputs are rounded, and biases added, before.
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -229,7 +245,7 @@ def combine(kind):
                 for j in range(word(starts, i), word(starts, i + 1)):
                     y = out + 4 * (word(row_of, j) * hidden + c0)
                     b = bias + size * (expert * hidden + c0) if bias != 0 else 0
-                    finish(kind, y, b, n, rounds)
+                    round_and_add_bias(kind, y, b, n, rounds)
                     total = sums + 4 * (word(token_of, j) * hidden + c0)
                     at = word(row_of, j)
                     weight = get(kind, weights, at) if narrow else get(F, weights, at)

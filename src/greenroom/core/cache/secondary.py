@@ -14,20 +14,20 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 
-class Extras:
+class SecondarySlots:
     """Which expert's extra is in which slot, whole or on its way. No slots: there are none."""
 
-    def __init__(self, seats: int = 0) -> None:
-        self.seats = seats
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity
         self.slot_of: dict[int, int] = {}
-        self._free = list(range(seats))[::-1]
+        self._free = list(range(capacity))[::-1]
         self._moving: set[int] = set()
         self._busy: set[int] = set()  # of the step being served
         self._ahead: dict[int, int] = {}  # prefetched -> the layer that it waits for
         self._idle: OrderedDict[int, None] = OrderedDict()  # whole and of no use now, oldest first
 
     def __bool__(self) -> bool:
-        return self.seats > 0
+        return self.capacity > 0
 
     def whole(self, expert: int) -> bool:
         """Whether all of it is there."""
@@ -36,7 +36,7 @@ class Extras:
     @property
     def room(self) -> bool:
         """Whether a prefetch could have a slot."""
-        few = len(self._ahead) < self.seats // 2
+        few = len(self._ahead) < self.capacity // 2
         return few and bool(self._free or self._idle)
 
     def awaits_use(self, expert: int) -> bool:
