@@ -284,7 +284,7 @@ def test_a_pass_that_nobody_waits_for_is_given_up(rig):
     assert failed
     reads = r.store.reads
     assert reads < 4 * 3  # chunks of all four experts
-    with pytest.raises(Interrupted, match="nobody waits for it"):
+    with pytest.raises(Interrupted, match="no longer waits for it"):
         r.step(0, 1)
     assert r.store.reads == reads
     r.driver.resume()
