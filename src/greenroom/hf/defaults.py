@@ -1,4 +1,4 @@
-"""Settings of a run that the user left open: those of plan/defaults.py, and `--split auto`."""
+"""Default settings of a run: those of plan/defaults.py, and `--split auto`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from greenroom.plan.history.routing import RoutingHistory
 from greenroom.plan.settings import PLAIN
 from greenroom.runtime.measure.bandwidth import host_facts
 
-START = 0.5  # share of every expert before anything is known (Algorithm 1, line 4)
+START = 0.5  # share of every expert before tokens were counted (Algorithm 1, line 4)
 CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
 
 
 def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
-    """The parts with the default settings for about `room` slots, if the user gave none."""
+    """The setup with the default settings for about `room` slots, if the user set none."""
     if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
         return setup
-    if room >= setup.catalog.experts:  # nothing to choose
+    if room >= setup.catalog.experts:  # settings would have no effect
         return setup
     sizes = setup.catalog.experts_per_layer
-    found = default_setting(
+    setting = default_setting(
         setup.fingerprint, machine_name(host_facts()), sizes, top_k, room, device_of(setup)
     )
-    if found is None:
+    if setting is None:
         return setup
-    scope = scope_of(found.options.get("scope", config.scope))
-    shares, cut = split_of(found.options.get("split", config.split)), setup
+    scope = scope_of(setting.options.get("scope", config.scope))
+    shares, cut = split_of(setting.options.get("split", config.split)), setup
     if shares is not None:
         if setup.approximation is not None:  # experts that are split have no copies
             return setup
@@ -51,21 +51,21 @@ def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) 
     return replace(
         cut,
         capacity=max(setup.capacity, least),
-        policy=found.options.get("policy", setup.policy),
+        policy=setting.options.get("policy", setup.policy),
         scope=scope,
-        prefetch=found.options.get("prefetch", setup.prefetch),
-        chosen=_source(found),
+        prefetch=setting.options.get("prefetch", setup.prefetch),
+        chosen=_source(setting),
     )
 
 
-def _source(found: StoredSetting) -> str:
-    """Where a setting comes from, for the start-up line; "" for the default of a quick plan."""
-    less = 1 - found.tpot / found.plain
-    if found.by == "quick":
-        plain = found.options.get("policy") == PLAIN.policy
+def _source(setting: StoredSetting) -> str:
+    """The origin of a setting for the start-up line; "" for a quick plan other than LRU."""
+    less = 1 - setting.tpot / setting.plain
+    if setting.by == "quick":
+        plain = setting.options.get("policy") == PLAIN.policy
         return "LRU, which misses no more experts in a quick plan" if plain else ""
-    how = "measured by tune" if found.by == "tune" else "chosen by plan"
-    return f"{how} on {found.when}" + (
+    how = "measured by tune" if setting.by == "tune" else "chosen by plan"
+    return f"{how} on {setting.when}" + (
         f", {less:.0%} less time a token than LRU" if less > 0.005 else ""
     )
 
@@ -76,16 +76,18 @@ def device_of(setup: ModelSetup) -> str:
 
 
 def auto_split(
-    catalog: Catalog, known: RoutingHistory | None, capacity: int, top_k: int
+    catalog: Catalog, history: RoutingHistory | None, capacity: int, top_k: int
 ) -> tuple[Catalog, Split | None, Scope]:
-    """(the cut catalog, its split, budgets) of `--split auto`: Algorithm 1 over the counts of
-    earlier runs, once they are of TAU tokens, whenever a model is loaded; until then half of every
-    expert, and equal budgets. UsageError as `split_experts`."""
-    counts = SplitCounts(catalog.offsets, known)
+    """The split catalog, its split and the layers' budgets for `--split auto`.
+
+    They are from Algorithm 1 over the counts of earlier runs, as soon as these are of TAU tokens;
+    before, half of every expert, and equal budgets. UsageError as `split_experts`.
+    """
+    counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU
-    if known is None or SPLIT not in known.states or not enough:
+    if history is None or SPLIT not in history.states or not enough:
         return (*split_experts(catalog, START, top_k), "per-layer")
-    latency = TokenLatency(*known.states[SPLIT]["latency"].tolist())
+    latency = TokenLatency(*history.states[SPLIT]["latency"].tolist())
     chosen = configure(layer_statistics(counts.activity), float(capacity), latency)
-    cut, split = split_experts(catalog, [each.ratio for each in chosen], top_k)
-    return cut, split, tuple(each.budget for each in chosen)
+    split_catalog, split = split_experts(catalog, [each.ratio for each in chosen], top_k)
+    return split_catalog, split, tuple(each.budget for each in chosen)

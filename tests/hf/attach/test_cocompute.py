@@ -129,7 +129,7 @@ def test_counts_are_those_of_the_simulator():
     steps: list[TraceStep] = []
     with both("qwen3_moe", 0.9e-3, kernels="eager") as model:
         driver = model.greenroom.driver
-        tell, nbytes = driver._tell, model.greenroom.setup.catalog.slot_bytes
+        tell, nbytes = driver._handle, model.greenroom.setup.catalog.slot_bytes
         # Promotions depend on times.
         driver.scheduler.on(Resized(driver.scheduler.capacity, ahead=0))
 
@@ -143,7 +143,7 @@ def test_counts_are_those_of_the_simulator():
                 )  # fmt: skip
             tell(event)
 
-        driver._tell = recorded
+        driver._handle = recorded
         model.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
         counts, pieces = replace(driver.scheduler.counts), driver.scheduler.pieces
         tier = model.greenroom._tier.requests, model.greenroom._tier.hits

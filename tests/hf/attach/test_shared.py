@@ -447,7 +447,7 @@ def test_what_a_router_has_chosen_comes_while_something_else_runs():
     decided, routed = [], []
     try:
         wanted = decoded(model)
-        tell, layers = greenroom.driver._tell, len(skeleton.catalog.layers)
+        tell, layers = greenroom.driver._handle, len(skeleton.catalog.layers)
 
         def listening(event) -> None:
             if isinstance(event, Predicted) and event.certain:
@@ -456,7 +456,7 @@ def test_what_a_router_has_chosen_comes_while_something_else_runs():
                 routed.append((event.layer, event.experts.tolist()))
             tell(event)
 
-        greenroom.driver._tell = listening
+        greenroom.driver._handle = listening
         assert torch.equal(decoded(model), wanted)
         assert len(decided) >= layers
         assert decided == routed

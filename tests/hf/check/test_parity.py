@@ -95,14 +95,14 @@ def test_the_counts_are_those_of_the_simulator():
     steps: list[TraceStep] = []
     with streamed(cached_tiny("qwen3_moe"), capacity=5, kernels="eager") as model:
         driver = model.greenroom.driver
-        tell = driver._tell
+        tell = driver._handle
 
         def recorded(event):
             if isinstance(event, Routed):
                 steps.append(TraceStep(event.step, event.layer, event.experts.copy()))
             tell(event)
 
-        driver._tell = recorded
+        driver._handle = recorded
         model.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
         stats, pieces = model.greenroom.stats(), driver.scheduler.pieces
     result = simulate(steps, pieces, 5, policy("lru"))

@@ -132,7 +132,7 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "eager"
     assert "greenroom[gpu]" in caplog.text
-    with pytest.raises(UsageError, match="--kernels triton computes on a GPU"):
+    with pytest.raises(UsageError, match="--kernels triton is for a GPU"):
         resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
 
 
@@ -165,7 +165,7 @@ def test_memory_is_of_what_the_gpu_has_free_at_the_start(memory, nbytes):
 
 
 def test_memory_that_others_hold_cannot_be_asked_for():
-    with pytest.raises(BudgetError, match="of the GPU's 24 GiB 2 GiB are free, other processes"):
+    with pytest.raises(BudgetError, match="more than the GPU has free: 2 GiB of 24 GiB"):
         DeviceBudget("8GiB", lambda: (2 * GIB, 24 * GIB))
 
 

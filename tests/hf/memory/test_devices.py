@@ -164,7 +164,7 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     assert resolve.on_a_gpu(LoadConfig(device="cuda:0,cuda:1"))
     for name in ("cuda:7", "cuda:0,cuda:2"):
         with pytest.raises(
-            DeviceError, match=rf"--device {name}: the GPUs here are cuda:0, cuda:1"
+            DeviceError, match=rf"--device {name}: the GPUs of this machine are cuda:0, cuda:1"
         ):
             resolve.on_a_gpu(LoadConfig(device=name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -56,8 +56,8 @@ def attached(folder, at: Approximation, secondary_slots: int = 5, capacity: int 
 def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceStep]]:
     """What each step does with its experts: part and whose weights; and what was asked for."""
     driver = model.greenroom.driver
-    scheduler, tell, found, asked = driver.scheduler, driver._tell, [], []
-    next_order = driver._next_order
+    scheduler, tell, found, asked = driver.scheduler, driver._handle, [], []
+    next_order = driver._next_action
 
     def told(event):
         if isinstance(event, Routed):
@@ -79,7 +79,7 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
                 found[-1][e] = order.part, whose
         return order
 
-    driver._tell, driver._next_order = told, ordered
+    driver._handle, driver._next_action = told, ordered
     return found, asked
 
 

@@ -176,7 +176,7 @@ def change_config(folder: Path, **values: Any) -> Path:
         ),
         ({"hidden_size": "many"}, CheckpointError, "not a valid qwen3_moe config"),
         ({"hidden_act": "nonesuch"}, UnsupportedModel, "Qwen3MoeForCausalLM"),
-        ({"dtype": "float64"}, UnsupportedModel, "its dtype is float64"),
+        ({"dtype": "float64"}, UnsupportedModel, "its dtype float64 is not supported"),
         ({"hidden_size": 64}, CheckpointError, "has shape"),
         ({"vocab_size": 512}, CheckpointError, "the config says [512, 32]"),
     ],

@@ -144,9 +144,9 @@ def test_the_size_that_it_has_already_is_no_resize(rig, monkeypatch):
     r = ahead(rig, lambda layer: [], capacity=8)
     r.begin()
     r.step(0, 0)
-    told, tell = [], r.driver._tell
+    told, tell = [], r.driver._handle
     monkeypatch.setattr(
-        r.driver, "_tell", lambda event: (told.append(type(event).__name__), tell(event))
+        r.driver, "_handle", lambda event: (told.append(type(event).__name__), tell(event))
     )
     for capacity in (8, 8, 5, 5, 8, 8):
         r.driver.resize(capacity)
@@ -217,7 +217,7 @@ def test_a_scheduler_that_breaks_in_a_copier_s_thread_is_an_error_and_not_a_hang
         r.driver.close()
 
     in_time(act)
-    assert r.driver._orders.broken is not None
+    assert r.driver._actions.broken is not None
 
 
 def test_a_decision_that_is_interrupted_breaks_the_driver(rig, monkeypatch):
@@ -284,7 +284,7 @@ def test_a_pass_that_nobody_waits_for_is_given_up(rig):
     assert failed
     reads = r.store.reads
     assert reads < 4 * 3  # chunks of all four experts
-    with pytest.raises(Interrupted, match="nobody waits for it"):
+    with pytest.raises(Interrupted, match="no longer waits for it"):
         r.step(0, 1)
     assert r.store.reads == reads
     r.driver.resume()

@@ -11,14 +11,14 @@ from greenroom.runtime.driver.meter import CAUSES, LinkMeter, Meter, subtract_co
 def test_a_link_is_busy_while_any_lane_is():
     """Two lanes: 1 to 4 s and 2 to 6 s, then one of them 10 to 11 s."""
     link = LinkMeter()
-    link.starts(1.0)
-    link.starts(2.0)
-    link.ends(4.0, 100)
+    link.chunk_started(1.0)
+    link.chunk_started(2.0)
+    link.chunk_ended(4.0, 100)
     assert (link.busy_s, link.moving, link.nbytes) == (0.0, 1, 100)
-    link.ends(6.0, 0)  # failed: no bytes, but the link was busy
+    link.chunk_ended(6.0, 0)  # failed: no bytes, but the link was busy
     assert link.busy_s == 5.0
-    link.starts(10.0)
-    link.ends(11.0, 50)
+    link.chunk_started(10.0)
+    link.chunk_ended(11.0, 50)
     assert (link.busy_s, link.moving, link.nbytes) == (6.0, 0, 150)
 
 
@@ -35,8 +35,8 @@ def test_bytes_read_are_those_of_the_first_link_and_stalls_add_up():
 def test_a_copy_does_not_change_with_what_it_was_made_of():
     meter = Meter.for_lanes((1, 1))
     before = meter.copy()
-    meter.links[1].starts(1.0)
-    meter.links[1].ends(3.0, 9)
+    meter.links[1].chunk_started(1.0)
+    meter.links[1].chunk_ended(3.0, 9)
     meter.stalls["prefill"] += 2.0
     meter.passes += 1
     assert before == Meter.for_lanes((1, 1))

@@ -57,8 +57,10 @@ def of(found, kind):
 def test_spans_in_their_rows(tmp_path):
     timeline = Timeline()
     t = timeline.origin
-    timeline.span(lane("disk -> host", 1), "demand", t + 2e-3, t + 3e-3, piece=np.int64(7), chunk=0)
-    timeline.span(COMPUTE, "group", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
+    timeline.add_span(
+        lane("disk -> host", 1), "demand", t + 2e-3, t + 3e-3, piece=np.int64(7), chunk=0
+    )
+    timeline.add_span(COMPUTE, "group", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
     found = saved(timeline, tmp_path)
     check(found)
     rows = {e["args"]["name"]: e["tid"] for e in of(found, "M") if e["name"] == "thread_name"}
@@ -74,7 +76,7 @@ def test_spans_in_their_rows(tmp_path):
 def test_rows_are_in_order_compute_first(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
     for row in (lane("host -> device", 0), lane("disk -> host", 1), lane("disk -> host", 0)):
-        timeline.span(row, "demand", t, t)
+        timeline.add_span(row, "demand", t, t)
     found = saved(timeline, tmp_path)
     check(found)
     names = {e["tid"]: e["args"]["name"] for e in of(found, "M") if e["name"] == "thread_name"}
@@ -93,7 +95,7 @@ def test_an_empty_timeline_is_valid(tmp_path):
 def test_memory_is_bounded_and_the_file_says_what_is_missing(tmp_path):
     timeline = Timeline(limit=50)
     for i in range(120):
-        timeline.span(COMPUTE, "group", timeline.origin + i, timeline.origin + i + 0.5, layer=i)
+        timeline.add_span(COMPUTE, "group", timeline.origin + i, timeline.origin + i + 0.5, layer=i)
     assert len(timeline) == 50
     found = saved(timeline, tmp_path)
     check(found)
@@ -112,7 +114,7 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
         barrier.wait()
         for i in range(each):
             begin = time.perf_counter()
-            timeline.span(lane("disk -> host", number), "demand", begin, begin + 1e-6, piece=i)
+            timeline.add_span(lane("disk -> host", number), "demand", begin, begin + 1e-6, piece=i)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
     for worker in workers:
@@ -134,7 +136,7 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
 
 def test_times_that_are_none_do_not_spoil_the_file(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
-    timeline.span(COMPUTE, "group", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
+    timeline.add_span(COMPUTE, "group", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
     found = saved(timeline, tmp_path)
     check(found)
     (group,) = of(found, "X")
@@ -148,7 +150,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path):
         timeline.save(tmp_path / "nowhere" / "out.json")
     path = tmp_path / "out.json"
     path.write_text("old")
-    timeline.span(COMPUTE, "group", 0.0, 1.0, what=object())  # nothing that JSON knows
+    timeline.add_span(COMPUTE, "group", 0.0, 1.0, what=object())  # nothing that JSON knows
     with pytest.raises(TypeError):
         timeline.save(path)
     assert path.read_text() == "old"

@@ -116,7 +116,7 @@ def layer_of(
     for expert, slot in enumerate(places):
         for name, tensor in tensors.items():
             memory.tensor(slot, layout[name]).copy_(tensor[expert])
-    return LayerExperts(module, layout, memory, first=first), places
+    return LayerExperts(module, layout, memory, first_channel=first), places
 
 
 def inputs(

@@ -93,7 +93,7 @@ def rows_of(
         )
         enter()
 
-    kind = dtype if rounded and not matrix.packs else torch.float32
+    kind = dtype if rounded and not matrix.packs_input else torch.float32
     values = ENCODINGS[style.name].decode(list(parts.values()), (ROWS, width), kind).float()
     how, side = "rounded" if rounded else "default", "end" if at_end else "start"
     name = f"rows {style} {how} {str(dtype)[6:]} {width} {side}"
@@ -146,7 +146,7 @@ def of_experts(
         want = compute(NanFused(True, True), case.plain, case.places, x, index, weights)
         for kernel in (NanFused(True), NanFused(True, True)):
             got = compute(kernel, case.layer, case.places, x, index, weights)
-            packs = any(m.packs for m in layer_plan(case.layer, kernel.rounded).matrices)
+            packs = any(m.packs_input for m in layer_plan(case.layer, kernel.rounded).matrices)
             near = 0.0 if kernel.rounded and not packs else 2e-2
             name = f"experts {style} {type(kernel).__name__[3:]} {hidden} x {inner}, {count} tokens"
             yield name, Outcome(got, want, near)

@@ -168,7 +168,9 @@ class Bindings:
 
     def batch_invariant(self) -> AbstractContextManager[None]:
         """Context in which a token's result does not depend on other tokens of its pass."""
-        return self.kernel.sequential() if isinstance(self.kernel, CpuKernel) else nullcontext()
+        return (
+            self.kernel.batch_invariant() if isinstance(self.kernel, CpuKernel) else nullcontext()
+        )
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
         """Check that every layer is compiled to compute each token of a pass by itself."""

@@ -19,7 +19,7 @@ from greenroom.hf.attach.module_guard import remove
 from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.index.experts import STREAMED, detached_parameters
 from greenroom.hf.model.implementation import set_experts_implementation
-from greenroom.hf.model.reference import load_reference_experts, quantiser
+from greenroom.hf.model.reference import load_reference_experts, make_quantiser
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import stored_matrix
 from greenroom.runtime.memory.system import available_bytes, release_memory
@@ -45,7 +45,7 @@ def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> Mod
             " transformers cannot compute or save: load the model with transformers instead"
         )
     source.stamps.check(SINCE)
-    quantiser(source.checkpoint)  # or UnsupportedModel, naming the package that is missing
+    make_quantiser(source.checkpoint)  # or UnsupportedModel, naming the package that is missing
     need, room = expanded_bytes(model), available_bytes() + freed
     if need > room:
         raise BudgetError(

@@ -1,1 +1,1 @@
-"""`greenroom.load` in stages (resolve, describe, budget, place, attach), and the start-up line."""
+"""`greenroom.load` in stages: resolve, describe, budget, place, attach; start-up line."""

@@ -40,10 +40,12 @@ def attach(
     config: LoadConfig,
     progress: Progress,
 ) -> PreTrainedModel:
-    """The model with its cache of experts, ready for a first prompt; after an error, detached.
+    """Load the model and attach its expert cache, ready for a first prompt.
+
+    After an error the model is detached.
 
     DeviceError or BudgetError where memory does not suffice after all, CheckpointError where
-    reading fails, CheckpointChanged where the files are no longer those of the headers.
+    reading fails, CheckpointChanged where files have changed since their headers were read.
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.skeleton.load(budget.engines[0].device if budget.engines else "cpu")
@@ -53,7 +55,7 @@ def attach(
     precompile.wait_for_compiling()
     if setup.host_bytes is not None:
         release_memory()
-        setup = with_host_tier(setup, config)  # the process is what it is now
+        setup = with_host_tier(setup, config)  # measures the process again
     progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, setup)
     greenroom.original_generation_config = generation
@@ -64,7 +66,7 @@ def attach(
         if not budget.engines:
             greenroom.process_bytes = process - dense_bytes(model)
         if budget.slot_budget is not None:
-            greenroom.use_slot_budget(_loaded(model, budget, budget.slot_budget, process))
+            greenroom.use_slot_budget(_measured_budget(model, budget, budget.slot_budget, process))
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
@@ -77,35 +79,36 @@ def attach(
 
 
 def _replace_settings(model: Any, kv: CacheKind) -> Any:
-    """Have `generate` read prompts in blocks and keep keys and values as `kv` says. Returns the
-    config that the model had."""
+    """Set the generation config's prompt blocks and KV cache; returns the config before."""
     settings = model.generation_config
     before = deepcopy(settings)
-    if not model.config.is_encoder_decoder:  # an encoder reads a prompt as a whole
+    if not model.config.is_encoder_decoder:  # an encoder reads a prompt in one pass
         settings.prefill_chunk_size = PREFILL_BLOCK
     for name, value in kv.generation_options.items():
         setattr(settings, name, value)
     return before
 
 
-def _loaded(model: Any, budget: Budget, slot_budget: SlotBudget, process: int) -> SlotBudget:
-    """All that is there for good is there now: what is left of the budget becomes slots."""
+def _measured_budget(
+    model: Any, budget: Budget, slot_budget: SlotBudget, process: int
+) -> SlotBudget:
+    """The slot budget with measured needs, now that all constant memory is allocated."""
     setup, need, catalog = model.greenroom.setup, slot_budget.need, slot_budget.catalog
     if budget.gpu is not None:
         need = budget.gpu.after(setup.capacity // slot_budget.devices * catalog.slot_bytes)
     else:
-        _keep_process(setup, process - need.dense)
+        _store_process(setup, process - need.dense)
         need = replace(need, process=process + budget.caller_bytes, dense=0)
     workspace, least = Workspace.of(model, catalog), max(slot_budget.min_slots, least_slots(setup))
     return replace(slot_budget, need=need, workspace=workspace, min_slots=least)
 
 
-def _keep_process(setup: ModelSetup, process: int) -> None:
-    """Leave to plans and later runs what a process takes beside dense parts and slots."""
+def _store_process(setup: ModelSetup, process: int) -> None:
+    """Store the process's memory, without dense parts and slots, for plans and later runs."""
     name, digest = machine_name(host_facts()), setup.fingerprint
     if not setup.remember:
         return
     try:
         files.update_records(digest, name, lambda records: records.with_load(process))
     except OutputError as error:
-        log.warning("what the process takes is not kept: %s", error)
+        log.warning("the memory of the process is not stored for later runs: %s", error)

@@ -23,17 +23,18 @@ from greenroom.runtime.cuda.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Slots that a run has `room` for with a full context, and `first`, with a short one.
+    """The slots that a run's memory options leave, and the memory that they count.
 
-    asked:   what the options ask for, with the host memory that there is
-    growth:  of `--memory`; None where `--cache` says how many slots there are
-    beside:  bytes of the process that are the caller's
-    engines: the GPUs; the first one has the dense parts, and `gpu` is the memory of all
+    setup:        the setup that the options ask for, with the host tier
+    slot_budget:  of `--memory`; None where `--cache` is the number of slots
+    caller_bytes: bytes of the process that are the caller's
+    engines:      the GPUs; the first one has the dense parts
+    gpu:          the memory of each GPU
     """
 
     setup: ModelSetup
-    room: int
-    first: int
+    full_context_slots: int
+    initial_slots: int
     slot_budget: SlotBudget | None
     caller_bytes: int
     engines: Sequence[Engine]
@@ -45,8 +46,8 @@ def budget_for(
 ) -> Budget:
     """The slots that the memory options leave for experts.
 
-    `caller_bytes` of the process are left to the caller. BudgetError, which says what would do,
-    where not even the fewest slots have room.
+    `caller_bytes` of the process are left to the caller. BudgetError, which names a sufficient
+    budget, where not even the fewest slots have room.
     """
     engines = engines_for(setup)
     gpu = None
@@ -83,20 +84,16 @@ def budget_for(
 
 
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
-    """The setup with the host tier that the budget has room for, or BudgetError."""
+    """The setup with the host tier that `--host-memory` has room for, or BudgetError."""
     lanes = spread(lanes_of(setup), len(setup.devices))
-    staging_slots, caller_bytes = (
-        count_staging_slots(lanes),
-        setup.keys_values.host_bytes(setup.context),
-    )
+    staging_slots = count_staging_slots(lanes)
+    offloaded = setup.keys_values.host_bytes(setup.context)
     stride = setup.catalog.slot_bytes if setup.config.uses_host() else None
-    budget, slots = host_slots(
-        config.host_memory, setup.catalog, staging_slots, caller_bytes, stride
-    )
-    kept = choose(config.policy, slots, setup.catalog.experts).name
-    return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=kept)
+    budget, slots = host_slots(config.host_memory, setup.catalog, staging_slots, offloaded, stride)
+    policy = choose(config.policy, slots, setup.catalog.experts).name
+    return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=policy)
 
 
 def least_slots(setup: ModelSetup) -> int:
-    """The fewest slots that a step of one token can do with."""
+    """The fewest slots with which a step of one token can run."""
     return least_capacity(pieces_of(setup), setup.scope)

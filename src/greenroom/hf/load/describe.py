@@ -1,7 +1,7 @@
-"""Stage 2 of loading: what budgets and plans must know of a model, of which headers were read.
+"""Stage 2 of loading: the sizes of a model that budgets and plans need.
 
-Of a folder or a GGUF file the config and the headers are read. Of a hub id that is not in the local
-cache the hub is asked for the same: its config, and its safetensors' headers by range requests.
+They come from the config and the headers of a folder or a GGUF file. For a hub id that is not in
+the local cache, the same is downloaded: config, and safetensors headers by range requests.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
 UNLIMITED = 1 << 62  # bytes, of a budget
-COMPILERS = 160 << 20  # what compiling the kernels adds to the process; measured once it is done
-LIBRARIES = 256 << 20  # what cuBLAS and Triton take of a GPU when they are first used
+COMPILERS = 160 << 20  # added to the process by compiling kernels; later runs use a measurement
+LIBRARIES = 256 << 20  # GPU memory that cuBLAS and Triton allocate at their first use
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model on the meta device, and the context that a run of it has room for.
+    """A model on the meta device, with the sizes of its context and KV cache.
 
-    context: tokens
-    top_k:   experts that one token asks of a layer
+    context: tokens that a run has room for
+    top_k:   experts that one token uses in a layer
     """
 
     skeleton: ModelSkeleton
@@ -48,7 +48,7 @@ class Description:
 
     @classmethod
     def of(cls, skeleton: ModelSkeleton, config: LoadConfig, on_a_gpu: bool) -> Description:
-        """UsageError where keys and values cannot be kept as asked."""
+        """Describe a model; UsageError where it cannot have the kind of KV cache."""
         context = context_of(skeleton.model, config.context)
         keys_values = kv_bytes(
             skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
@@ -73,8 +73,8 @@ class Description:
         skeleton = self.skeleton
         need = MemoryNeeds(0, skeleton.dense_bytes, 0, 0, LIBRARIES)
         if not self.keys_values.on_a_gpu:
-            known = load_records(self.fingerprint, machine_name(host_facts())).process
-            process = rss_bytes() + COMPILERS if known is None else known
+            recorded = load_records(self.fingerprint, machine_name(host_facts())).process
+            process = rss_bytes() + COMPILERS if recorded is None else recorded
             staging = readers * (CHUNK_BYTES + (1 << 20))
             need = replace(need, process=process + caller_bytes, staging=staging)
         space = Workspace.of(skeleton.model, skeleton.catalog)
@@ -91,18 +91,18 @@ class Description:
 
 
 def context_of(model: PreTrainedModel, context: int) -> int:
-    """Tokens to make room for: as asked, but no more than the model can take."""
+    """Tokens of context to make room for, at most the model's own limit."""
     config = model.config.get_text_config()
     return min(context, getattr(config, "max_position_embeddings", None) or context)
 
 
 def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
-    """Sizes and shape of a model under a run's options. Nothing is downloaded but headers.
+    """Sizes and shape of a model under a run's options; only headers are downloaded.
 
-    What the process takes is what an earlier one of this model took here; without one, what this
+    The process's memory is what an earlier run of this model took here; without one, what this
     process takes and compiling adds. `on_a_gpu`: sizes are of the GPU's memory.
 
-    Raises as `load` does, before it loads: NotAModel, NotMoE, UnsupportedModel, CheckpointError.
+    Raises as `load` does before it loads: NotAModel, NotMoE, UnsupportedModel, CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source), config.dtype)
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
@@ -111,8 +111,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     check_copies(catalog, config.approximation())
     low, nested = 0.0, False
     if isinstance(catalog, CopiesCatalog):
-        exact, copies, rest = catalog.copy_bytes()
-        low, nested = sum(copies) / sum(exact), bool(rest)
+        exact, copies, remainder = catalog.copy_bytes()
+        low, nested = sum(copies) / sum(exact), bool(remainder)
     return Model(
         name=source,
         fingerprint=description.fingerprint,
@@ -121,7 +121,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         expert_bytes=catalog.expert_bytes // catalog.experts,
         slot_bytes=catalog.slot_bytes,
         dense_bytes=need.dense,
-        read_bytes=need.dense - unread(skeleton),
+        read_bytes=need.dense - unread_bytes(skeleton),
         overhead_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=description.context,
@@ -132,8 +132,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     )
 
 
-def unread(skeleton: ModelSkeleton) -> int:
-    """Bytes of the input embedding, of which a token reads one row, unless the head is the same."""
+def unread_bytes(skeleton: ModelSkeleton) -> int:
+    """Bytes of dense parts that a token does not read: an input embedding that is not the head."""
     model: Any = skeleton.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.all_tied_weights_keys)

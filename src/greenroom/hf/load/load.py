@@ -60,21 +60,21 @@ def load(
     more about the options:
     memory: budget of the process, on a GPU of its memory: "8GiB", "60%", "auto" (the default)
     cache: size of the expert cache alone, in place of `memory`: "25%" of the experts, "2GiB"
-    policy: who is evicted: auto, lru, llru, moe-infinity, ...
+    policy: which expert is evicted: auto, lru, llru, moe-infinity, ...
     kernels: what computes the experts: auto, eager (transformers' bits), numba, rounded, triton
     device: auto (cuda where torch has it), cpu, cuda, "cuda:0,cuda:1", fake
     host_memory: with a GPU, the budget of the process in host memory
     scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
-    pin: a file of `greenroom trace hot`, whose experts stay
-    split: share of packed experts that stays: off, auto, "0.5", "N,N,...", a file
+    pin: a file of `greenroom trace hot`, whose experts are never evicted
+    split: share of packed experts that slots hold: off, auto, "0.5", "N,N,...", a file
     prefetch: a predictor that fetches experts ahead: auto, off, next-gate, learned, markov, ...
     predictor, no_guard: the file of the predictor learned; prefetch also where that is slower
     context, kv: tokens of the KV cache, and how it is kept: dynamic, fp8, int4, int2, offloaded
     readers, threads: threads that read experts, and that compute (default: all cores)
     direct, read_limit: read past the page cache (auto, on, off); most bytes a second, "50MB"
-    dtype: what to compute in: auto (the checkpoint's), bfloat16, float16, float32
+    dtype: type to compute in: auto (the checkpoint's), bfloat16, float16, float32
     miss_precision: serve misses from a pack's int8 or int4 copies, which changes the output
-    low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
+    low_below, low_share, low_follow: for `miss_precision`: which misses, room, exact experts later
     skip_below, substitute_below: leave out or replace misses, which changes the output
     co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
     """
@@ -90,13 +90,14 @@ def load_with(
     progress: Progress = lambda share, what: None,
     caller_bytes: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load` from a checked config; whether it shall `remember` what runs learn of the model.
+    """Load a model from a checked config.
 
-    `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
-    `caller_bytes` bytes of a CPU's `--memory` are left to the caller.
+    `remember`: use what earlier runs learned of the model, and save it for later ones. `progress`
+    is called with the share of the time that has passed, roughly, and the stage that begins.
+    `caller_bytes` of a CPU's `--memory` are left to the caller.
     """
-    if said := late_import_warning():
-        log.warning("%s", said)
+    if warning := late_import_warning():
+        log.warning("%s", warning)
     with gc_paused():
         progress(0.0, "reading the checkpoint's index")
         files, skeleton, on_a_gpu = resolve(source, config)

@@ -1,4 +1,4 @@
-"""Stage 4 of loading: which experts have slots where, by which policy and predictor."""
+"""Stage 4 of loading: the setup with its defaults: policy, predictor, split and copies."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 def requested_setup(
     source: ModelSource, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
-    """The setup that the options ask for, with the fewest slots that it can have.
+    """The setup that the options ask for, with the fewest possible slots.
 
     UsageError or PredictorError for options that this model cannot have.
     """
     skeleton, catalog, split = description.skeleton, description.skeleton.catalog, None
     shares = split_of(config.split)
-    if shares is not None:  # auto: what is known sets it when the capacity is known
+    if shares is not None:  # auto is set when the capacity is known
         first = START if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
@@ -77,7 +77,7 @@ def requested_setup(
 
 
 def _warn_of_kv(description: Description, kv: str) -> None:
-    """Say where quantised keys and values take more memory than plain ones."""
+    """Warn where a quantised KV cache takes more memory than a plain one."""
     keys_values, context = description.keys_values, description.context
     if keys_values.kind.quantised and (saved := keys_values.saved_bytes(context)) <= 0:
         log.warning(
@@ -88,21 +88,23 @@ def _warn_of_kv(description: Description, kv: str) -> None:
 
 
 def place(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
-    """The setup of a run: what is asked for, the settings that are known to be best for its slots,
-    and nothing that has no effect where every expert has a slot."""
-    skeleton, room = description.skeleton, budget.room
-    setup = with_defaults(budget.setup, config, budget.first, description.top_k)
+    """The setup of a run, with stored settings for its number of slots.
+
+    Options without effect are off where every expert has a slot.
+    """
+    skeleton, room = description.skeleton, budget.full_context_slots
+    setup = with_defaults(budget.setup, config, budget.initial_slots, description.top_k)
     everything = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
     if setup.watch:
         setup = _configured(description, setup, config, room)
-    if everything:  # nothing is missed, and so all is exact and whole
+    if everything:  # nothing is missed, so nothing is approximated or split
         setup = replace(setup, config=setup.config.without_approximation())
         if setup.split is not None:
             setup = replace(setup, catalog=skeleton.catalog, split=None)
     else:
         setup = _with_copies(description, setup, config, room)
-    if everything or skeleton.model.config.is_encoder_decoder:  # whose passes nobody can foresee
+    if everything or skeleton.model.config.is_encoder_decoder:  # predictors do not know its passes
         setup = replace(setup, prefetch="off")
     return setup
 
@@ -110,9 +112,13 @@ def place(description: Description, budget: Budget, config: LoadConfig) -> Model
 def _configured(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
-    """With the budgets and splits of layers that earlier runs' recordings ask for, in this room."""
-    known = files.load_routing(setup.fingerprint) if setup.remember and setup.fingerprint else None
-    catalog, split, scope = auto_split(description.skeleton.catalog, known, room, description.top_k)
+    """Set the budgets and splits of layers by the counts of earlier runs."""
+    history = (
+        files.load_routing(setup.fingerprint) if setup.remember and setup.fingerprint else None
+    )
+    catalog, split, scope = auto_split(
+        description.skeleton.catalog, history, room, description.top_k
+    )
     scope = scope if config.scope == "shared" else setup.scope
     setup = replace(setup, catalog=catalog, split=split, scope=scope)
     setup = replace(setup, capacity=max(setup.capacity, least_slots(setup)))
@@ -123,7 +129,7 @@ def _configured(
 def _with_copies(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
-    """With the low-precision copies that are asked for."""
+    """Add the low-precision copies that the options ask for."""
     copies = copies_of(setup.catalog, setup.approximation, room, description.top_k)
     if copies is None:
         return setup

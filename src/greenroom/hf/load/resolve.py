@@ -15,10 +15,11 @@ from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton, bool]:
-    """(where a model came from, the model on the meta device, whether a GPU computes it).
+    """Find a model: its source, its skeleton on the meta device, and whether a GPU computes it.
 
-    Only headers are read. UnknownName, UsageError or DeviceError for options that cannot be;
-    NotAModel, NotMoE, UnsupportedModel or CheckpointError."""
+    Only headers are read. UnknownName, UsageError or DeviceError for impossible options;
+    NotAModel, NotMoE, UnsupportedModel or CheckpointError for the model.
+    """
     policy(config.policy).check_online()
     predictor(config.prefetch)
     gpu = on_a_gpu(config)
@@ -29,23 +30,23 @@ def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton
 
 
 def on_a_gpu(config: LoadConfig) -> bool:
-    """Whether the experts are computed on a GPU: where it is asked for, or there is one.
+    """Decide whether a GPU computes the experts: where it is asked for, or `auto` finds one.
 
-    DeviceError where there is none, UsageError for options that go with one only.
+    DeviceError where the GPU does not exist, UsageError for options that need one.
     """
-    there, (kind, numbers) = torch.cuda.is_available(), parse_device(config.device)
-    if kind == "cuda" and not there:
+    available, (kind, numbers) = torch.cuda.is_available(), parse_device(config.device)
+    if kind == "cuda" and not available:
         built = torch.version.cuda or torch.version.hip
-        reason = "no GPU answers" if built else "this torch was built without CUDA"
+        reason = "no GPU was found" if built else "this torch was built without CUDA"
         raise DeviceError(f"--device {config.device}: {reason}; --device cpu computes here")
     if kind == "cuda" and max(numbers) > 0 and max(numbers) >= (count := torch.cuda.device_count()):
-        known = ", ".join(f"cuda:{number}" for number in range(count))
-        raise DeviceError(f"--device {config.device}: the GPUs here are {known}")
-    chosen = kind == "cuda" or (kind == "auto" and there)
+        numbered = ", ".join(f"cuda:{number}" for number in range(count))
+        raise DeviceError(f"--device {config.device}: the GPUs of this machine are {numbered}")
+    chosen = kind == "cuda" or (kind == "auto" and available)
     if config.host_memory is not None and not (chosen or kind == "fake"):
-        raise UsageError("--host-memory is for a GPU: on a CPU, --memory is all there is")
-    if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
         raise UsageError(
-            "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
+            "--host-memory is for a GPU: on a CPU, --memory is the budget of the process"
         )
+    if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
+        raise UsageError("--kernels triton is for a GPU: use numba or eager, or --device cuda")
     return chosen

@@ -1,7 +1,7 @@
 """Models without their experts: built on the meta device, their dense parts loaded.
 
-architectures   which are served, and by which class
-skeleton        a model that is known but not loaded, and how it is; dense: what stays as stored
+architectures   the architectures that are served, and their classes
+skeleton        a model on the meta device, and loading it; dense: matrices that stay encoded
 implementation  the experts implementation that models are built with
-reference       all experts, by transformers' own loading code
+reference       reference weights, by transformers' own loading code
 """

@@ -1,8 +1,9 @@
-"""Which architectures are served, and how: read off transformers' code and the adapters.
+"""The table of supported architectures, from transformers' source code and the adapters.
 
-An architecture is a folder of transformers (`qwen3_moe`). Those whose experts classes transformers
-decorates need nothing; some need an adapter (hf/adapters); some cannot be served, for a reason. A
-wrapper (`internvl`) has no experts of its own: its config says which text model it wraps.
+An architecture is a folder of transformers (`qwen3_moe`). Architectures whose experts classes
+transformers decorates are supported natively; some need an adapter (hf/adapters); some are not
+supported, for a reason. A wrapper (`internvl`) has no experts itself: its config names the text
+model that it wraps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.adapters import ADAPTERS, load_adapter
 
-# MoE architectures that are not served, by folder, and why.
+# MoE architectures that are not supported, by folder, with the reason.
 NOT_SERVED = {
     "diffusion_gemma": "it writes whole blocks by diffusion, not one token after another",
     "doge": "its experts are single rows of two embeddings: a read each would cost more than it"
@@ -41,7 +42,7 @@ NOT_SERVED = {
     "vitpose_backbone": "it finds poses in pictures and writes no text",
 }
 
-# Wrappers of which one was compared with transformers in a test, with one text model.
+# Wrappers that a test compares with transformers, each with one text model.
 WRAPPERS = frozenset({"internvl", "kimi_k25", "lfm2_vl"})
 
 _TEXT = (
@@ -52,7 +53,7 @@ _TEXT = (
 MODELS = Path(transformers.__file__).parent / "models"
 DECORATOR = re.compile(r"^@use_experts_implementation\b(?:\(([^)]*)\))?", re.MULTILINE)
 FLAG = re.compile(r"(\w+)\s*=\s*(True|False)\b")
-_FLAGS = {  # the decorator's arguments: what is said where they are not the default
+_FLAGS = {  # remarks for the decorator's arguments that are not the default
     ("has_bias", True): "bias",
     ("has_gate", False): "no gate",
     ("has_post_expert_norm", True): "norm after each expert",
@@ -63,25 +64,25 @@ _FLAGS = {  # the decorator's arguments: what is said where they are not the def
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table. `how` is "native", "adapter", "wrapper" or "not"."""
+    """A row of the table; `how` is "native", "adapter", "wrapper" or "not"."""
 
     name: str
     how: str
     special: tuple[str, ...] = ()
-    reason: str = ""  # why it is not served
+    reason: str = ""  # why it is not supported
     tested: bool = False
 
 
 def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class that generates text, and its config: the text part's, where the class is for text.
+    """(the class that generates text, its config): the text part's config for a text class.
 
-    A model that only comes together with its vision tower is built with it. UnsupportedModel where
-    there is no such class, or none that is served.
+    A model whose only class has a vision tower is built with it. Raises UnsupportedModel where
+    there is no such class, or the architecture is not supported.
     """
     folder = model_type_to_module_name(config.model_type)
     name = (config.architectures or [config.model_type])[0]
     if folder in NOT_SERVED:
-        raise UnsupportedModel(f"{name}: {NOT_SERVED[folder]}: not served")
+        raise UnsupportedModel(f"{name}: not supported: {NOT_SERVED[folder]}")
     if folder in ADAPTERS and (part := load_adapter(folder).config_part):
         config = getattr(config, part, config)
     for mapping, _ in _TEXT:
@@ -90,11 +91,13 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
             if kind.config_class == config.sub_configs.get("text_config"):
                 config = config.get_text_config()
             return kind, config
-    raise UnsupportedModel(f"{name}: transformers has no class that generates text with it")
+    raise UnsupportedModel(
+        f"{name}: transformers has no class that generates text with this architecture"
+    )
 
 
 def architectures() -> list[Architecture]:
-    """The whole table, by name; the wrappers at its end."""
+    """All rows of the table, by name; the wrappers at its end."""
     flags = dict(_decorated())
     types = _model_types()
     rows = []
@@ -110,26 +113,26 @@ def architectures() -> list[Architecture]:
             special.append("shared experts")
         if any(_sees(each) for each in types[name]):
             special.append("text part")
-        if how == "adapter" and (said := load_adapter(name).special):
-            special.append(said)
+        if how == "adapter" and (remark := load_adapter(name).special):
+            special.append(remark)
         rows.append(Architecture(name, how, tuple(special), tested=True))
     return rows + _wrappers({row.name for row in rows})
 
 
-def _wrappers(known: set[str]) -> list[Architecture]:
-    """Models that see, around whichever text model their config says."""
+def _wrappers(listed: set[str]) -> list[Architecture]:
+    """Rows for vision models that wrap any text model, which their config names."""
     return [
         Architecture(
             folder, "wrapper", ("text part: any of the others",), tested=folder in WRAPPERS
         )
         for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-        if (folder := model_type_to_module_name(kind)) not in known
+        if (folder := model_type_to_module_name(kind)) not in listed
         and CONFIG_MAPPING[kind].sub_configs.get("text_config") is AutoConfig
     ]
 
 
 def _sees(model_type: str) -> bool:
-    """Whether it leads to a class that takes pictures too."""
+    """True if the model type has a class that takes images too."""
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
     return bool(kind) and not str(kind).endswith("ForCausalLM")
 
@@ -137,19 +140,19 @@ def _sees(model_type: str) -> bool:
 def _decorated() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
     """(folder, the decorator's arguments) of the architectures with a decorated experts class."""
     for path in sorted(MODELS.glob("*/modeling_*.py")):
-        if found := DECORATOR.findall(path.read_text(encoding="utf-8")):
-            given = [flag for arguments in found for flag in FLAG.findall(arguments)]
-            yield path.parent.name, {(name, value == "True") for name, value in given}
+        if decorators := DECORATOR.findall(path.read_text(encoding="utf-8")):
+            flags = [flag for arguments in decorators for flag in FLAG.findall(arguments)]
+            yield path.parent.name, {(name, value == "True") for name, value in flags}
 
 
 def _shares(folder: str) -> bool:
-    """Whether its code has a shared expert: what a block computes beside those that it chooses."""
+    """True if the architecture's code has shared experts, which every token uses."""
     path = MODELS / folder / f"modeling_{folder}.py"
     return "self.shared_" in path.read_text(encoding="utf-8")
 
 
 def _model_types() -> dict[str, tuple[str, ...]]:
-    """The model types that lead to a class which writes text, by folder."""
+    """The model types that have a class which generates text, by folder."""
     types: dict[str, list[str]] = {}
     for each in CONFIG_MAPPING_NAMES:
         folder = model_type_to_module_name(each)

@@ -1,7 +1,8 @@
-"""Which dense matrices stay as the checkpoint stores them, and how they are read.
+"""Dense matrices that stay encoded in memory, and reading them.
 
-Those of plain linear layers and embeddings, where a compiled product reads their encoding, and
-where the model's code leaves them to the layer: what mentions `x.weight` computes with it itself.
+These are the weights of plain linear layers and embeddings whose encoding a compiled kernel can
+read. Excluded are weights that the model's code uses outside of the layer, by an expression such as
+`x.weight`.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from greenroom.hf.index.conversions import WeightConversion
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
 
-_ROUTERS = {"gate", "router"}  # which experts are chosen is torch's to compute
+_ROUTERS = {"gate", "router"}  # routers stay torch layers: they decide which experts are chosen
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedParameter:
-    """A matrix that stays as stored: the modules that share it, and the checkpoint's name of it."""
+    """A matrix that stays encoded: the modules that share it, and its tensor's name."""
 
     modules: tuple[str, ...]
     tensor: str
     stored: StoredMatrix
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Take the parameters out of the modules; their places stay, as None."""
+        """Detach the parameters from the modules; the attributes stay, as None."""
         for name in self.modules:
             module = model.get_submodule(name)
             attach_matrix(module, self.stored)
-            module._is_hf_initialized = True  # or it would be, and there is nothing to do it to
+            module._is_hf_initialized = True  # or transformers would initialise the detached weight
 
     def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
-        """Read it into memory from `empty`. Raises CheckpointError."""
+        """Read the matrix into memory from `empty`, or raise CheckpointError."""
         parts = self.stored.fill(empty)
         read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
 
@@ -54,15 +55,15 @@ def find_encoded_parameters(
     conversions: dict[str, WeightConversion],
     dtype: torch.dtype,
 ) -> dict[str, EncodedParameter]:
-    """By parameter, what can stay as stored of a model on the meta device in `dtype`.
+    """The dense parameters that can stay encoded, by name.
 
-    `conversions` are those to the dense parameters.
+    The model is on the meta device in `dtype`; `conversions` are those of the dense parameters.
     """
-    found: dict[str, EncodedParameter] = {}
+    encoded: dict[str, EncodedParameter] = {}
     tied = dict(model.all_tied_weights_keys)
     used = _used_by_code(model)
     for target, conversion in conversions.items():
-        names = [name for own in conversion.sources.values() for name in own]
+        names = [name for group in conversion.sources.values() for name in group]
         if conversion.converter is not None or len(names) != 1:
             continue
         group = _group(target, tied)
@@ -71,19 +72,19 @@ def find_encoded_parameters(
         stored = _stored(checkpoint.tensors[names[0]], dtype)
         if stored is not None and not stored.unsupported_reason:
             modules = tuple(name.rpartition(".")[0] for name in group)
-            found[target] = EncodedParameter(modules, names[0], stored)
-    return found
+            encoded[target] = EncodedParameter(modules, names[0], stored)
+    return encoded
 
 
 def _group(target: str, tied: dict[str, str]) -> list[str]:
-    """A parameter and those that are tied to it."""
+    """A parameter and the parameters that are tied to it."""
     source = tied.get(target, target)
     others = {name for name, other in tied.items() if other == source} | {source}
     return [target, *sorted(others - {target})]
 
 
 def _is_left_to_its_layer(model: PreTrainedModel, name: str, used: set[str]) -> bool:
-    """Is a parameter the weight of a linear layer or an embedding, which alone computes with it?"""
+    """True if a parameter is a linear layer's or embedding's weight that no other code uses."""
     path = name.split(".")
     if path[-1] != "weight" or len(path) < 2 or path[-2] in used or _ROUTERS & set(path):
         return False
@@ -94,27 +95,27 @@ def _is_left_to_its_layer(model: PreTrainedModel, name: str, used: set[str]) -> 
 
 
 def _used_by_code(model: PreTrainedModel) -> set[str]:
-    """Names x of which a model's own code says `.x.weight`."""
+    """Names x of modules whose `.x.weight` the model's code uses."""
     modules = {type(module).__module__ for module in model.modules()}
-    found: set[str] = set()
+    used: set[str] = set()
     for name in sorted(modules):
         if name.startswith("transformers.models."):
             source = inspect.getsource(sys.modules[name])
-            found.update(re.findall(r"(?<![\"\w.])\w+(?:\.\w+)*\.(\w+)\.weight\b", source))
-    return found
+            used.update(re.findall(r"(?<![\"\w.])\w+(?:\.\w+)*\.(\w+)\.weight\b", source))
+    return used
 
 
 def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
-    """Where a matrix would lie in memory; None of what is no encoded matrix."""
+    """The matrix in memory for an encoded tensor; None where it must be decoded."""
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
         return None
-    if tensor.codes[0] % tensor.unit:  # the last row of scales is for fewer outputs
+    if tensor.codes[0] % tensor.unit:  # the last row of scales covers fewer outputs
         return None
     sizes = [("weight", tensor.codes, tensor.dtype)]
     for kind, companion in zip(encoding.companions, tensor.companions, strict=True):
-        made = "float32" if tensor.encoding == "fp8" else companion.dtype
-        sizes.append((f"weight.{kind}", companion.shape, made))
+        scale_dtype = "float32" if tensor.encoding == "fp8" else companion.dtype
+        sizes.append((f"weight.{kind}", companion.shape, scale_dtype))
     layout = SlotLayout.pack(sizes, {"weight": tensor.encoding}, str(dtype)[6:])
     stored = StoredMatrix(layout, dtype)
     return stored if stored.shape == tensor.shape else None

@@ -1,4 +1,4 @@
-"""The experts implementation "greenroom", as transformers knows it."""
+"""The experts implementation "greenroom", registered with transformers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.runtime.forward import experts_forward
 
-IMPLEMENTATION = "greenroom"  # models are built with it
+IMPLEMENTATION = "greenroom"  # in the config of every model that Greenroom builds
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def set_experts_implementation(implementation: str, *modules: nn.Module) -> None:
-    """Have transformers compute experts modules by an implementation.
+    """Set the experts implementation of experts modules.
 
-    transformers itself refuses classes that it did not decorate, and those of a model that wraps
-    the one with the experts.
+    transformers' own method refuses classes that it did not decorate, and models that wrap the one
+    with the experts.
     """
     for module in modules:
         config: Any = module.config

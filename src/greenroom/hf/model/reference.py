@@ -1,6 +1,6 @@
-"""The reference for what is streamed: the same experts by transformers' own loading code.
+"""Reference weights, to compare streamed experts with, by transformers' own loading code.
 
-Nothing here uses the catalog. A quantised checkpoint is expanded by transformers' own quantiser.
+Nothing here uses the catalog. transformers' own quantiser dequantises a quantised checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, conversions_o
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.slots.cutting import Cutting
 
-ALIGNED = 64  # bytes: what torch's own memory is aligned to
+ALIGNMENT = 64  # bytes; torch aligns its own memory so
 
 
-def quantiser(checkpoint: Checkpoint) -> Any:
-    """transformers' quantiser of a quantised checkpoint, told to expand it; None of others.
+def make_quantiser(checkpoint: Checkpoint) -> Any:
+    """transformers' quantiser for a quantised checkpoint, set to dequantise; None for others.
 
-    UnsupportedModel where it needs a package that is not installed.
+    Raises UnsupportedModel where it needs a package that is not installed.
     """
     settings = settings_of(checkpoint.config)
     if settings is None:
@@ -44,20 +44,24 @@ def quantiser(checkpoint: Checkpoint) -> Any:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        given = AutoHfQuantizer.merge_quantization_configs(dict(settings), None)
-        given.dequantize = True
-        made = AutoHfQuantizer.from_config(given, pre_quantized=True)
-        made.validate_environment()
+        config = AutoHfQuantizer.merge_quantization_configs(dict(settings), None)
+        config.dequantize = True
+        quantiser = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantiser.validate_environment()
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise UnsupportedModel(f"{checkpoint.folder}: transformers says: {reason}") from error
-    return made
+        raise UnsupportedModel(
+            f"{checkpoint.folder}: transformers cannot dequantise it: {reason}"
+        ) from error
+    return quantiser
 
 
 def transformers_can_load(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can load it as gguf expands it: of a GGUF in parts it reads only one, of
-    gpt-oss's it finds no gate and no up projection, qwen35moe's it expands in the model's type,
-    rounding at every step, for all it needs accelerate; and it knows no packs."""
+    """True if transformers can load the checkpoint with the values that gguf dequantises.
+
+    It reads only one file of a split GGUF, misses gpt-oss's gate and up projections in GGUF, rounds
+    at every step of dequantising qwen35moe, needs accelerate for any GGUF, and cannot read packs.
+    """
     if checkpoint.pack is not None:
         return False
     if not isinstance(checkpoint, GgufCheckpoint):
@@ -68,14 +72,14 @@ def transformers_can_load(checkpoint: Checkpoint) -> bool:
 
 
 def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
-    """The full model, as `from_pretrained` loads it, computed by eager; takes all of its memory."""
+    """The entire model in memory, as `from_pretrained` loads it, with eager experts."""
     checkpoint, options = skeleton.checkpoint, {}
-    if (quantised := quantiser(checkpoint)) is not None:
+    if (quantised := make_quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(skeleton.model)
     if adapter is not None and adapter.config_part:
-        whole = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
-        options["config"] = getattr(whole, adapter.config_part)
+        composite = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        options["config"] = getattr(composite, adapter.config_part)
         options["key_mapping"] = dict(adapter.renames)
     if isinstance(checkpoint, GgufCheckpoint):
         from transformers.utils.quantization_config import GgufConfig
@@ -90,27 +94,29 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
     )
     if quantised is not None and adapter is None:
         for one in (one for layer in skeleton.layers for one in layer):
-            expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
+            expert = model.get_parameter(
+                one.full_name
+            )  # compressed-tensors decodes to its scales' type
             expert.data = expert.data.to(one.dtype)
     return align_weights(model.eval())
 
 
 def align_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """With weights at multiples of ALIGNED bytes, as ours are.
+    """Move weights to multiples of ALIGNMENT bytes, like Greenroom's.
 
-    transformers maps some from their file, where they lie at any address, and MKL on processors
-    that are not Intel's gives products of float32 other last bits then.
+    transformers maps some weights from their file, at any address; on processors that are not
+    Intel's, MKL's float32 products then have other last bits.
     """
     for weight in (*model.parameters(), *model.buffers()):
-        if weight.data_ptr() % ALIGNED:
+        if weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
     return model
 
 
 def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Tensor]:
-    """One layer's whole expert parameters [experts, ...] by name.
+    """One layer's complete expert parameters [experts, ...], by name.
 
-    Takes the layer's whole size in memory; the skeleton must not be loaded after this.
+    They take the layer's full size in memory; the skeleton must not be loaded after this.
     """
     checkpoint, streamed = skeleton.checkpoint, skeleton.layers[layer]
     if checkpoint.pack is not None:
@@ -121,46 +127,49 @@ def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Ten
         module.register_parameter(one.name, nn.Parameter(empty, requires_grad=False))
     conversions, _ = conversions_of(skeleton.model, checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
-        made = {
+        tensors = {
             one.name: _by_gguf(skeleton, checkpoint, conversions[one.full_name]) for one in streamed
         }
     else:
         _by_transformers(skeleton, conversions, {one.full_name for one in streamed})
-        made = {one.name: getattr(module, one.name).data for one in streamed}
+        tensors = {one.name: getattr(module, one.name).data for one in streamed}
     for one in streamed:
         module.register_parameter(one.name, None)
-    # What compressed-tensors expands, transformers leaves in the type of its scales.
-    return {one.name: made[one.name].to(one.dtype) for one in streamed}
+    # transformers leaves weights of compressed-tensors in the type of their scales.
+    return {one.name: tensors[one.name].to(one.dtype) for one in streamed}
 
 
 def _by_transformers(
-    skeleton: ModelSkeleton, conversions: dict[str, WeightConversion], wanted: set[str]
+    skeleton: ModelSkeleton, conversions: dict[str, WeightConversion], targets: set[str]
 ) -> None:
-    """Have transformers load some parameters, which the routes lead to."""
+    """Have transformers load the parameters `targets`, by their conversions."""
     model, checkpoint = skeleton.model, skeleton.checkpoint
     sources = [
         name
         for conversion in conversions.values()
-        if wanted.intersection(conversion.targets)
+        if targets.intersection(conversion.targets)
         for names in conversion.sources.values()
         for name in names
     ]
-    options = skeleton.options(quantiser(checkpoint))
+    options = skeleton.options(make_quantiser(checkpoint))
     info, _ = type(model)._load_pretrained_model(
-        model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(wanted)
+        model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(targets)
     )
     if info.conversion_errors:
-        raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
+        raise CheckpointError(
+            f"{checkpoint.folder}: transformers cannot convert its tensors to"
+            f" {next(iter(info.conversion_errors))}"
+        )
 
 
 def _by_gguf(
     skeleton: ModelSkeleton, checkpoint: GgufCheckpoint, conversion: WeightConversion
 ) -> Tensor:
-    """One parameter, expanded by gguf and joined as transformers joins it."""
-    import gguf  # only here: what reads no GGUF must not need it
+    """One parameter, dequantised by gguf and converted by transformers' converter."""
+    import gguf  # imported here: other formats must not need it
 
     tensors = {}
-    for name in (name for own in conversion.sources.values() for name in own):
+    for name in (name for names in conversion.sources.values() for name in names):
         stored = checkpoint.stored[name]
         data = np.fromfile(
             checkpoint.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
@@ -178,29 +187,29 @@ def _by_gguf(
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor]:
-    """What the files hold for some tensors, under the names there."""
+    """Lazy tensors for the stored parts of some tensors, by their names in the files."""
 
     def place(stored: StoredTensor) -> tuple[int, int]:
         return stored.file, stored.offset
 
-    wanted = set()
+    places = set()
     for name in names:
         stored = checkpoint.tensors[name]
-        wanted |= {place(stored), *map(place, stored.companions)}
+        places |= {place(stored), *map(place, stored.companions)}
     return {
         name: LazyTensor(partial(checkpoint.read_stored, name), NAMES[stored.dtype])
         for name, stored in checkpoint.stored.items()
-        if place(stored) in wanted
+        if place(stored) in places
     }
 
 
 def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> dict[str, Tensor]:
-    """One layer's whole expert parameters [experts, ...] by name: the reference for a pack.
+    """One layer's complete expert parameters [experts, ...], by name: the reference for packs.
 
-    Read with nothing but the header, and expanded by the encodings' decoders.
+    They are read by the header only, and decoded by the encodings' decoders.
     """
     stored = pack.header.layers[layer]
-    made = {}
+    parameters = {}
     for streamed in skeleton.layers[layer]:
         weight = stored.layout.weight(streamed.name)
         module = skeleton.model.get_submodule(streamed.module)
@@ -209,8 +218,8 @@ def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> di
         for expert in range(stored.experts):
             w = _matrix(pack, stored, expert, weight, streamed.dtype, cutting)
             full[expert] = w.T if transposed and weight.encoding != PLAIN else w
-        made[streamed.name] = full
-    return made
+        parameters[streamed.name] = full
+    return parameters
 
 
 def _matrix(
@@ -225,16 +234,16 @@ def _matrix(
     with open(pack.folder / DATA, "rb") as stream:
         begin = layer.place(expert) + (layer.low_copy.stride if layer.low_copy is not None else 0)
         if layer.low_copy is not None and layer.low_copy.nested:
-            rest = _tensor(stream, begin, layer.low_copy.remainder[weight.name])
+            remainder = _tensor(stream, begin, layer.low_copy.remainder[weight.name])
             low = layer.low_copy.layout.weight(weight.name).parts
             high, scale = (_tensor(stream, layer.place(expert), spec) for spec in low)
-            parts = [*join_planes(high, rest, scale)]
+            parts = [*join_planes(high, remainder, scale)]
             return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
         for spec in weight.parts:
             each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
-            found = [_tensor(stream, begin + at, own) for at, own in each]
-            if found:
-                parts.append(cutting.joined(spec, found))
+            segments = [_tensor(stream, begin + at, part) for at, part in each]
+            if segments:
+                parts.append(cutting.joined(spec, segments))
             else:
                 parts.append(_tensor(stream, begin, spec))
     if weight.encoding == PLAIN:

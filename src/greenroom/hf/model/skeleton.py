@@ -1,9 +1,9 @@
 """Build a model whose dense parts are in memory and whose experts stay on disk.
 
-skeleton = ModelSkeleton.of(folder)      # config and headers only: nothing is loaded yet
-skeleton.dense_bytes             # what loading will take
-model = skeleton.load()          # the dense parts, as `from_pretrained` would have them
-skeleton.catalog                 # where the experts are
+skeleton = ModelSkeleton.of(folder)  # config and headers only: no weight is read
+skeleton.dense_bytes                 # bytes that loading takes
+model = skeleton.load()              # the dense parts, as `from_pretrained` loads them
+skeleton.catalog                     # the byte ranges of the experts
 """
 
 from __future__ import annotations
@@ -52,30 +52,28 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelSkeleton:
-    """A model that is known but not loaded: parameters on the meta device, experts taken out."""
+    """A model on the meta device: weights are not loaded, experts are detached."""
 
     checkpoint: Checkpoint
     catalog: Catalog
     model: PreTrainedModel
     dtype: torch.dtype
-    layers: list[list[StreamedParameter]]  # the experts' parameters that were taken out
+    layers: list[list[StreamedParameter]]  # the detached expert parameters
     _conversions: dict[str, WeightConversion]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
-    _encoded: dict[str, EncodedParameter] = field(
-        default_factory=dict
-    )  # dense ones that stay as stored
+    # dense parameters that stay encoded
+    _encoded: dict[str, EncodedParameter] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
         """Read config and headers, construct the model on the meta device, index its experts.
 
-        `dtype` is "auto" (the config's, else that of the weights) or a name of `FLOATS`. Raises
-        NotAModel, NotMoE, UnsupportedModel or CheckpointError; all of them before anything is
-        loaded.
+        `dtype` is "auto" (that of the config, else of the weights) or a name of `FLOATS`. Raises
+        NotAModel, NotMoE, UnsupportedModel or CheckpointError, before any weight is loaded.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         with wrap_library_errors(
-            f"{checkpoint.folder}: no model can be made of its config and tensors"
+            f"{checkpoint.folder}: no model can be made from its config and tensors"
         ):
             return cls._of(checkpoint, dtype)
 
@@ -83,12 +81,12 @@ class ModelSkeleton:
     def _of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSkeleton:
         config = _config(checkpoint)
         kind, config = class_of(config)
-        config.name_or_path = str(checkpoint.folder)  # a text part's own has none
+        config.name_or_path = str(checkpoint.folder)  # the config of a text part has no path
         main = _dtype(dtype, checkpoint, config)
         with bounded_construction(len(checkpoint.tensors), str(checkpoint.folder)):
             model = _construct(kind, config, main)
-        if said := adapt(model):
-            log.warning("%s", said)
+        if warning := adapt(model):
+            log.warning("%s", warning)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = find_streamed_parameters(model, dtypes)
         conversions, unused = conversions_of(model, checkpoint)
@@ -103,10 +101,10 @@ class ModelSkeleton:
         return skeleton
 
     def keep_dense_encoded(self) -> None:
-        """Have dense matrices stay as the checkpoint stores them, where kernels can read them so.
+        """Let dense matrices stay encoded, where compiled kernels can read the encoding.
 
-        Call it before `load`, once. `accelerate` then gives their layers a forward, and its
-        `detach` their weights.
+        Call it once, before `load`. `accelerate` then gives their layers a forward, and its
+        `detach` gives them decoded weights.
         """
         self._encoded = find_encoded_parameters(
             self.model, self.checkpoint, self._conversions, self.dtype
@@ -130,44 +128,44 @@ class ModelSkeleton:
 
     @property
     def dense_tensors(self) -> list[str]:
-        """The checkpoint's tensors that the dense parameters are made of."""
+        """The names of the checkpoint's tensors for the dense parameters."""
         conversions = self._conversions.values()
         names = [
             name
             for conversion in conversions
-            for own in conversion.sources.values()
-            for name in own
+            for group in conversion.sources.values()
+            for name in group
         ]
         return names + [one.tensor for one in self._encoded.values()]
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of all experts as transformers would have them, in the model's dtype."""
+        """Bytes of all experts decoded, in the model's dtype, as transformers loads them."""
         return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
 
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
         """Load the dense parts tensor by tensor, then move the model to `device`; call it once.
 
-        The model equals `from_pretrained`'s in every dense parameter and buffer but those that are
-        kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
-        CheckpointError, and DeviceError where there is no address space or no room on the device.
+        The model is in evaluation mode, and its experts' parameters are None. Dense parameters and
+        buffers equal `from_pretrained`'s, except those that stay encoded. Raises CheckpointError,
+        and DeviceError where there is no address space or no room on the device.
         """
         model, options = self.model, self.options()
         tied = model.all_tied_weights_keys
-        taken = {f"{name}.weight" for one in self._encoded.values() for name in one.modules}
-        model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
+        encoded = {f"{name}.weight" for one in self._encoded.values() for name in one.modules}
+        model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in encoded}
         info, _ = type(model)._load_pretrained_model(
-            model, self._deferred(options), None, options, expected_keys=self._names
+            model, self._lazy_tensors(options), None, options, expected_keys=self._names
         )
         self._check_loaded(info)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
-        apart = TensorArena()  # these go before the others when the model is detached
+        arena = TensorArena()  # separate, since `detach` frees these before the others
         for one in self._encoded.values():
-            one.load(self.checkpoint, apart.empty)
+            one.load(self.checkpoint, arena.empty)
         model.eval()
         model.set_use_kernels(False, None)
-        if not isinstance(self.checkpoint, GgufCheckpoint):  # which has none beside the config
+        if not isinstance(self.checkpoint, GgufCheckpoint):  # a GGUF file has no generation config
             load_generation_config(model, self.checkpoint.folder)
         if torch.device(device).type != "cpu":
             with device_errors("the dense parts"):
@@ -175,9 +173,10 @@ class ModelSkeleton:
         return model
 
     def options(self, quantiser: Any = None) -> LoadStateDictConfig:
-        """How transformers loads parameters, by its quantiser where they are to be expanded."""
-        # No device map: with one, transformers looks up every name it expects, experts included,
-        # to reserve memory. A move afterwards also takes what a class keeps beside its parameters.
+        """Options for transformers' loader; `quantiser` dequantises the parameters."""
+        # There is no device map: with one, transformers looks up every expected name, experts
+        # included, to reserve memory. Moving the model later also moves tensors that are no
+        # parameters.
         return LoadStateDictConfig(
             pretrained_model_name_or_path=str(self.checkpoint.folder),
             dtype=self.dtype,
@@ -189,20 +188,19 @@ class ModelSkeleton:
             use_safetensors=True,
         )
 
-    def _deferred(self, options: LoadStateDictConfig) -> dict[str, LazyTensor]:
-        """Tensors that the routes lead from. What transformers does not convert by itself lies in
-        memory of its own."""
+    def _lazy_tensors(self, options: LoadStateDictConfig) -> dict[str, LazyTensor]:
+        """Lazy tensors for the conversions; those that need no converter are read into pages."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
         checkpoint, empty = self.checkpoint, TensorArena().empty
         tensors: dict[str, LazyTensor] = {}
         for target, conversion in self._conversions.items():
             dtype = dtypes(target, constructed[target].dtype)
-            names = [name for own in conversion.sources.values() for name in own]
+            names = [name for group in conversion.sources.values() for name in group]
             if isinstance(
                 checkpoint, GgufCheckpoint
-            ):  # its names mean nothing to transformers' loader
-                made = partial(_expanded, checkpoint, conversion, names, self.model, dtype, empty)
-                tensors[target] = LazyTensor(made)
+            ):  # transformers' loader does not know GGUF's names
+                read = partial(_decoded, checkpoint, conversion, names, self.model, dtype, empty)
+                tensors[target] = LazyTensor(read)
                 continue
             into = empty if conversion.converter is None else torch.empty
             for name in names:
@@ -210,20 +208,20 @@ class ModelSkeleton:
         return tensors
 
     def _check_dense(self) -> None:
-        """Every dense parameter must be in the checkpoint, plain ones in their shape."""
+        """Check that the checkpoint has all dense parameters, unconverted ones in their shape."""
         model, folder = self.model, self.checkpoint.folder
-        wanted = model.state_dict()
-        have = {
+        expected = model.state_dict()
+        present = {
             target for conversion in self._conversions.values() for target in conversion.targets
         }
         tied: dict[str, set[str]] = {}
         for target, source in model.all_tied_weights_keys.items():
             tied.setdefault(source, {source}).add(target)
         for group in tied.values():
-            if group & have:
-                have |= group
+            if group & present:
+                present |= group
         optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["(?!)"]))
-        missing = [name for name in wanted if name not in have and not optional.search(name)]
+        missing = [name for name in expected if name not in present and not optional.search(name)]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(f"{folder}: {missing[0]} is missing{more}")
@@ -231,40 +229,40 @@ class ModelSkeleton:
             if conversion.converter is None:
                 name = next(iter(conversion.sources))
                 stored = self.checkpoint.tensors[name]
-                if stored.shape != tuple(wanted[target].shape):
+                if stored.shape != tuple(expected[target].shape):
                     raise CheckpointError(
                         f"{self.checkpoint.files[stored.file]}: {name} has shape"
-                        f" {list(stored.shape)}, but the config says {list(wanted[target].shape)}"
+                        f" {list(stored.shape)}, but the config says {list(expected[target].shape)}"
                     )
 
     def _check_loaded(self, info: Any) -> None:
-        """What only the conversion itself can find out."""
+        """Check the result of loading: errors that only the conversion itself can find."""
         folder = self.checkpoint.folder
         if info.conversion_errors:
             name = next(iter(info.conversion_errors))
-            raise CheckpointError(f"{folder}: the tensors for {name} do not go together")
+            raise CheckpointError(f"{folder}: the tensors for {name} do not fit together")
         if info.mismatched_keys:
-            name, got, wanted = sorted(info.mismatched_keys)[0]
+            name, got, expected = sorted(info.mismatched_keys)[0]
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(got)}, but the config says {list(wanted)}"
+                f"{folder}: {name} has shape {list(got)}, but the config says {list(expected)}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
+    """A placeholder for a tensor, which is read when transformers indexes it: `tensor[...]`."""
 
     read: Callable[[], torch.Tensor]
-    dtype: str = ""  # as safetensors spell it
+    dtype: str = ""  # safetensors' name of it
 
-    def __getitem__(self, whole: object) -> torch.Tensor:
+    def __getitem__(self, index: object) -> torch.Tensor:
         return self.read()
 
     def get_dtype(self) -> str:
         return self.dtype
 
 
-def _expanded(
+def _decoded(
     checkpoint: GgufCheckpoint,
     conversion: WeightConversion,
     names: list[str],
@@ -272,20 +270,20 @@ def _expanded(
     dtype: torch.dtype,
     empty: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """A parameter that is made from tensors of a GGUF file."""
+    """A parameter from tensors of a GGUF file."""
     if conversion.converter is None:
         return checkpoint.read(names[0], dtype, empty)
-    # As transformers does: what is computed with is in float32, and cast at the end.
+    # As in transformers, conversions compute in float32, and the result is cast.
     tensors = {name: checkpoint.read(name, torch.float32) for name in names}
     (target,) = conversion.targets
-    made = conversion.convert(tensors, model, model.config)[target]
-    return empty(*made.shape, dtype=dtype).copy_(made)
+    parameter = conversion.convert(tensors, model, model.config)[target]
+    return empty(*parameter.shape, dtype=dtype).copy_(parameter)
 
 
 def conversions_of(
     model: PreTrainedModel, checkpoint: Checkpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """Which tensors make which parameters; see find_routes."""
+    """(conversions, unused tensors) of a checkpoint; see `find_conversions`."""
     if isinstance(checkpoint, GgufCheckpoint):
         return gguf_conversions(model, checkpoint)
     return find_conversions(model, checkpoint.tensors)
@@ -298,7 +296,10 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     kind = raw["model_type"]
     if kind not in CONFIG_MAPPING:
         if "auto_map" in raw:
-            raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
+            raise UnsupportedModel(
+                f"{path}: the model type {printable(kind)} needs code from the model's"
+                " repository, which Greenroom never runs"
+            )
         raise UnsupportedModel(
             f"{path}: this transformers does not know the model type {printable(kind)}"
         )
@@ -308,13 +309,13 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
             checkpoint.folder, trust_remote_code=False, local_files_only=True
         )
     for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):  # the model has plain modules: it is expanded
+        if hasattr(part, "quantization_config"):  # the model's modules are plain ones
             del part.quantization_config
     return config
 
 
 def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype to build in, also written into the config, as `from_pretrained` does."""
+    """The dtype to construct the model in; writes it to the config, like `from_pretrained`."""
     if dtype != "auto" and dtype not in FLOATS:
         raise UnknownName("dtype", dtype, ["auto", *FLOATS])
     if dtype == "auto" and checkpoint.pack is not None:
@@ -325,7 +326,8 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
     if str(main)[6:] not in FLOATS:
         raise UnsupportedModel(
-            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(FLOATS)}"
+            f"{checkpoint.folder}: its dtype {str(main)[6:]} is not supported: set --dtype to one"
+            f" of {', '.join(FLOATS)}"
         )
     return main
 
@@ -333,7 +335,7 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
 def _construct(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model on the meta device, with no memory for any parameter."""
+    """The model on the meta device, without memory for parameters."""
     config._experts_implementation = IMPLEMENTATION
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
@@ -345,12 +347,12 @@ def _construct(
 
 
 def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """The folder's generation_config.json, or one made from the config, as transformers does."""
+    """Set the generation config from the folder's file, or from the config, like transformers."""
     if not model.can_generate():
         return
     path = folder / "generation_config.json"
     options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
-    if path.is_file():  # transformers takes its own defaults, without a word, for what is no JSON
+    if path.is_file():  # transformers silently takes its defaults for a file that is no JSON
         read_object(path, CheckpointError)
         options = {}
     with wrap_library_errors(f"{path}: not a valid generation config"):
@@ -360,11 +362,11 @@ def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
-    """One line where tensors are ignored, unless the model says that they are to be."""
+    """Log one line where tensors are unused, unless the model ignores them on purpose."""
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or []), "inv_freq"]))
     if odd := [name for name in unused if not ignored.search(name)]:
         log.warning(
-            "%s has no place for %d tensors of the checkpoint, such as %s",
+            "%s does not use %d tensors of the checkpoint, such as %s",
             type(model).__name__,
             len(odd),
             odd[0],

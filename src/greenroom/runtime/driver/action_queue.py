@@ -1,4 +1,4 @@
-"""The orders of a step: what the thread that computes waits for, under the driver's one lock."""
+"""The queue of actions that a step's thread waits for, under the driver's one lock."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from greenroom.errors import ClosedError, Interrupted
 
 
 class ActionQueue(deque[ComputeGroup | Finish]):
-    """ActionQueue one after another, and why no more will come, where that is so.
+    """Queue of the groups to compute, closed by the step's end, and its error states.
 
-    All but the checks is done with `changed` held, the lock.
+    All methods but the checks need the lock, `changed`.
     """
 
     def __init__(self) -> None:
@@ -20,14 +20,14 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed = threading.Condition()
         self.closed = self.interrupted = False
         self.broken: BaseException | None = None
-        self.host_error: BaseException | None = None  # of the host's processor
+        self.host_error: BaseException | None = None  # raised by a job of the host processor
 
-    def put(self, order: ComputeGroup | Finish) -> None:
-        self.append(order)
+    def put(self, action: ComputeGroup | Finish) -> None:
+        self.append(action)
         self.changed.notify_all()
 
     def wait(self) -> None:
-        """Until something has changed."""
+        """Wait until something has changed, or raise why nothing will."""
         self.check_open()
         if (error := self.host_error) is not None:
             self.host_error = None
@@ -35,7 +35,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.wait()
 
     def check_open(self) -> None:
-        """ClosedError where nothing can be had any more."""
+        """Raise ClosedError if the driver is closed or broken."""
         if self.closed:
             raise ClosedError("the model was detached: load it again")
         if self.broken is not None:
@@ -43,17 +43,17 @@ class ActionQueue(deque[ComputeGroup | Finish]):
                 f"the cache of experts broke ({self.broken!r}): load the model again"
             ) from self.broken
 
-    def check_wanted(self) -> None:
-        """Interrupted where nobody waits for the pass."""
+    def check_interrupted(self) -> None:
+        """Raise Interrupted if the pass was interrupted."""
         if self.interrupted:
-            raise Interrupted("the pass was given up: nobody waits for it")
+            raise Interrupted("the pass was interrupted: its caller no longer waits for it")
 
     def interrupt(self) -> None:
         with self.changed:
             self.interrupted = True
             self.changed.notify_all()
 
-    def break_off(self, error: BaseException) -> None:
-        """Nobody knows any more what is where."""
+    def mark_broken(self, error: BaseException) -> None:
+        """Mark the driver as broken: the contents of its slots are unknown."""
         self.broken = self.broken or error
         self.changed.notify_all()

@@ -1,10 +1,10 @@
-"""The copier: one thread for each lane of each link, carrying chunks towards their slots.
+"""The copier moves chunks towards their slots, by one thread a lane.
 
-With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
-into the slot. With two (disk to host to device) the first link's lanes read into the staging slot,
-or the slot of host memory, that the scheduler names, and the second's copy from there. Reading
-and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is reported like
-its arrival, so that a lane never dies and nobody waits for it in vain.
+With one link (disk to slots) a lane reads a chunk into its own staging buffer and copies it into
+the slot. With two (disk to host to device) the lanes of the first link read into the staging slot,
+or the slot of host memory, that the scheduler names; those of the second copy from there. Reads and
+copies release the interpreter's lock. Every failure is reported like an arrival, so a lane never
+dies and no step waits in vain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greenroom.runtime.store.disk import Chunk, Staging
 
 
 class Store(Protocol):
-    """A read-only mapping from piece to bytes."""
+    """A read-only source of the bytes of pieces, in chunks."""
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]: ...
 
@@ -34,13 +34,13 @@ class Store(Protocol):
 
 
 Failure = StoreError | DeviceError
-Deliver = Callable[[StartChunk, int, Failure | None], None]
+OnDelivery = Callable[[StartChunk, int, Failure | None], None]
 
 
 class Copier:
-    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
+    """Threads that move chunks, and call `on_delivery(action, nbytes, error)` after each.
 
-    `lanes[h]` threads for link h; between two links lies `host_memory`.
+    Link h has `lanes[h]` threads; between two links lies `host_memory`.
     """
 
     def __init__(
@@ -48,44 +48,44 @@ class Copier:
         store: Store,
         slots: Tier,
         lanes: Sequence[int],
-        deliver: Deliver,
+        on_delivery: OnDelivery,
         host_memory: HostMemory | None = None,
     ) -> None:
-        self._store, self._slots, self._deliver = store, slots, deliver
+        self._store, self._slots, self._on_delivery = store, slots, on_delivery
         self._host_memory = host_memory
-        self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
+        self._queues: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
             (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
         }
         self._threads = [
             threading.Thread(
-                target=self._work,
-                args=(jobs, Staging()),
+                target=self._run_lane,
+                args=(queue, Staging()),
                 name=f"greenroom-{link}-{lane}",
                 daemon=True,
             )
-            for (link, lane), jobs in self._jobs.items()
+            for (link, lane), queue in self._queues.items()
         ]
         for thread in self._threads:
             thread.start()
 
     def start(self, action: StartChunk) -> None:
-        self._jobs[action.link, action.lane].put(action)
+        self._queues[action.link, action.lane].put(action)
 
-    def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging) -> None:
-        while (action := jobs.get()) is not None:
+    def _run_lane(self, queue: SimpleQueue[StartChunk | None], staging: Staging) -> None:
+        while (action := queue.get()) is not None:
             nbytes = 0
             failure: Failure | None = None
             try:
-                nbytes = self._carry(action, staging)
+                nbytes = self._move_chunk(action, staging)
             except (StoreError, DeviceError) as error:
                 failure = error
             except BaseException as error:
                 failure = StoreError(f"expert {action.piece} could not be read: {error!r}")
                 failure.__cause__ = error
-            self._deliver(action, nbytes, failure)
+            self._on_delivery(action, nbytes, failure)
 
-    def _carry(self, action: StartChunk, staging: Staging) -> int:
-        """Take a chunk over its link; the bytes that it has."""
+    def _move_chunk(self, action: StartChunk, staging: Staging) -> int:
+        """Move a chunk over its link; return its number of bytes."""
         chunk = self._store.chunks(action.piece)[action.chunk]
         if self._host_memory is None:
             data = self._store.read(chunk, staging)
@@ -100,9 +100,9 @@ class Copier:
         return chunk.length
 
     def close(self) -> None:
-        """End the threads, after what they are carrying now."""
-        for jobs in self._jobs.values():
-            jobs.put(None)
+        """End the threads, after the chunks in their queues."""
+        for queue in self._queues.values():
+            queue.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

@@ -1,4 +1,4 @@
-"""A lock that is passed on in the order in which it was asked for."""
+"""A lock that threads get in the order in which they request it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from types import TracebackType
 
 
 class FairLock:
-    """A fair lock, used with `with`.
+    """A lock for `with` that is granted in the order of requests.
 
-    `threading.Lock` goes to whoever runs first: a thread that takes it again and again can keep
-    the others out for seconds, such as one that resizes a cache while a model generates.
+    `threading.Lock` goes to whichever thread runs first: a generating model, which takes it again
+    and again, could keep a resize of the cache waiting for seconds.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
-        self._taken = False
+        self._locked = False
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if not self._locked:
+                self._locked = True
                 return
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append(turn)
         try:
             turn.acquire()
-        except BaseException:  # Ctrl-C while waiting: the turn must not be given to nobody
+        except BaseException:  # Ctrl-C while waiting: the lock must not be handed to this thread
             with self._lock:
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                     raise
-            self._pass_on()
+            self._hand_over()
             raise
 
     def __exit__(
@@ -43,11 +43,11 @@ class FairLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pass_on()
+        self._hand_over()
 
-    def _pass_on(self) -> None:
+    def _hand_over(self) -> None:
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._taken = False
+                self._locked = False

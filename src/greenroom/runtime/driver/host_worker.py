@@ -1,4 +1,4 @@
-"""The host's processor beside a device: a thread that computes one group at a time."""
+"""A thread that computes expert groups on the host processor, one at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """Jobs are done in turn, with as many threads as whoever made this has; `meter` counts what
-    they take."""
+    """A thread that runs jobs in order, and counts their seconds in `meter`.
+
+    It has as many torch threads as its creator.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -27,15 +29,15 @@ class HostWorker:
         self._thread.start()
 
     def start(self, job: Job, done: Done) -> None:
-        """Do a job when those before it are done, then call `done` with what it raised, or None."""
+        """Queue a job; `done` is then called with the exception it raised, or None."""
         self._jobs.put((job, done, torch.is_inference_mode_enabled()))
 
     def wait(self) -> None:
-        """Until every job is done."""
+        """Wait until every job is done."""
         self._jobs.join()
 
     def _work(self) -> None:
-        torch.set_num_threads(self._width)  # of this thread
+        torch.set_num_threads(self._width)  # a setting of each thread
         while (entry := self._jobs.get()) is not None:
             job, done, inference = entry
             begin = time.perf_counter()
@@ -48,11 +50,11 @@ class HostWorker:
             self._meter.host_s += time.perf_counter() - begin
             del job, entry
             done(error)
-            del done, error  # nothing of a step is kept while there is nothing to do
+            del done, error  # an idle thread must not keep a step's tensors alive
             self._jobs.task_done()
 
     def close(self) -> None:
-        """End the thread, after what it is doing now."""
+        """End the thread, after the jobs in its queue."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What transfers cost, counted while they happen. Seconds and bytes since the start."""
+"""Counters of transfers and waits, in seconds and bytes since the start."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ CAUSES = ("miss", "late", "prefill")
 
 @dataclass(slots=True)
 class LinkMeter:
-    """A link: the bytes that it delivered, and how long at least one lane of it carried some."""
+    """Bytes that a link delivered, and seconds in which any lane was busy."""
 
     nbytes: int = 0
     busy_s: float = 0.0
     moving: int = 0
     since: float = 0.0
 
-    def starts(self, now: float) -> None:
+    def chunk_started(self, now: float) -> None:
         if self.moving == 0:
             self.since = now
         self.moving += 1
 
-    def ends(self, now: float, nbytes: int) -> None:
+    def chunk_ended(self, now: float, nbytes: int) -> None:
         self.nbytes += nbytes
         self.moving -= 1
         if self.moving == 0:
@@ -33,13 +33,13 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes are those that the experts have on disk.
+    """Counters of a driver: links, stalls and decode passes. Bytes are those on disk.
 
-    A stall is time with nothing to compute but a wait. Its cause is that of what it waits for:
-    `prefill` in a prompt's steps; in others `late`, an expert whose prefetch had begun, or `miss`.
+    A stall is time in which a step only waits. Its cause is `prefill` in the steps of a prompt;
+    otherwise `late` where the expert's prefetch had begun, else `miss`.
 
-    Of `decodes`, passes that are no prompt's: the seconds that they took, of which they waited and
-    computed experts.
+    decodes: passes that are not a prompt's; `decode_s` is their duration, `waited_s` and
+        `computed_s` the parts of it in which they waited and computed experts
     """
 
     links: list[LinkMeter]
@@ -49,8 +49,8 @@ class Meter:
     decode_s: float = 0.0
     waited_s: float = 0.0
     computed_s: float = 0.0
-    host_s: float = 0.0  # in which the host's processor computed misses
-    at: float = field(default=0.0, compare=False)  # when it was read
+    host_s: float = 0.0  # in which the host processor computed misses
+    at: float = field(default=0.0, compare=False)  # when this copy was made
 
     @classmethod
     def for_lanes(cls, lanes: Sequence[int]) -> Meter:
@@ -66,20 +66,22 @@ class Meter:
         return sum(self.stalls.values())
 
     def add_decode(self, seconds: float, waited: float) -> None:
-        """A pass that is no prompt's is over."""
+        """Count a decode pass that has ended."""
         self.decodes += 1
         self.decode_s += seconds
         self.waited_s += waited
 
     def copy(self) -> Meter:
-        """As it is now."""
+        """Copy the counters as they are now."""
         links = [replace(link) for link in self.links]
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 
 
 def subtract_counts(after: Any, before: Any) -> Any:
-    """What was counted between two states of the same counts: numbers, or dataclasses, lists and
-    dicts of them."""
+    """Subtract two states of the same counters.
+
+    They are numbers, or dataclasses, lists and dicts of them.
+    """
     if is_dataclass(after) and not isinstance(after, type):
         changed = {
             f.name: subtract_counts(getattr(after, f.name), getattr(before, f.name))

@@ -1,4 +1,4 @@
-"""Predictions in a model's passes: a predictor is asked, and switched off where it does not pay."""
+"""Predictions in a model's passes, switched off where they do not pay."""
 
 from __future__ import annotations
 
@@ -14,54 +14,57 @@ log = logging.getLogger(__name__)
 
 
 class Predictions:
-    """A predictor that raises is warned of once and not asked again."""
+    """Calls a predictor in every pass and sends its predictions to the scheduler.
+
+    A predictor that raises is warned of once and dropped.
+    """
 
     def __init__(
         self,
         foresight: Foresight | None,
         guard: Guard | None,
-        resident: Callable[[], bool],
-        tell: Callable[[Predicted], None],
+        all_resident: Callable[[], bool],
+        send: Callable[[Predicted], None],
     ) -> None:
-        """`resident`: has every expert a slot? `tell` is the scheduler's."""
+        """`all_resident` is True if every expert has a slot; `send` reaches the scheduler."""
         self.foresight, self.guard = foresight, guard
-        self.observers = [tell]  # of what is foreseen
-        self._resident = resident
-        self._told = False  # is the predictor told of this pass, from its beginning?
+        self.observers = [send]  # of predictions
+        self._all_resident = all_resident
+        self._pass_observed = False  # since the beginning of the pass
 
     @property
-    def _wanted(self) -> bool:
-        return self.foresight is not None and not self._resident()
+    def _enabled(self) -> bool:
+        return self.foresight is not None and not self._all_resident()
 
     def begin(self, at: PassStart, closed: bool) -> None:
-        """A pass begins."""
-        self._told = self._wanted
-        if self._told and not closed:
-            self._ask(lambda foresight: foresight.begin(at))
+        """Tell the predictor that a pass begins."""
+        self._pass_observed = self._enabled
+        if self._pass_observed and not closed:
+            self._collect(lambda foresight: foresight.begin(at))
 
-    def routed(self, seen: Callable[[bool], LayerRouting] | None) -> None:
-        """A layer's router has chosen; `seen(inputs)` is what predictors are told."""
-        if self._told and self._wanted and seen is not None:
-            self._ask(lambda foresight: foresight.routed(seen(foresight.on)))
+    def routed(self, observe_routing: Callable[[bool], LayerRouting] | None) -> None:
+        """Show the predictor a layer's routing; `observe_routing(inputs)` makes the observation."""
+        if self._pass_observed and self._enabled and observe_routing is not None:
+            self._collect(lambda foresight: foresight.routed(observe_routing(foresight.on)))
 
     def end(self, prefill: bool, seconds: float, waited: float, tokens: int) -> None:
-        """The pass is over."""
-        told, self._told = self._told, False
-        if self.guard is not None and told and self._wanted and not prefill:
+        """Judge the pass that has ended, and switch prefetching on or off."""
+        observed, self._pass_observed = self._pass_observed, False
+        if self.guard is not None and observed and self._enabled and not prefill:
             assert self.foresight is not None
             self.guard.passed(seconds, waited, tokens)
             self.foresight.on = self.guard.on
 
     def resized(self) -> None:
-        """The cache has another size."""
+        """Restart the guard's judgement after a resize."""
         if self.guard is not None:
             self.guard.changed()
 
-    def _ask(self, ask: Callable[[Foresight], list[Predicted]]) -> None:
-        """Tell the scheduler and others what is foreseen."""
+    def _collect(self, call: Callable[[Foresight], list[Predicted]]) -> None:
+        """Call the predictor, and pass its predictions to all observers."""
         assert self.foresight is not None
         try:
-            events = ask(self.foresight)
+            events = call(self.foresight)
         except Exception as error:
             name, self.foresight = self.foresight.predictor.name, None
             log.warning("predictor %s failed, nothing is prefetched from here on: %r", name, error)

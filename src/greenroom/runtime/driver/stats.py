@@ -1,4 +1,4 @@
-"""Statistics of a run, as `model.greenroom.stats()` gives them."""
+"""Statistics of a run, as `model.greenroom.stats()` returns them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 class Stats(Mapping[str, Any]):
     """Counts since the last reset; also a mapping of its fields.
 
-    `capacity` is in slots, those that there are now; where keys and values share their memory,
-    there were `capacity_least` to `capacity_most` since the last reset. `expert_requests` counts
-    one a distinct expert of each step; bytes are those that experts have on disk; `stall_s` is time
-    spent waiting with nothing to compute. `memory_bytes` is what the process takes once every slot
-    is filled, with a short context, and `peak_rss_bytes` the most that it took so far, both counted
-    alike. `budget_bytes` is None where the cache was sized alone.
+    `capacity` is the present number of slots; where the KV cache shares their memory, it has been
+    between `capacity_least` and `capacity_most` since the last reset. `expert_requests` counts each
+    distinct expert of a step once; bytes are those on disk; `stall_s` is time in which steps only
+    waited. `memory_bytes` is the memory of the process once every slot is filled, with a short
+    context; `peak_rss_bytes` is the most so far, counted in the same way. `budget_bytes` is None
+    where only the size of the cache was given (`--cache`).
 
-    `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
-    seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
-    memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
-    is how experts are cut (see `split_stats`), None where they are whole; `lesser` says how
-    misses were approximated (see `approximation_stats`), None where all are exact.
-    `co_compute` says how many misses were moved and how many the host's processor computed (see
-    `host_stats`); None where all of them are moved.
+    prefetch: predictions and prefetches (see `prefetch_stats`)
+    stalls: seconds by cause
+    links: traffic of each link (see `link_stats`)
+    host: the cache in host memory behind a device: its slots, requests and hits
+    split: how experts are split (see `split_stats`); None where they are not
+    lesser: how misses were approximated (see `approximation_stats`); None where all are exact
+    co_compute: misses moved, and misses computed on the host (see `host_stats`); None where all
+        are moved
     """
 
     policy: str
@@ -72,8 +73,12 @@ class Stats(Mapping[str, Any]):
 
 
 def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
-    """How experts are cut: slots of tops of each group, each layer's share of a top, slots for
-    bottoms, and how many bottoms were asked for and there."""
+    """Slots, shares, requests and hits of split experts.
+
+    tops: slots for top segments in each group; seats: slots for bottom segments
+    shares: the top segment's share of an expert, by layer
+    bottoms, bottom_hits: requests of bottom segments, and those that were resident
+    """
     scheduler = driver.scheduler
     if (split := driver.pieces.split) is None:
         return None
@@ -91,17 +96,19 @@ def approximation_stats(
 ) -> dict[str, Any] | None:
     """Counts of approximated misses, and their shares of all evaluations.
 
-    `low` were computed from a copy, which `low_hits` times was there; `left_out`
-    were not computed; `substituted` were computed with another expert's weights. `joined` misses
-    were exact, and fetched only what their copy lacked; `adopted` experts were promoted after
-    their copies.
+    low, low_hits: computed from a copy; those whose copy was resident
+    left_out: not computed
+    substituted: computed with another expert's weights
+    joined: exact misses that fetched only what their copy lacked
+    adopted: experts that were promoted after their copies
+
     Shares are None before the first request.
     """
     if at is None:
         return None
     copies = driver.pieces.copies
     names = ("low", "left_out", "substituted")
-    given = {name: getattr(counts, name) for name in names}
+    approximated = {name: getattr(counts, name) for name in names}
     of = counts.requests
     return {
         "precision": at.precision,
@@ -109,19 +116,22 @@ def approximation_stats(
         "skip_below": at.skip,
         "substitute_below": at.substitute,
         "seats": copies.secondary_slots if copies is not None else 0,
-        **given,
+        **approximated,
         "low_hits": counts.low_hits,
         "joined": counts.joined,
         "adopted": counts.adopted,
-        **{f"{name}_share": n / of if of else None for name, n in given.items()},
-        "inexact_share": sum(given.values()) / of if of else None,
+        **{f"{name}_share": n / of if of else None for name, n in approximated.items()},
+        "inexact_share": sum(approximated.values()) / of if of else None,
     }
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """Misses that were `moved` to a device, and those computed `on_host`, in so many seconds.
+    """Counts of misses `moved` to a device and of misses computed `on_host`.
 
-    `adopted` ones of these were promoted to the device. The share is None before the first miss."""
+    adopted: experts computed on the host that were promoted to the device afterwards
+    host_s: seconds of computing on the host
+    on_host_share: None before the first miss
+    """
     if not any(each.uses_host for each in driver.scheduler.options):
         return None
     return {
@@ -134,11 +144,14 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
-    """What prefetching did. `began` prefetches ended as one of the next six, or are under way.
+    """Counts and accuracy of prefetches.
 
-    accuracy: the share of the experts used that were among the top-k predicted, and by layer;
-    goodpred: the share that was predicted and there in time (ProMoE, 4.1); `on`: whether the guard
-    lets it run now, and `verdict` why. Shares are None where nothing was predicted.
+    began: prefetches; each ended as one of the next six, or is in flight
+    accuracy: share of the used experts that were among the top-k predicted, also by layer
+    goodpred: share that was predicted and resident in time (ProMoE, section 4.1)
+    on, verdict: whether the guard lets prefetching run now, and why
+
+    Shares are None where nothing was predicted.
     """
     accuracy = driver.scheduler.view.accuracy
     guard = driver.predictions.guard
@@ -161,7 +174,7 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
 
 
 def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
-    """Of each link: bytes carried, and the seconds in which it carried any and none."""
+    """Bytes that each link carried, and the seconds in which it was busy and idle."""
     return [
         {
             "link": name,

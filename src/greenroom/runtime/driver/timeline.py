@@ -1,7 +1,7 @@
-"""A timeline: what ran when, in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
+"""Timelines in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
 
-One row for what computes, one for each lane of a link. An event is appended from any thread without
-a lock. The latest `limit` events are kept, 400 bytes or so each.
+One row shows computation, one row each lane of a link. Any thread appends events without a lock.
+The latest `limit` events are kept, about 400 bytes each.
 
 The file is JSON: `{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}`. Spans are
 complete events (`ph` X), names of rows metadata (M), and an instant (i) says what was dropped.
@@ -22,8 +22,8 @@ from greenroom.core.events import HOST, ComputeGroup, StartChunk
 from greenroom.trace.container import atomic_file
 
 LIMIT = 100_000  # events
-COMPUTE = "compute"  # the row of groups, of the rest of a pass, and of stalls
-ON_HOST = "compute on the host"  # groups of its processor beside a device
+COMPUTE = "compute"  # the row of expert groups and stalls
+ON_HOST = "compute on the host"  # the row of groups that the host processor computes
 _PID = 1
 
 
@@ -37,44 +37,44 @@ _Event = tuple[int, str, str, float, float, dict[str, Any]]
 
 
 class Timeline:
-    """Records until `save`; where none is wanted, its owners hold None instead."""
+    """A recording of what runs when; its owners hold None where nothing is recorded."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.origin = time.perf_counter()
         self._events: deque[_Event] = deque(maxlen=limit)
         self._numbers = itertools.count()
 
-    def span(self, row: str, name: str, begin: float, end: float, **args: Any) -> None:
-        """Something in a row took from `begin` to `end`, in seconds of `time.perf_counter`.
+    def add_span(self, row: str, name: str, begin: float, end: float, **args: Any) -> None:
+        """Add a span to a row; `begin` and `end` are seconds of `time.perf_counter`.
 
-        Spans of a row must not overlap but for those that lie whole within another. `args` are
-        shown with it; they are numbers, texts, or lists of them.
+        Spans of a row may nest, but not overlap otherwise. `args` are shown with the span: numbers,
+        texts, or lists of them.
         """
         self._events.append((next(self._numbers), row, name, begin, end, args))
 
-    def group(self, layer: int, order: ComputeGroup, begin: float) -> None:
-        """Experts of a layer were computed from `begin` until now."""
-        name = f"layer {layer}: {order.experts.size} experts"
-        place = ON_HOST if order.device == HOST else COMPUTE
-        self.span(place, name, begin, time.perf_counter(), layer=layer)
+    def add_group(self, layer: int, group: ComputeGroup, begin: float) -> None:
+        """Add an expert group that was computed from `begin` until now."""
+        name = f"layer {layer}: {group.experts.size} experts"
+        place = ON_HOST if group.device == HOST else COMPUTE
+        self.add_span(place, name, begin, time.perf_counter(), layer=layer)
 
-    def chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
-        """A chunk was carried over a link."""
-        self.span(
+    def add_chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
+        """Add a chunk that was carried over a link."""
+        self.add_span(
             lane(link, action.lane), "demand" if action.demand else "prefetch", begin, end,
             expert=action.piece, chunk=action.chunk, slot=action.slot,
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Events that are kept."""
+        """The number of kept events."""
         return len(self._events)
 
     def save(self, path: str | Path) -> None:
-        """Write all that is kept: beside, then renamed. OutputError where it cannot be written."""
+        """Write all kept events, atomically. OutputError if the file cannot be written."""
         events = sorted(self._events.copy())
         dropped = events[0][0] if events else 0
         note = {
-            "microseconds": "since the recorder was made",
+            "microseconds": "since recording started",
             "dropped": dropped,
             "note": f"the first {dropped} events were dropped, the latest {len(events)} are here"
             if dropped
@@ -119,6 +119,6 @@ def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows: NumPy's numbers and arrays as Python's, and no NaN or infinity."""
+    """A value that JSON can hold: NumPy types become Python's, NaN and infinity texts."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,1 +1,1 @@
-"""How a step's experts are computed from their slots, and faster dense layers for one token."""
+"""Kernels: experts computed from their slots, and compiled dense layers for one token."""

@@ -1,8 +1,8 @@
-"""Which activation a module applies, found by trying it on numbers, never by its name.
+"""Detection of a module's activation, by its values on sample inputs, never by its name.
 
-The formulas that the compiled kernel knows are written here as tensor operations. If one of them
-gives the bits of the module's own activation on random and extreme input, the kernel computes it
-in place; otherwise the module's function is called between the two projections.
+The formulas of the compiled kernel are written here as tensor operations. If one has the bits of
+the module's own activation on random and extreme inputs, the kernel computes it in place. Otherwise
+the module's function is called between the two projections.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenroom.runtime.kernels.layer import LayerExperts
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A formula of `gating.activate` and its numbers; RAW means: call the module."""
+    """A formula of `gating.activate` with its constants; RAW: call the module."""
 
     code: int = RAW
     limit: float = inf
@@ -54,7 +54,7 @@ FORMULAS: dict[int, Callable[[Activation, Tensor, Tensor], Tensor]] = {
 
 
 def _candidates(layer: LayerExperts) -> Iterator[Activation]:
-    """Formulas with the numbers that the module carries as plain attributes."""
+    """Yield formulas with the constants that the module has as plain attributes."""
     if not layer.has_gate:
         yield Activation(RELU2)
         return
@@ -70,7 +70,7 @@ def _candidates(layer: LayerExperts) -> Iterator[Activation]:
 
 
 def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(gate, up, both as the module's first projection lays them out), each [48, 64 or 128]."""
+    """Return (gate, up, both in the module's layout), each [48, 64 or 128]."""
     random = torch.Generator().manual_seed(0)
     scale = torch.tensor([0.01, 0.5, 1.0, 4.0, 30.0, 1000.0]).repeat_interleave(8)[:, None]
     gate, up = ((torch.randn(48, 64, generator=random) * scale).to(dtype) for _ in range(2))
@@ -84,12 +84,12 @@ def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 @torch.no_grad()
 def find_activation(layer: LayerExperts) -> Activation:
-    """The formula that gives the module's bits on the samples, or `Activation()`."""
+    """Find the formula that has the module's bits on the samples, or `Activation()`."""
     if layer.recipe.compute is not None:  # the compiled formulas round to the layer's own type
         return Activation()
     gate, up, both = _samples(layer, layer.dtype)
-    wanted = layer.gate(both)
+    expected = layer.activate(both)
     for candidate in _candidates(layer):
-        if torch.equal(FORMULAS[candidate.code](candidate, gate, up), wanted):
+        if torch.equal(FORMULAS[candidate.code](candidate, gate, up), expected):
             return candidate
     return Activation()

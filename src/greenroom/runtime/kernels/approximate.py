@@ -1,8 +1,8 @@
 """Kernels for steps in which some experts are approximated.
 
-Copies in low precision are computed by the kernels of their encoding, from slots of their own. An
-expert that is left out gives nothing; one that has a substitute is computed from the substitute's
-slot. Outputs are kept apart and summed in the order of experts, as ever.
+Copies in low precision are computed by the kernels of their encoding, from separate slots. A
+skipped expert adds nothing; one with a substitute is computed from the substitute's slot. Outputs
+are summed in the order of experts, as always.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenroom.runtime.slots.tier import Slots
 
 
 class ExpertsWithCopies(LayerExperts):
-    """One layer's experts; `low` are their copies, a layer of its own, where there are any."""
+    """One layer's experts; `low` is the layer of their copies in low precision, or None."""
 
     def __init__(
         self,
@@ -36,13 +36,15 @@ class ExpertsWithCopies(LayerExperts):
 
 
 class ApproximateKernel(PooledKernel):
-    """Another kernel, over `ExpertsWithCopies`."""
+    """A kernel around another one, for `ExpertsWithCopies`."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> base.KernelStep:
-        """Start a step: x [T, H], weights [T, K]. A layer whose copies no compiled product reads is
-        left to the eager kernel."""
+        """Start a step: x [T, H], weights [T, K].
+
+        The eager kernel computes a layer whose copies have no compiled product.
+        """
         low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
         if low is not None and low.fallback_reason:
             return eager.EagerStep(layer, x, routing, weights)
@@ -51,8 +53,11 @@ class ApproximateKernel(PooledKernel):
     def compute_group(
         self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0
     ) -> None:
-        """Compute experts of the step from their slots, or from those of their copies, or not."""
-        numbers = self.numbers(slots)
+        """Compute experts from their slots or their copies' slots, or skip them.
+
+        part: exact weights, LOW or SKIP (core/plan.py)
+        """
+        numbers = self.pool_slots(slots)
         if part == SKIP:
             step.skip_experts(experts)
         elif part == LOW:

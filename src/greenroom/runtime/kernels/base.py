@@ -1,4 +1,4 @@
-"""How a step's experts are computed: a kernel begins a step, groups compute it, a sum ends it."""
+"""Interface of the expert kernels: begin a step, compute its experts in groups, sum."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class KernelStep:
-    """A step under way: any groups that cover its experts, then `combine`.
+    """One step of one layer: groups of experts that together cover the step, then `combine`.
 
-    The result has the same bits however the experts are split into groups, in which order they
-    come and in which slots they lie.
+    The bits of the result do not depend on how experts are grouped, on their order or on their
+    slots.
     """
 
     __slots__ = ("layer", "residual", "routing", "weights", "x")
-    supports_segments = False  # can pieces of an expert be computed one after the other?
+    supports_segments = False  # can segments of an expert be computed one after another?
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
         """x [T, H], weights [T, K]."""
         self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
-        self.residual: Tensor | None = None  # [T, H], what the result is added to
+        self.residual: Tensor | None = None  # [T, H], added to the result
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts (local ids) from the slots that hold them."""
@@ -37,50 +37,55 @@ class KernelStep:
         experts: Sequence[int],
         slots: Sequence[int],
         layer: LayerExperts,
-        carry: bool = False,
+        accumulate: bool = False,
     ) -> None:
-        """The same where another step has the sum, or with other weights.
+        """Compute experts from another layer's slots, without the sum over experts.
 
-        layer: as these slots have it: a piece of each expert, its copy in low precision, or all
-        carry: add to what the pieces before left, rather than start from nothing
+        layer: describes these slots: a segment of each expert, its copy in low precision, or the
+               layer on another device
+        accumulate: add to the outputs of earlier segments
         """
         self.compute_group(experts, slots)
 
     def total(self) -> Tensor:
-        """The sum over each token's experts [T, H], in x's type, by ascending id."""
+        """Sum each token's experts by ascending id: [T, H], in x's type."""
         raise NotImplementedError
 
     def combine(self) -> Tensor:
-        """The step's result [T, H], in x's type."""
+        """Return the step's result [T, H], in x's type: the sum over experts, plus the residual."""
         total = self.total()
         return total if self.residual is None else self.residual + total
 
     @property
     def main_step(self) -> KernelStep:
-        """The step on the first device, where the sum is taken."""
+        """Step on the first device, which takes the sum."""
         return self
 
     def merge_outputs(
         self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
     ) -> None:
-        """Put what these experts gave in a step elsewhere beside what is in this one; `send` brings
-        a tensor to this one's device."""
+        """Copy these experts' outputs from a step on another device into this one.
+
+        send: copies a tensor to this step's device
+        """
         raise NotImplementedError
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
-        """What computes the same experts on the host, so that this step can take its outputs;
-        `layer` is the layer there."""
+        """Return a kernel on the host whose steps' outputs this step can merge.
+
+        layer: the same layer in host memory
+        """
         raise NotImplementedError
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Nothing of these experts, which had no group, is in the sum."""
+        """Leave experts that are not computed out of the sum."""
 
 
 class Kernel:
-    """What computes steps."""
+    """An implementation of expert layers, which computes steps."""
 
     name: str
-    # A group of the host's processor, for kernels that compute on a device and on the host at once.
+    # (step, experts, slots) -> job for the host's processor; None: computes in one place only.
     host_job: Callable[..., Callable[[], None]] | None = None
 
     def begin(
@@ -94,22 +99,24 @@ class Kernel:
         step.compute_group(experts, slots)
 
     def combine(self, step: Any) -> Tensor:
-        """The step's result [T, H], in x's type."""
+        """Return the step's result [T, H], in x's type."""
         result: Tensor = step.combine()
         return result
 
     def prepare(self, layer: LayerExperts) -> None:
-        """A layer will be computed, wherever its experts are; when a model is attached."""
+        """Prepare to compute a layer; called once, when a model is attached."""
 
 
 class PooledKernel(Kernel):
-    """Another kernel, over experts in slots of several pools: slot s is number s // `pools` of its
-    pool."""
+    """A kernel around another one, for slots of several pools.
+
+    Slot s is slot s // `pools` of its pool.
+    """
 
     def __init__(self, kernel: Kernel, pools: int = 1) -> None:
         self.kernel, self._pools = kernel, pools
         self.name = kernel.name
 
-    def numbers(self, slots: Sequence[int]) -> list[int]:
-        """The slots' numbers in their pool."""
+    def pool_slots(self, slots: Sequence[int]) -> list[int]:
+        """Return the slots' numbers in their pool."""
         return [slot // self._pools for slot in slots]

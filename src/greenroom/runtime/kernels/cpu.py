@@ -1,18 +1,18 @@
-"""The default kernel on a CPU: one compiled call a group, at the speed of memory.
+"""The default kernel on a CPU: one compiled call per expert group, at the speed of memory.
 
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
-are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values
-that their format says (matrix.py). An element of the result depends only on its token, its experts
-and their weights: not on the group, the slot, the batch, or the number of threads. (Of encoded
-experts it depends on the batch: those with few tokens multiply them one by one, by whole numbers.
-`alone` makes all do so.) The down projection is
-summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
-into pieces that are computed one after the other, without changing a bit.
+are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values of
+their format (matrix.py). An element of the result depends only on its token, its experts and their
+weights: not on the group, the slot, the batch, or the number of threads. (Encoded experts depend on
+the batch: experts with few tokens multiply them one by one, with integers; `batch_invariant` makes
+all do so.) The down projection is summed in blocks of 64 of the intermediate dimension. So an
+expert can be cut at such a boundary into segments that are computed one after another, without
+changing a bit.
 
-The eager kernel computes a layer that has no compiled product (`LayerExperts.fallback_reason`).
-So is a float32 model by default: there the order of summation is the whole distance to eager, and
-transformers' `grouped_mm`, which calls the same matrix product as eager, is nearer to it than any
-other order can be.
+The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and
+float32 models by default: there the order of summation is the only difference from eager, and
+transformers' `grouped_mm`, which calls eager's matrix product, is nearer to it than any other order
+can be.
 """
 
 from __future__ import annotations
@@ -39,15 +39,23 @@ from greenroom.runtime.kernels.matrix import MatrixProduct
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
-_SERIAL = 1 << 16  # elements below which the sum over experts is not worth a second thread
+_SERIAL = 1 << 16  # a sum over experts of so many elements is not worth a second thread
 
 
 class CpuLayerPlan:
-    """What never changes for a layer: compiled bodies and the constant words of their arguments."""
+    """A layer's compiled kernel entries and constant arguments."""
 
     __slots__ = (
-        *("activation", "combine", "combine_bias", "join", "matrices", "narrow_steps", "rounded"),
-        *("scratch", "steps", "tail", "up_bias", "group"),
+        *(
+            "activation",
+            "combine_entry",
+            "combine_bias",
+            "norm_entry",
+            "matrices",
+            "narrow_steps",
+            "rounded",
+        ),
+        *("scratch", "steps", "layer_arguments", "up_bias", "group_entry"),
     )
 
     def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
@@ -56,51 +64,51 @@ class CpuLayerPlan:
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         by_columns = layer.transposed and not encoded
-        self.group: KernelEntry = kernel_entry(
+        self.group_entry: KernelEntry = kernel_entry(
             expert_group.compute_group, layer.dtype, by_columns, encoded
         )
-        self.combine: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
-        self.join: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
+        self.combine_entry: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
+        self.norm_entry: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
         self.matrices = [MatrixProduct(w, layer.dtype, rounded) for w in weights] if encoded else []
-        # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
-        # three more rows are for what an encoded product needs.
+        # Bytes per thread: rows of weights that are widened at a time, or a block of a strip and a
+        # panel's sums. An encoded product needs three more rows.
         rows = (products.GROUP + 3) * max(layer.hidden, layer.inner) + 1024
         strip = products.BLOCK * products.STRIP * products.LANES + 1024
         self.scratch = 4 * (max(rows, strip) + -(-layer.hidden // 16) * 16)  # and one token's x
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
-        # Channels and columns claimed together: a unit's first rows are waited for, and those of
-        # encoded matrices are short. A transposed matrix is read along its long rows where each
-        # expert has one token, and in narrow strips for several tokens at once.
+        # Channels and columns of a unit of work. Its first rows are not prefetched, and rows of
+        # encoded matrices are short, so their units are larger. A transposed matrix is read along
+        # its long rows where each expert has one token, and in narrow strips for several tokens.
         long = min(512, -(-layer.inner // 256) * 128), min(1024, -(-layer.hidden // 256) * 128)
         self.steps = long if by_columns else (64, 128) if encoded else (32, 64)
         self.narrow_steps = (128, 128) if by_columns else (32, 64)
-        self.tail = [
+        self.layer_arguments = [
             *(layer.slots.address(0), layer.slots.stride, layer.up.offset, layer.down.offset),
             *(layer.hidden, layer.inner, layer.width),
             *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
             *(self.activation.code, bits(self.activation.limit), bits(self.activation.alpha)),
             int(layer.recipe.compute is None),
-            *([word for m in self.matrices for word in m.words] or [0] * 4),
+            *([argument for m in self.matrices for argument in m.arguments] or [0] * 4),
         ]
 
 
 def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
-    """The layer's plan, made at its first use; `rounded` as for `MatrixProduct`."""
+    """Return the layer's plan, made at its first use; `rounded` as for `MatrixProduct`."""
     if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
         layer.plan = CpuLayerPlan(layer, rounded)
     return layer.plan
 
 
 class CpuStep(base.KernelStep):
-    """A step under way.
+    """A step of the compiled kernel.
 
-    All float32, one after another in `buffer`: mid [S, 2I], act [S, I], out [T * K, H] and
-    sums [T, H], where S is the number of entries of the routing.
+    `buffer` holds, in float32, one after another: mid [S, 2I], act [S, I], out [T * K, H] and
+    sums [T, H], where S is the number of entries of the routing. `out` and `sums` are offsets.
     """
 
     __slots__ = (
-        *("buffer", "kept", "kernel", "narrow", "out", "plan", "result", "routing_words"),
-        *("sums", "words"),
+        *("buffer", "input", "kernel", "narrow", "out", "plan", "result", "routing_arguments"),
+        *("sums", "addresses"),
     )
     supports_segments = True
 
@@ -109,11 +117,11 @@ class CpuStep(base.KernelStep):
     ) -> None:
         super().__init__(layer, x, routing, weights)
         self.kernel, self.plan = kernel, layer_plan(layer, kernel.rounded)
-        self.result: Tensor | None = None  # where it was computed with the last group
-        # One token stays as it is: torch's conversion takes longer than the kernel's own.
+        self.result: Tensor | None = None  # set if it was computed with the last group
+        # One token is not converted here: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
-        self.kept = wide  # its memory is in use until the last group
+        self.input = wide  # kept alive: kernel entries read it until the last group
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
         self.out = act + entries * layer.inner
@@ -121,24 +129,24 @@ class CpuStep(base.KernelStep):
         self.buffer = torch.empty(self.sums + tokens * layer.hidden)
         experts, start = routing.address, self.buffer.data_ptr()
         at = experts + 8 * (2 * count + 1)
-        self.routing_words = count, experts, experts + 8 * count, at, at + 16 * entries
-        self.words = wide.data_ptr(), start, start + 4 * act, start + 4 * self.out
+        self.routing_arguments = count, experts, experts + 8 * count, at, at + 16 * entries
+        self.addresses = wide.data_ptr(), start, start + 4 * act, start + 4 * self.out
 
-    def matrix(self, start: int, rows: int, columns: int) -> Tensor:
-        """A part of the buffer as a matrix."""
+    def _buffer_matrix(self, start: int, rows: int, columns: int) -> Tensor:
+        """Return a part of the buffer as a matrix."""
         return self.buffer[start : start + rows * columns].view(rows, columns)
 
     @property
     def outputs(self) -> Tensor:
-        """Of every entry [T * K, H], by token and rank."""
+        """Outputs of every entry [T * K, H], by token and rank."""
         tokens, top_k = self.routing.shape
-        return self.matrix(self.out, tokens * top_k, self.layer.hidden)
+        return self._buffer_matrix(self.out, tokens * top_k, self.layer.hidden)
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        plan, every = self.plan, len(experts) == len(self.routing.experts)
+        plan, all_experts = self.plan, len(experts) == len(self.routing.experts)
         compiled = plan.activation.code != gating.RAW and self.layer.norm is None
-        if every and compiled and self.narrow:
-            self._at_once(plan, self.words_of_group(plan, experts, slots))
+        if all_experts and compiled and self.narrow:
+            self._compute_one_token(plan, self.group_arguments(plan, experts, slots))
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
@@ -147,11 +155,14 @@ class CpuStep(base.KernelStep):
         experts: Sequence[int],
         slots: Sequence[int],
         layer: LayerExperts,
-        carry: bool = False,
+        accumulate: bool = False,
     ) -> None:
-        """As `base.KernelStep.part`; a piece has a multiple of 64 of the intermediate dimension."""
+        """Compute experts from another layer's slots, without the sum.
+
+        A segment has a multiple of 64 channels of the intermediate dimension.
+        """
         plan = layer_plan(layer, self.kernel.rounded)
-        self._compute(plan, layer, experts, slots, carry)
+        self._compute(plan, layer, experts, slots, accumulate)
 
     def _compute(
         self,
@@ -159,17 +170,18 @@ class CpuStep(base.KernelStep):
         layer: LayerExperts,
         experts: Sequence[int],
         slots: Sequence[int],
-        carry: bool,
+        accumulate: bool,
     ) -> None:
         if plan.activation.code != gating.RAW:
-            words = self.words_of_group(plan, experts, slots, carry)  # must live until it is over
-            plan.group(words.buffer_info()[0])
+            # A name keeps the array alive during the call.
+            arguments = self.group_arguments(plan, experts, slots, accumulate)
+            plan.group_entry(arguments.buffer_info()[0])
             return
-        up = self.words_of_group(plan, experts, slots, carry, down=False)
-        plan.group(up.buffer_info()[0])
-        self._gate(layer, experts)
-        down = self.words_of_group(plan, experts, slots, carry, up=False)
-        plan.group(down.buffer_info()[0])
+        up = self.group_arguments(plan, experts, slots, accumulate, down=False)
+        plan.group_entry(up.buffer_info()[0])
+        self._activate(layer, experts)
+        down = self.group_arguments(plan, experts, slots, accumulate, up=False)
+        plan.group_entry(down.buffer_info()[0])
 
     def combine(self) -> Tensor:
         return super().combine() if self.result is None else self.result
@@ -177,9 +189,9 @@ class CpuStep(base.KernelStep):
     def total(self) -> Tensor:
         if self.layer.norm is not None:
             self._norm(self.layer.norm)
-        words, result, _weights = self.words_of_sum(self.plan)
+        arguments, result, _weights = self.sum_arguments(self.plan)
         wide = len(self.routing.rows) * self.layer.hidden > _SERIAL
-        self.plan.combine(words.buffer_info()[0], wide)
+        self.plan.combine_entry(arguments.buffer_info()[0], wide)
         return result
 
     def merge_outputs(
@@ -194,35 +206,47 @@ class CpuStep(base.KernelStep):
         return self.kernel
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """An expert's outputs [n, H], its bias added, before routing weights and norm."""
+        """Return an expert's outputs [n, H] with its bias, before routing weights and norm."""
         layer, entries = self.layer, self.routing.entries(expert)
         out = self.outputs[torch.from_numpy(self.routing.rows[entries])]
         h = out.to(layer.recipe.compute or layer.dtype)
         return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Biases are added to whatever lies there, so it weighs nothing."""
+        """Leave experts that are not computed out of the sum.
+
+        Their outputs and routing weights become 0; `combine` still adds biases to the outputs.
+        """
         self.weights = self.weights.clone()
         for expert in experts:
             at = torch.from_numpy(self.routing.rows[self.routing.entries(expert)])
             self.outputs[at] = 0
             self.weights.view(-1)[at] = 0
 
-    def _at_once(self, plan: CpuLayerPlan, group: array[int]) -> None:
-        """One token's only group, the sum over its experts, and what that is added to."""
-        words, result, _weights = self.words_of_sum(plan)
-        stages, residual = [(plan.group, group), (plan.combine, words)], self.residual
+    def _compute_one_token(self, plan: CpuLayerPlan, group: array[int]) -> None:
+        """Compute one token's only group, the sum over its experts and the residual sum."""
+        arguments, result, _weights = self.sum_arguments(plan)
+        stages, residual = (
+            [(plan.group_entry, group), (plan.combine_entry, arguments)],
+            self.residual,
+        )
         if residual is not None:
             hidden = residual.shape[-1]
-            join = array("q", [0] * layers.NORM_ARGUMENTS)
-            join[layers.N_X], join[layers.N_Y] = residual.data_ptr(), result.data_ptr()
-            join[layers.N_SUM], join[layers.N_COLUMNS] = result.data_ptr(), hidden
-            stages.append((plan.join, join))
+            norm_arguments = array("q", [0] * layers.NORM_ARGUMENTS)
+            norm_arguments[layers.N_X], norm_arguments[layers.N_Y] = (
+                residual.data_ptr(),
+                result.data_ptr(),
+            )
+            norm_arguments[layers.N_SUM], norm_arguments[layers.N_COLUMNS] = (
+                result.data_ptr(),
+                hidden,
+            )
+            stages.append((plan.norm_entry, norm_arguments))
         sequence.run(stages)
         self.result = result
 
-    def words_of_sum(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
-        """(the words of `combine`, where it leaves the result [T, H], what must live until then)"""
+    def sum_arguments(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
+        """Return (arguments of `combine`, its result [T, H], weights to keep alive until then)."""
         layer, routing, x = self.layer, self.routing, self.x
         tokens, hidden = routing.shape[0], layer.hidden
         bias = None if layer.norm is not None else plan.combine_bias
@@ -234,54 +258,61 @@ class CpuStep(base.KernelStep):
         if not narrow:
             weights = weights.float().contiguous()
         result = torch.empty(tokens, hidden, dtype=x.dtype)
-        out = self.words[3]
-        words = array(
+        out = self.addresses[3]
+        arguments = array(
             "q",
             [
-                *(0, tokens, hidden, *self.routing_words, out, weights.data_ptr()),
+                *(0, tokens, hidden, *self.routing_arguments, out, weights.data_ptr()),
                 *(out + 4 * (self.sums - self.out), result.data_ptr()),
                 *(0 if bias is None else bias.data_ptr(), int(rounds)),
                 int(x.dtype in (product, dtype)),
                 *(int(dtype == x.dtype), int(narrow)),
             ],
         )
-        return words, result, weights
+        return arguments, result, weights
 
-    def words_of_group(
+    def group_arguments(
         self,
         plan: CpuLayerPlan,
         experts: Sequence[int],
         slots: Sequence[int],
-        carry: bool = False,
+        accumulate: bool = False,
         up: bool = True,
         down: bool = True,
     ) -> array[int]:
-        """The words of a group; they are named in compiled.py."""
+        """Make the arguments of `compute_group` for a group (see expert_group.py)."""
         count, entries = len(experts), len(self.routing.rows)
         scratch, stride = self.kernel.scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(self.routing.experts) else plan.steps
         return array(
             "q",
             [
-                *(0, 0, up, down, count, *self.routing_words, carry, *self.words),
-                *(scratch, stride, *plan.tail, *steps, self.narrow, self.kernel.sequential_rows),
+                *(0, 0, up, down, count, *self.routing_arguments, accumulate, *self.addresses),
+                *(
+                    scratch,
+                    stride,
+                    *plan.layer_arguments,
+                    *steps,
+                    self.narrow,
+                    self.kernel.sequential_rows,
+                ),
                 *(*slots, *experts, *[0] * count),
             ],
         )
 
-    def _gate(self, layer: LayerExperts, experts: Sequence[int]) -> None:
-        """The module's own activation, expert by expert, as eager calls it."""
+    def _activate(self, layer: LayerExperts, experts: Sequence[int]) -> None:
+        """Apply the module's own activation, expert by expert, as eager does."""
         dtype = layer.recipe.compute or layer.dtype
         start = len(self.routing.rows) * self.layer.width
         for expert in experts:
             rows = self.routing.entries(expert)
             at, count = rows.start, rows.stop - rows.start
-            h = self.matrix(at * layer.width, count, layer.width)
-            act = self.matrix(start + at * layer.inner, count, layer.inner)
-            act.copy_(layer.gate(h.to(dtype)))
+            h = self._buffer_matrix(at * layer.width, count, layer.width)
+            act = self._buffer_matrix(start + at * layer.inner, count, layer.inner)
+            act.copy_(layer.activate(h.to(dtype)))
 
     def _norm(self, norm: Callable[[Tensor], Tensor]) -> None:
-        """Round, add the biases and apply the norm that follows each expert, in place."""
+        """Round the outputs, add biases and apply the post-expert norm, in place."""
         layer, routing = self.layer, self.routing
         rows = torch.from_numpy(routing.rows)
         out = self.outputs
@@ -294,23 +325,27 @@ class CpuStep(base.KernelStep):
 
 
 class CpuKernel(Kernel):
-    """`kernels="numba"`, and "rounded"."""
+    """The compiled kernel on the CPU: `kernels="numba"` and `kernels="rounded"`."""
 
     def __init__(self, float32: bool = False, rounded: bool = False) -> None:
-        """`float32`: are float32 models computed here too? `rounded`: are encoded weights rounded
-        to the model's type before they are used? So does transformers, which expands a checkpoint
-        to that type; a layer has the bits of the default kernels on the checkpoint that it would
-        save."""
+        """Make a kernel.
+
+        float32: compute float32 models too, not with the eager kernel
+        rounded: round encoded weights to the model's type before use, as transformers does when it
+                 expands a checkpoint; a layer has the bits of the expanded checkpoint
+        """
         self.name = "rounded" if rounded else "numba"
-        self.sequential_rows = (
-            products.FEW
-        )  # tokens of an encoded expert up to which each is by itself
+        # Up to so many tokens, an encoded expert's tokens are multiplied one by one.
+        self.sequential_rows = products.FEW
         self.rounded, self._float32 = rounded, float32
         self._local = threading.local()
 
     @contextmanager
-    def sequential(self) -> Iterator[None]:
-        """For the while every token has the bits that it has alone, of encoded experts too."""
+    def batch_invariant(self) -> Iterator[None]:
+        """Context in which a token has the same bits in any batch.
+
+        Without it that does not hold for encoded experts.
+        """
         before, self.sequential_rows = self.sequential_rows, _ALL
         try:
             yield
@@ -318,7 +353,7 @@ class CpuKernel(Kernel):
             self.sequential_rows = before
 
     def supports(self, layer: LayerExperts) -> bool:
-        """Is a layer computed here, or left to the eager kernel?"""
+        """Does this kernel compute a layer, rather than the eager one?"""
         return not layer.fallback_reason and (self._float32 or layer.dtype is not torch.float32)
 
     def begin(
@@ -329,7 +364,10 @@ class CpuKernel(Kernel):
         return CpuStep(self, layer, x, routing, weights)
 
     def scratch(self, stride: int) -> tuple[int, int]:
-        """(address, bytes a thread) of memory that this thread's groups may use; it is kept."""
+        """Return (address, bytes per thread) of scratch memory for this thread's groups.
+
+        The memory is reused by later calls.
+        """
         size = stride * torch.get_num_threads()
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.numel() < size:

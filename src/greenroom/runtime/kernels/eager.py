@@ -1,8 +1,8 @@
 """The reference kernel: the operations of transformers' eager experts forward, one by one.
 
-Bit for bit what `experts_implementation="eager"` computes, in any order of groups: each expert's
-weighted outputs are kept, and summed by ascending id at the end. An encoded matrix is expanded as a
-whole before it is used, so its reference is eager on the expanded checkpoint.
+It has the bits of `experts_implementation="eager"` for any grouping of experts: each expert's
+weighted outputs are stored, and summed by ascending id at the end. An encoded matrix is expanded
+completely before it is used, so its reference is eager on the expanded checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EagerStep(base.KernelStep):
-    """A step under way: per expert the tokens and their weighted outputs."""
+    """A step of the eager kernel: per expert its tokens and their weighted outputs."""
 
     __slots__ = ("outputs",)
 
@@ -41,19 +41,19 @@ class EagerStep(base.KernelStep):
         experts: Sequence[int],
         slots: Sequence[int],
         layer: LayerExperts,
-        carry: bool = False,
+        accumulate: bool = False,
     ) -> None:
         device = self.x.device
         for expert, slot in zip(experts, slots, strict=True):
             rows = self.routing.entries(expert)
             tokens = torch.from_numpy(self.routing.tokens[rows]).to(device)
             ranks = torch.from_numpy(self.routing.ranks[rows]).to(device)
-            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            up, down = (expert_matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
             weights = self.weights[tokens, ranks, None]
-            if layer.own is not None:
-                out = layer.own(self.x, tokens, weights, up, down, expert)
+            if layer.weighted_output is not None:
+                out = layer.weighted_output(self.x, tokens, weights, up, down, expert)
             else:
-                out = forward(layer, expert, self.x[tokens], up, down) * cast(layer, weights)
+                out = expert_forward(layer, expert, self.x[tokens], up, down) * cast(layer, weights)
             self.outputs[expert] = tokens, out
 
     def total(self) -> Tensor:
@@ -77,7 +77,7 @@ class EagerStep(base.KernelStep):
 
 
 class EagerKernel(Kernel):
-    """`kernels="eager"`."""
+    """The reference kernel: `kernels="eager"`."""
 
     name = "eager"
 
@@ -86,28 +86,33 @@ class EagerKernel(Kernel):
 
 
 class UnweightedStep(EagerStep):
-    """Each expert's outputs [n, H] by themselves, for a device's step that sums: before routing
-    weights and norm, by torch's own products."""
+    """A step that leaves the sum to another device: outputs [n, H] of each expert.
+
+    They are computed by torch's products, before routing weights and norm.
+    """
 
     def compute_from(
         self,
         experts: Sequence[int],
         slots: Sequence[int],
         layer: LayerExperts,
-        carry: bool = False,
+        accumulate: bool = False,
     ) -> None:
         for expert, slot in zip(experts, slots, strict=True):
             tokens = torch.from_numpy(self.routing.tokens[self.routing.entries(expert)])
-            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
-            self.outputs[expert] = tokens, unnormed(layer, expert, self.x[tokens], up, down)
+            up, down = (expert_matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            self.outputs[expert] = (
+                tokens,
+                forward_without_norm(layer, expert, self.x[tokens], up, down),
+            )
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """An expert's outputs."""
+        """Return an expert's outputs [n, H]."""
         return self.outputs[expert][1]
 
 
 class UnweightedEagerKernel(Kernel):
-    """For layers that no compiled kernel knows, beside a device that sums."""
+    """The host's kernel, next to a GPU, for layers without a compiled kernel."""
 
     name = "plain"
 
@@ -115,10 +120,10 @@ class UnweightedEagerKernel(Kernel):
         return UnweightedStep(layer, x, routing, weights)
 
 
-def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
-    """A matrix of the expert in a slot, as the module has it: expanded, and transposed by its flag.
+def expert_matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
+    """Return a matrix of the expert in a slot in the module's own layout, expanded.
 
-    The transposed one is copied: a view would make the matrix product round another way.
+    A transposed matrix is copied: the matrix product of a view would round differently.
     """
     parts = [layer.slots.tensor(slot, spec) for spec in weight.parts]
     if weight.encoding == PLAIN:
@@ -128,25 +133,27 @@ def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
 
 
 def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:
-    """A tensor in the type that the layer computes in."""
+    """Convert a tensor to the type that the layer computes in."""
     compute = layer.recipe.compute
     return tensor if compute is None else tensor.to(compute)
 
 
-def forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One expert's output for its rows x [n, H], before the routing weights."""
-    h = unnormed(layer, expert, x, up, down)
+def expert_forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Compute one expert's output for its rows x [n, H], before the routing weights."""
+    h = forward_without_norm(layer, expert, x, up, down)
     return h if layer.norm is None else layer.norm(h)
 
 
-def unnormed(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The same before a norm that follows each expert."""
-    h = cast(layer, layer.gate(project(layer, x, up, layer.up_bias, expert)))
+def forward_without_norm(
+    layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """Compute one expert's output before routing weights and post-expert norm."""
+    h = cast(layer, layer.activate(project(layer, x, up, layer.up_bias, expert)))
     return project(layer, h, down, layer.down_bias, expert)
 
 
 def project(layer: LayerExperts, x: Tensor, w: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    """x @ w (+ bias), rounded after the product and after the sum."""
+    """Compute x @ w (+ bias), rounded after the product and after the sum."""
     x, w = cast(layer, x), cast(layer, w)
     h = x @ w if layer.transposed else linear(x, w)
     return h if bias is None else h + cast(layer, bias[expert])

@@ -1,4 +1,4 @@
-"""What the expert kernels know of one layer: its module, its layout in a slot, its arithmetic."""
+"""One layer's experts for the kernels: module, layout in a slot, arithmetic."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.layout import PLAIN, SlotLayout, WeightSpec
-from greenroom.runtime.kernels.recipes import Recipe, recipe_of
+from greenroom.runtime.kernels.recipes import Recipe, find_recipe
 from greenroom.runtime.slots.tier import Slots
 
 
 class LayerExperts:
     """One layer's experts, whose weights lie in slots. Built once, when a model is attached.
 
-    module: a transformers experts module, or anything with its flags and resident parameters
-    layout: how the expert's matrices lie in a slot
-    slots:  where the slots are
-    first:  where the layout is that of a piece: the first of its intermediate channels
+    module: a transformers experts module, or an object with its flags and resident parameters
+    layout: layout of an expert's matrices in a slot
+    slots:  the slots' memory
+    first_channel: for the layout of a segment, its first intermediate channel
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class LayerExperts:
         layout: SlotLayout,
         slots: Slots,
         recipe: Recipe | None = None,
-        first: int = 0,
+        first_channel: int = 0,
     ) -> None:
         self.module, self.layout, self.slots = module, layout, slots
         self.num_experts = int(module.num_experts)  # type: ignore[arg-type]
@@ -43,17 +43,18 @@ class LayerExperts:
         self.width = self._sizes(self.up_weight)[0]
         norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.norm: Callable[[Tensor], Tensor] | None = norm  # type: ignore[assignment]
-        self.recipe = recipe or recipe_of(module, self.dtype, LayerExperts)
-        self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
+        self.recipe = recipe or find_recipe(module, self.dtype, LayerExperts)
+        self.up_bias = self._bias(first_channel) if module.has_bias else None  # [E, 2I or I]
         self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
         # Some classes compute an expert's output themselves: see `weighted_output` in hf/adapters.
-        own = getattr(module, "own_arithmetic", False)
-        self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
-        self.plan: object = None  # what a kernel keeps for this layer
+        custom = getattr(module, "own_arithmetic", False)
+        output = module.weighted_output if custom else None
+        self.weighted_output: Callable[..., Tensor] | None = output  # type: ignore[assignment]
+        self.plan: object = None  # a kernel's data for this layer
 
     @cached_property
     def fallback_reason(self) -> str:
-        """Why the compiled kernels leave this layer to the eager one; "" where they do not."""
+        """Reason why the eager kernel computes this layer, or ""."""
         from greenroom.runtime.kernels.matrix import fallback_reason
 
         if getattr(self.module, "eager_only", False):
@@ -61,7 +62,7 @@ class LayerExperts:
         return fallback_reason(self)
 
     def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
-        """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""
+        """Return (outputs, inputs) of a matrix; rows of an encoded one are always outputs."""
         rows, columns = weight.shape
         plain = weight.encoding == PLAIN
         return (columns, rows) if plain and self.transposed else (rows, columns)
@@ -69,16 +70,16 @@ class LayerExperts:
     def _tensor(self, name: str) -> Tensor:
         return getattr(self.module, name).detach()
 
-    def _bias(self, first: int) -> Tensor:
-        """Biases of the first projection, those of the layout's channels where it is a piece."""
+    def _bias(self, first_channel: int) -> Tensor:
+        """Return the biases of the up projection; for a segment, those of its channels."""
         bias = self._tensor(f"{self.up.name}_bias")
         if bias.shape[1] == self.width:
             return bias
         runs = 2 if self.has_gate and not self.interleaved else 1
         wide = self.width // runs
-        start = first * wide // self.inner
+        start = first_channel * wide // self.inner
         return bias.unflatten(1, (runs, -1))[:, :, start : start + wide].flatten(1).contiguous()
 
-    def gate(self, h: Tensor) -> Tensor:
-        """The module's own activation: [n, 2I] -> [n, I], or [n, I] -> [n, I] without a gate."""
+    def activate(self, h: Tensor) -> Tensor:
+        """Apply the module's own activation: [n, 2I], or without a gate [n, I], -> [n, I]."""
         return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)  # type: ignore[operator]

@@ -1,14 +1,14 @@
-"""How a compiled group is told of an encoded matrix, and which matrices it can be told of.
+"""Compiled products of encoded matrices, and which matrices have one.
 
-By default weights are what their format says, in float32: codes times scales. One token is
-multiplied by whole numbers where the processor has them (codes.py): then only inputs below a 64th
-of the largest of their 32 neighbours are rounded, to 2^-15 of that one, by less than a rounding of
-the sum to 16 bits, where grouped_mm rounds once more.
+By default a weight is its format's value in float32: code times scale. A few tokens are multiplied
+with integers where the processor can (codes.py). Then only inputs below a 64th of the largest of
+their 32 neighbours are rounded, to 2^-15 of that one: by less than one rounding of the sum to 16
+bits, of which grouped_mm does one more.
 
 `kernels="rounded"` rounds weights to the model's type first, as transformers does when it expands a
 checkpoint, and has the bits of the expanded matrix's product. int8's and q8_0's weights have up to
 19 significant bits, int4's and q4_0's up to 14, bfloat16 has 8. Where rounding changes no weight
-(`exact`: MXFP4 in bfloat16, two bits times a power of two) there is nothing to do first.
+(`is_exact`: MXFP4 in bfloat16, two bits times a power of two) both are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greenroom.runtime.kernels.codegen.formats import codes, encoded, packing
 from greenroom.runtime.kernels.codegen.formats.expand import GROUP, NAMES
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 
-_GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
+_GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where the format fixes that
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
 # of a float32 are 0 in such a scale.
 _SHORT = dict.fromkeys(("int4", "int4.wide"), (1 << 19) - 1)
@@ -35,33 +35,33 @@ if TYPE_CHECKING:
 
 
 class MatrixProduct:
-    """The compiled product of an encoding and the words that it finds a matrix by.
+    """A matrix's compiled product, and the kernel arguments that describe the matrix.
 
-    words: what the group's arguments hold: the product's address and that of the layout's words
-    packs: does the product take x as integers?
+    arguments: addresses of the product and of the matrix's layout
+    packs_input: does the product take x as integers?
     """
 
-    __slots__ = ("_layout", "_product", "packs", "words")
+    __slots__ = ("_layout", "_product", "arguments", "packs_input")
 
     def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
-        """`rounded`: weights are rounded to `dtype`, the model's, as transformers expands them."""
+        """`rounded`: round weights to `dtype`, the model's type, as transformers does."""
         rows, columns = weight.shape
-        values, share, together, scale_row = weight.parts[0], 1, 1, 0
+        values, share, rows_per_scale, scale_row = weight.parts[0], 1, 1, 0
         if len(weight.parts) > 1:
             down, across = weight.parts[1].shape
             share = max(1, columns // across // GROUP)
-            together = rows // down
+            rows_per_scale = rows // down
             scale_row = weight.parts[1].nbytes // down
         self._product, packed = _product(weight, dtype, rounded)
         self._layout = array(
             "q",
             [
                 *(values.offset, values.nbytes // rows, weight.parts[-1].offset, scale_row),
-                *(share, together, packed),
+                *(share, rows_per_scale, packed),
             ],
         )
-        self.packs = packed > 0
-        self.words = self._product.address, self._layout.buffer_info()[0]
+        self.packs_input = packed > 0
+        self.arguments = self._product.address, self._layout.buffer_info()[0]
 
 
 def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
@@ -70,7 +70,7 @@ def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
 
 
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
-    """(a matrix's product, bytes of a row of x that is packed for it)."""
+    """Return (a matrix's product, bytes of a row of x that is packed for it)."""
     name = _name(weight)
     number = NAMES.index(name)
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
@@ -83,16 +83,16 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
 
 
 def _name(weight: WeightSpec) -> str:
-    """The name of a matrix's expander, where there is one."""
+    """Return the name of a matrix's expander, if there is one."""
     if weight.encoding == "ct_int4":
         return f"ct_int4.{weight.parts[1].dtype}"
     if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
-        return "int4.wide"  # those that int8 contains
+        return "int4.wide"  # groups of more than 32
     return weight.encoding
 
 
 def fallback_reason(layer: LayerExperts) -> str:
-    """Why a layer's matrices are expanded one by one for eager's operations, or ""."""
+    """Return why the eager kernel computes a layer, or ""."""
     weights = layer.up_weight, layer.down_weight
     encodings = {weight.encoding for weight in weights}
     if encodings == {PLAIN}:
@@ -103,7 +103,7 @@ def fallback_reason(layer: LayerExperts) -> str:
 
 
 def unsupported_reason(weight: WeightSpec) -> str:
-    """Why no product reads a matrix [outputs, inputs], or ""."""
+    """Return why no compiled product reads a matrix [outputs, inputs], or ""."""
     name, (rows, columns) = _name(weight), weight.shape
     if name not in NAMES:
         return weight.encoding

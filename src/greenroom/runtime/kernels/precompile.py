@@ -1,7 +1,7 @@
 """Compile the kernels in a second process while this one imports torch and transformers.
 
-The first answer on a machine waits for both: 6 seconds each on two cores. A model of another
-type or layout than was guessed compiles what it lacks itself.
+The first answer on a machine waits for both: 6 seconds each on two cores. A model whose weight type
+or layout was not guessed compiles the missing kernels itself.
 
     python -m greenroom.runtime.kernels.precompile bfloat16
 """
@@ -22,12 +22,12 @@ import greenroom.core
 from greenroom.core.compiling.compile_folder import folder
 from greenroom.interrupts import end_with_parent
 
-PATIENCE = 120  # seconds
+TIMEOUT_S = 120
 _child: subprocess.Popen[bytes] | None = None
 
 
 def compile_all(dtype: str) -> None:
-    """All kernels for one weight type and plain matrices."""
+    """Compile all kernels for one weight type and plain matrices."""
     from greenroom.runtime.kernels.codegen.entries import choice, expert_group, heads, layers
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
@@ -39,14 +39,17 @@ def compile_all(dtype: str) -> None:
         machine_code(small, dtype)
     for any_type in (layers.run_stages, choice.find_slots):
         machine_code(any_type, "float32")
-    with suppress(OSError):  # where nothing can be written, nothing is kept
+    with suppress(OSError):  # a read-only folder keeps no marker
         folder().mkdir(0o700, parents=True, exist_ok=True)
         _marker(dtype).touch()
 
 
 @cache
 def _sources() -> str:
-    """A digest of all that kernels may be made of. The cache knows better, but imports Numba."""
+    """Return a digest of all sources of kernels.
+
+    The compile cache is more precise, but imports Numba.
+    """
     package = Path(greenroom.core.__file__).parents[1]
     paths = [*package.glob("core/**/*.py"), *package.glob("runtime/kernels/**/*.py")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths)))
@@ -54,13 +57,16 @@ def _sources() -> str:
 
 
 def _marker(dtype: str) -> Path:
-    """A file that says that all is compiled."""
+    """Return the path of the file that marks complete compilation."""
     python = "".join(map(str, sys.version_info[:2]))
     return folder() / f"ahead-{dtype}-{_sources()}-numba{version('numba')}-py{python}.done"
 
 
 def start_compiling(dtype: str) -> None:
-    """Begin, where there is a second core, a folder that keeps the result, and a need."""
+    """Start the second process, if it is needed.
+
+    It needs a second core and a writable cache folder.
+    """
     global _child
     if _child or (os.cpu_count() or 1) < 2 or _marker(dtype).exists():
         return
@@ -78,11 +84,11 @@ def start_compiling(dtype: str) -> None:
 
 
 def wait_for_compiling() -> None:
-    """Until the second process, if there is one, has ended."""
+    """Wait until the second process, if there is one, has ended."""
     global _child
     if _child is not None:
         try:
-            _child.wait(PATIENCE)
+            _child.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             _child.kill()
         atexit.unregister(_child.kill)

@@ -1,8 +1,8 @@
-"""Which arithmetic an experts class uses, found by trying: its own eager forward is the judge.
+"""Detection of the arithmetic of an experts class, by comparison with its eager forward.
 
-A few classes sum over experts in float32, or compute in float32 throughout. No flag says so, and
-a table of names would miss the next one, so the class's forward runs once on a toy of two
-experts, and the first recipe that gives the same bits is taken.
+A few classes sum over experts in float32, or compute in float32 throughout. No flag says so, and a
+table of names would miss the next one. So the class's forward runs once on a toy model of a few
+experts, and the first recipe with the same bits is used.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Make = Callable[..., "LayerExperts"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Where an experts class departs from the common arithmetic, which is all in one type.
+    """Data types of an experts class's arithmetic.
 
-    compute:    the type of the matrix products and of all between them; None: the model's
-    accumulate: the type of the sum over a token's experts; None: the model's; "weights": that
-                of the routing weights
+    compute:    type of the matrix products and of all between them; None: the model's
+    accumulate: type of the sum over a token's experts; None: the model's; "weights": the routing
+                weights'
     """
 
     compute: torch.dtype | None = None
     accumulate: torch.dtype | str | None = None
 
     def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
-        """The type of the sum for these inputs."""
+        """Return the type of the sum over experts for these inputs."""
         if self.accumulate == "weights":
             return weights.dtype
         return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
@@ -57,7 +57,7 @@ RECIPES = (
 
 
 class _Toy:
-    """An experts module with small weights of its own and everything else of the real one."""
+    """A toy experts module: small weights, everything else from the real module."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
         self.__dict__.update(tensors, num_experts=_EXPERTS, _module=module)
@@ -67,7 +67,7 @@ class _Toy:
 
 
 def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Tensor]:
-    """Random parameters [E, ...] as the module's flags say."""
+    """Draw random parameters [E, ...] that fit the module's flags."""
     random = torch.Generator().manual_seed(0)
     pairs = 2 if module.has_gate else 1
     up = (pairs * _INNER, hidden)
@@ -83,16 +83,19 @@ def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Te
     }
 
 
-_KNOWN: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
+_CACHE: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
-def recipe_of(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
-    """The recipe that reproduces the class's own eager forward; the common one if it has none, or
-    says by itself what an expert gives. `make` is LayerExperts."""
+def find_recipe(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
+    """Find the recipe that reproduces the module class's own eager forward.
+
+    A class without one, or that computes an expert's output itself, has the default recipe. `make`
+    is LayerExperts. Raises UnsupportedModel if no recipe has the same bits.
+    """
     key = type(module), dtype
-    if key not in _KNOWN:
-        _KNOWN[key] = _find(module, dtype, make)
-    return _KNOWN[key]
+    if key not in _CACHE:
+        _CACHE[key] = _find(module, dtype, make)
+    return _CACHE[key]
 
 
 def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
@@ -100,7 +103,7 @@ def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
     if eager is None or getattr(module, "own_arithmetic", False):
         return Recipe()
     hidden, device = _INNER, torch.device("cpu")
-    if module.has_post_expert_norm:  # of the module itself, so the toy goes where that is
+    if module.has_post_expert_norm:  # the real module's norm, so the toy is on its device
         norm = next(module.post_expert_norm.parameters())  # type: ignore[union-attr]
         hidden, device = norm.shape[-1], norm.device
     tensors = {name: t.to(device) for name, t in _tensors(module, dtype, hidden).items()}
@@ -120,12 +123,12 @@ def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
     weights = scores.gather(1, index)
     cases = [weights, weights.to(dtype)]
     with torch.no_grad():
-        wanted = [eager(toy, x, index, w) for w in cases]
+        expected = [eager(toy, x, index, w) for w in cases]
         for recipe in RECIPES:
             layer = make(toy, layout, slots, recipe)
             if all(
                 torch.equal(_run(layer, x, index, w), want)
-                for w, want in zip(cases, wanted, strict=True)
+                for w, want in zip(cases, expected, strict=True)
             ):
                 return recipe
     raise UnsupportedModel(

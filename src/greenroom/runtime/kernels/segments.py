@@ -1,9 +1,8 @@
-"""Kernels over experts that lie in segments, which may be in two slots: a top and a bottom.
+"""Kernels over experts in segments, which may be in two slots: top and bottom segments.
 
-The fused kernels compute a segment after the other and add to what the one before has left: the
-down projection is summed in blocks of 64 channels in any case, so the bits are those of a whole
-expert. The eager kernel, and layers that are left to it, get the matrices joined again when the
-last part is there.
+Compiled kernels compute one segment after another and accumulate. They sum the down projection in
+blocks of 64 channels in any case, so the bits are those of an unsplit expert. The eager kernel gets
+the matrices joined again once the last part is there.
 """
 
 from __future__ import annotations
@@ -23,47 +22,51 @@ from greenroom.runtime.slots.cutting import Cutting
 from greenroom.runtime.slots.tier import Slots
 
 
-class Joined:
-    """Slots as the eager kernel wants them: whole matrices, of experts whose parts were noted."""
+class JoinedSlots:
+    """Slots for the eager kernel: matrices joined from the parts of an expert."""
 
     stride = 0
 
     def __init__(self, cutting: Cutting, parts: Sequence[tuple[Slots, list[Any]]]) -> None:
-        """`parts`: the slots that a part lies in, and its segments, with offsets within them."""
+        """`parts`: for each part its slots and its (offset in the slot, layout) segments."""
         self._cutting, self._parts = cutting, parts
-        self.where: dict[int, list[int]] = {}  # expert -> slot of each part
+        self.part_slots: dict[int, list[int]] = {}  # expert -> slot of each part
 
     def address(self, slot: int) -> int:
-        """Of no use: these are joined when they are asked for."""
+        """Return 0: matrices have no address before they are joined."""
         return 0
 
-    def note(self, expert: int, slot: int) -> None:
-        """The next part of an expert is in this slot."""
-        self.where.setdefault(expert, []).append(slot)
+    def add_part(self, expert: int, slot: int) -> None:
+        """Record the slot of an expert's next part."""
+        self.part_slots.setdefault(expert, []).append(slot)
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A tensor of the expert (`slot` is its id), joined from its segments."""
-        found = []
-        for (slots, segments), at in zip(self._parts, self.where[slot], strict=True):
+        """Join a tensor of an expert (`slot` is its id) from its segments."""
+        pieces = []
+        for (slots, segments), at in zip(self._parts, self.part_slots[slot], strict=True):
             for offset, layout in segments:
-                own = layout[spec.name]
-                found.append(slots.tensor(at, replace(own, offset=offset + own.offset)))
-        return self._cutting.joined(spec, found)
+                part = layout[spec.name]
+                pieces.append(slots.tensor(at, replace(part, offset=offset + part.offset)))
+        return self._cutting.joined(spec, pieces)
 
 
 class SegmentedExperts(LayerExperts):
-    """One layer's experts in segments. `parts[p]` are those of part p, as a fused kernel takes
-    them: each a layer of its own, in the slots of that part."""
+    """One layer's experts in segments.
+
+    `parts[p]` are the segments of part p, each a `LayerExperts` in the slots of that part.
+    """
 
     def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):
-        """`slots` has those of each part: all segments lie in the first, or the first `cut` there
-        and the others in the second."""
+        """Make a layer whose first `cut` segments lie in `slots[0]`, the others in `slots[1]`.
+
+        With one pool of slots all segments lie there.
+        """
         ends = [0, cut, len(layout.segments)] if len(slots) > 1 else [0, len(layout.segments)]
         groups = [layout.segments[a:b] for a, b in pairwise(ends)]
         placed = [[(s.offset - group[0].offset, s.layout) for s in group] for group in groups]
-        whole = replace(layout, segments=())
-        joined = Joined(Cutting.of(module, whole), list(zip(slots, placed, strict=True)))
-        super().__init__(module, whole, joined)
+        unsplit = replace(layout, segments=())
+        joined = JoinedSlots(Cutting.of(module, unsplit), list(zip(slots, placed, strict=True)))
+        super().__init__(module, unsplit, joined)
         self.joined = joined
         self.parts = [
             [self._layer(module, s.layout, of, s.offset - group[0].offset, s.first) for s in group]
@@ -79,27 +82,29 @@ class SegmentedExperts(LayerExperts):
 
 
 class SegmentedKernel(PooledKernel):
-    """Another kernel, over `SegmentedExperts`."""
+    """A kernel around another one, for `SegmentedExperts`."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        layer.joined.where.clear()  # type: ignore[attr-defined]
+        layer.joined.part_slots.clear()  # type: ignore[attr-defined]
         return self.kernel.begin(layer, x, routing, weights)
 
     def compute_group(
         self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int | None = None
     ) -> None:
-        """Compute a part of these experts from its slots; all parts, from slots of the same
-        numbers, where none is named."""
+        """Compute a part of these experts from its slots.
+
+        part: None: all parts, from slots with the same numbers
+        """
         layer: SegmentedExperts = step.layer
-        numbers = self.numbers(slots)
+        numbers = self.pool_slots(slots)
         for number in range(len(layer.parts)) if part is None else (part,):
             if step.supports_segments:
                 for i, segment in enumerate(layer.parts[number]):
                     step.compute_from(experts, numbers, segment, number + i > 0)
                 continue
             for expert, slot in zip(experts, numbers, strict=True):
-                layer.joined.note(expert, slot)
+                layer.joined.add_part(expert, slot)
             if number == len(layer.parts) - 1:
                 step.compute_group(experts, experts)

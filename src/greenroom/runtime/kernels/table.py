@@ -1,4 +1,4 @@
-"""The expert kernels by name."""
+"""Expert kernels by name."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "numba": CpuKernel,
     "rounded": partial(CpuKernel, rounded=True),
 }
-GPU_KERNEL = "triton"  # what computes there; made by a library that only they need
+GPU_KERNEL = "triton"  # imported when it is used: only GPUs need its library
 
 
 def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
-    """A kernel's name, and what the compiled one leaves to eager of these layers."""
-    left = (
+    """Describe a kernel: its name, and which layers the eager kernel computes instead."""
+    reasons = (
         {layer.fallback_reason for layer in layers} - {""}
         if isinstance(chosen, CpuKernel)
         else set()
     )
-    return f"{chosen.name}; eager for {', '.join(sorted(left))}" if left else chosen.name
+    return f"{chosen.name}; eager for {', '.join(sorted(reasons))}" if reasons else chosen.name
 
 
 def make_kernel(name: str) -> Kernel:
-    """The expert kernel of a name; `UnknownName` lists those that exist."""
+    """Make the expert kernel of a name; `UnknownName` lists the names that exist."""
     if name == GPU_KERNEL:
         if find_spec("triton") is None:
             raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")

@@ -126,7 +126,7 @@ class MatrixRecord:
         spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
         self._matrix = MatrixProduct(spec, weight.dtype, rounded)
         base = weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
-        self._words = array("q", [*self._matrix.words, base])
+        self._words = array("q", [*self._matrix.arguments, base])
         self.address = self._words.buffer_info()[0]
 
 

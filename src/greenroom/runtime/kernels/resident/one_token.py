@@ -40,10 +40,10 @@ class OneTokenExperts:
         routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
         x = torch.zeros(1, hidden, dtype=layer.dtype)
         step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
-        group = step.words_of_group(plan, range(top_k), [0] * top_k)
-        combine = step.words_of_sum(plan)[0]
-        start = step.words[1]
-        self._mid, self._act, self._out = (step.words[n] - start for n in (1, 2, 3))
+        group = step.group_arguments(plan, range(top_k), [0] * top_k)
+        combine = step.sum_arguments(plan)[0]
+        start = step.addresses[1]
+        self._mid, self._act, self._out = (step.addresses[n] - start for n in (1, 2, 3))
         self._sums, self._floats = 4 * step.sums, step.buffer.numel()
         slots = expert_group.GROUP_ARGUMENTS
         self._starts = len(group)
@@ -55,11 +55,18 @@ class OneTokenExperts:
         self._place = self._turns + layers.FIRST_STAGE + 6
         join = [0] * layers.NORM_ARGUMENTS
         join[layers.N_COLUMNS] = hidden
-        bodies = plan.group.address, 0, plan.combine.address, 0, plan.join.address, 0
+        entries = (
+            plan.group_entry.address,
+            0,
+            plan.combine_entry.address,
+            0,
+            plan.norm_entry.address,
+            0,
+        )
         place = [0] * choice.FIND_SLOTS_ARGUMENTS
         place[choice.TOP_K], place[choice.NUMBER] = top_k, layer.num_experts
         self._template = array("q", [
-            *group, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *bodies,
+            *group, *range(top_k + 1), *[0] * (2 * top_k), *combine, *join, 3, BARRIER, *entries,
             *place,
         ])  # fmt: skip
         # Words that hold addresses of other words, and of which.

@@ -186,8 +186,8 @@ class TritonStep(base.KernelStep):
             *(words, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
             *(layer.hidden, layer.inner, plan.activation, self.tokens),
         )
-        if mid is not None:  # of all entries: others' rows are written again in their group
-            self.act.copy_(layer.gate(mid))
+        if mid is not None:  # of all entries: others' rows are written again in their wave
+            self.act.copy_(layer.activate(mid))
         self.launch(
             *(words, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)
         )

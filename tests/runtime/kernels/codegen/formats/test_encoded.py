@@ -42,7 +42,7 @@ def check(coded: Coded, tokens: int) -> None:
     got = compute(fused, coded.layer, coded.places, *case)
     assert want.isfinite().all()
     assert want.abs().max() > 0
-    if any(matrix.packs for matrix in layer_plan(coded.layer, True).matrices):
+    if any(matrix.packs_input for matrix in layer_plan(coded.layer, True).matrices):
         assert (got - want).norm() <= 2e-3 * want.norm()
     else:
         assert torch.equal(got, want)

@@ -42,7 +42,7 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
     case = coded(style)
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
-    assert any(m.packs for m in layer_plan(case.layer).matrices) == (
+    assert any(m.packs_input for m in layer_plan(case.layer).matrices) == (
         codes.INTEGERS and style in INTEGER_PRODUCTS
     )
 
@@ -52,7 +52,7 @@ def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codes, "INTEGERS", False)
     case = coded(style)
     near(case, 1, 1e-6)
-    assert not any(m.packs for m in layer_plan(case.layer).matrices)
+    assert not any(m.packs_input for m in layer_plan(case.layer).matrices)
 
 
 @pytest.mark.parametrize("style", INTEGER_PRODUCTS, ids=str)
@@ -131,6 +131,6 @@ def test_a_token_has_the_bits_that_it_has_alone(name: str) -> None:
     )  # fmt: skip
     assert torch.equal(outputs(FEW), alone[:FEW])
     assert torch.equal(outputs(12), alone) != codes.INTEGERS
-    with fused.sequential():
+    with fused.batch_invariant():
         assert torch.equal(outputs(12), alone)
     assert torch.equal(outputs(12), alone) != codes.INTEGERS
