@@ -18,10 +18,10 @@ from greenroom.predictors import PREDICTORS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md")),
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("*.md")),
 ]  # fmt: skip
-PAGES = [path for path in DOCUMENTS if path.name != "log.md"]  # a log says what was so then
+PAGES = [path for path in DOCUMENTS if path.parent.name != "log"]  # logs describe the past
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -179,3 +179,9 @@ def test_counts_of_systems() -> None:
 def test_no_page_counts_another_number_of_systems() -> None:
     pages = "".join(path.read_text() for path in PAGES).lower()
     assert "thirteen systems" not in pages
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert "Linux" in text.split("\n\n")[1]

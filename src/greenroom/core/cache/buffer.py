@@ -100,5 +100,5 @@ class Buffer:
 
 
 def default_borrow_limit(top_k: int) -> int:
-    """Slots on loan at most, where nothing else is said: four layers' (docs/log.md has others)."""
+    """Slots on loan at most, where nothing else is said: four layers' (docs/log/ has others)."""
     return 4 * top_k

@@ -1,7 +1,7 @@
 """Memory for what is read from end to end again and again: in pages of the largest size.
 
 A core that streams weights from pages of 4 KB waits for their addresses too: from pages of 2 MB the
-same matrix is read a tenth to a quarter faster (docs/log.md).
+same matrix is read a tenth to a quarter faster (docs/log/).
 """
 
 from __future__ import annotations

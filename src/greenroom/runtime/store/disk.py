@@ -57,7 +57,7 @@ class Staging:
     """A page-aligned buffer: of its own, which grows to what is asked of it, or `memory`.
 
     Its own lies in pages of 2 MiB where the system has them: the disk then writes to a few long
-    runs of memory and not to a thousand short ones, and is read up to twice as fast (docs/log.md).
+    runs of memory and not to a thousand short ones, and is read up to twice as fast (docs/log/).
     """
 
     def __init__(
