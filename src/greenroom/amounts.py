@@ -1,4 +1,4 @@
-"""Amounts of memory, as users write them and as they are shown."""
+"""Amounts of memory: parsed from user input, formatted for messages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ UNITS = {
     "G": 1 << 30, "GIB": 1 << 30, "GB": 10**9,
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
-# Digits are ASCII's, and at most so many: a float holds their product with a unit.
+# At most 100 ASCII digits: their product with a unit still fits in a float.
 AMOUNT = re.compile(r"\s*([0-9]{1,100}(?:\.[0-9]{1,100})?)\s*([A-Za-z]*|%)\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """An amount of memory: bytes, or a share of something. Exactly one of them is set."""
+    """An amount of memory: bytes, or a share of a total. Exactly one of them is set."""
 
     nbytes: int | None = None
     share: float | None = None
 
     @classmethod
     def parse(cls, value: Amount | str | int, what: str) -> Amount:
-        """`8GiB`, `500MB`, `60%`, or a number of bytes. `what` names the option in the error."""
+        """Parse `8GiB`, `500MB`, `60%`, or a number of bytes; `what` names the option in errors."""
         if isinstance(value, Amount):
             return value
         if isinstance(value, int) and not isinstance(value, bool):
@@ -49,7 +49,7 @@ class Amount:
         return cls(nbytes=int(number * UNITS[match[2].upper()]))
 
     def of(self, total: int) -> int:
-        """In bytes (or whatever `total` counts), rounded down."""
+        """Return the amount in bytes (or in the unit of `total`), rounded down."""
         if self.share is not None:
             return int(total * self.share + 1e-9)
         assert self.nbytes is not None
@@ -57,19 +57,19 @@ class Amount:
 
 
 def bytes_check(what: str) -> Callable[[str | int, str], int]:
-    """A check that an amount is bytes; `what` says in the error what they are, with an example."""
+    """Make a check that an amount is in bytes; `what` describes it in the error."""
 
     def check(value: str | int, name: str) -> int:
-        found = Amount.parse(value, name).nbytes
-        if found is None:
-            raise UsageError(f"{name} is {what}: {value!r}")
-        return found
+        nbytes = Amount.parse(value, name).nbytes
+        if nbytes is None:
+            raise UsageError(f"{name} must be {what}, got {value!r}")
+        return nbytes
 
     return check
 
 
 def show_bytes(n: float) -> str:
-    """A size for people: 3.2 GiB, 18 MiB."""
+    """Format a size for people: 3.2 GiB, 18 MiB."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(n) >= size:
             return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
@@ -77,26 +77,26 @@ def show_bytes(n: float) -> str:
 
 
 def format_amount(least: int, most: int) -> str:
-    """An amount for an option, `3.75MiB`: it is parsed as from `least` to `most` bytes.
+    """Format an amount for an option, as `3.75MiB`; it parses to `least` to `most` bytes.
 
-    In the largest unit that has one with three digits after the point; as one of the two bounds, if
-    it can be written like that.
+    The unit is the largest in which three digits after the point suffice. One of the two bounds is
+    preferred, if it can be written exactly.
     """
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if least < size:
             continue
         texts = [f"{math.ceil(least * 10**d / size) / 10**d:.{d}f}{unit}" for d in range(4)]
-        found = {text: Amount.parse(text, "an amount").of(0) for text in texts}
+        amounts = {text: Amount.parse(text, "an amount").of(0) for text in texts}
         for low, high in ((least, least), (most, most), (least, most)):
-            for text, nbytes in found.items():
+            for text, nbytes in amounts.items():
                 if low <= nbytes <= high:
                     return text
     return f"{least}B"
 
 
 def parse_share(value: str | int, name: str, example: str = "12.5%") -> float:
-    """A share, written as 12.5%. UsageError for what is none."""
+    """Parse a share, written as 12.5%. UsageError if it is not one."""
     share = Amount.parse(value, name).share
     if share is None:
-        raise UsageError(f"{name} is a share, as {example}: {value!r}")
+        raise UsageError(f"{name} must be a share, as {example}, got {value!r}")
     return share

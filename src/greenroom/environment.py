@@ -1,4 +1,4 @@
-"""What torch and OpenMP read in the environment, set before torch is imported; the platform."""
+"""Environment variables for torch and OpenMP, set before torch is imported; the platform."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from greenroom.errors import PlatformError
 SPINS = 20_000  # about 0.3 ms: longer than from one parallel region to the next within a token
 LATE = (
     "torch was imported before greenroom, so OpenMP's threads spin after their work and take the"
-    " cores from those that read experts: import greenroom first, or set OMP_WAIT_POLICY=PASSIVE"
-    f" GOMP_SPINCOUNT={SPINS}"
+    " cores from the threads that read experts: import greenroom first, or set"
+    f" OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT={SPINS}"
 )
-_late = False  # did OpenMP start without these settings, and has nobody been warned?
+_late = False  # OpenMP started without these settings, and nobody was warned yet
 
 
 def check_platform() -> None:
-    """PlatformError anywhere but on Linux: reads, memory and the compiled files' locks are its."""
+    """Raise PlatformError on other systems than Linux: reads, memory and locks need its calls."""
     if sys.platform != "linux":
         raise PlatformError(
-            f"Greenroom runs on Linux only, and this is {sys.platform}: take a Linux machine, a"
+            f"Greenroom runs on Linux only, and this is {sys.platform}: use a Linux machine, a"
             " container, or WSL 2 on Windows"
         )
 
 
 def limit_spinning() -> None:
-    """Let threads without work spin for a moment, then sleep; the user's own settings stay.
+    """Make idle OpenMP threads spin briefly, then sleep; the user's own settings stay.
 
-    Readers and compute share the cores. Threads that spin for long take one from the readers
-    while experts are awaited; threads that sleep at once cost 30 microseconds at each of the
+    Readers and compute threads share the cores. A long spin takes a core from the readers
+    while experts are loaded; threads that sleep at once cost 30 microseconds at each of the
     hundred parallel regions of a token. OpenMP reads this as its library is loaded, with torch, and
     has no call that changes it later.
     """
@@ -41,15 +41,16 @@ def limit_spinning() -> None:
 
 
 def late_import_warning() -> str:
-    """What to say where the settings came too late; "" where they did not, and after that."""
+    """Return the warning if the settings came too late, once; otherwise an empty string."""
     global _late
     late, _late = _late, False
     return LATE if late else ""
 
 
 def request_large_pages() -> None:
-    """Let torch ask for pages of 2 MiB for large tensors, such as weights that transformers
-    converts (those that are read as they are have theirs, runtime/memory/arena.py); the user's own
-    setting stays.
+    """Let torch use pages of 2 MiB for large tensors; the user's own setting stays.
+
+    This serves weights that transformers converts. Weights that are read as stored get large pages
+    in runtime/memory/pages.py.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

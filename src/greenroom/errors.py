@@ -1,28 +1,28 @@
 """Every error that Greenroom raises on purpose.
 
 GreenroomError            one clear line; the command line prints it and exits with code 2
-+-- UsageError            a flag, name or value that cannot be right (also a ValueError)
++-- UsageError            a flag, name or value that is not valid (also a ValueError)
 |   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
 |   |   +-- UnknownOption  an option of a Python function that does not exist (also a TypeError)
 |   +-- BudgetError       the memory asked for is too small; says how much would do
 |   +-- UnsupportedCall   what a model cannot do while its experts are streamed; says what can
-|   +-- TooLong           the prompt, or the prompt and the answer asked for, has no room
+|   +-- TooLong           the prompt and the requested answer are longer than the context
 +-- ModelError            the model cannot be served
-|   +-- NotAModel         the folder or hub id holds no model, or cannot be had
+|   +-- NotAModel         the folder or hub id holds no model, or cannot be reached
 |   +-- NotMoE            a dense model: there are no experts to stream
-|   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
+|   +-- UnsupportedModel  an architecture, layout or file format that is not supported, and why
 |   +-- CheckpointError   a damaged checkpoint: a shard, header, shape or type is wrong
-+-- TraceError            a trace that is damaged, of another version, or cannot be right
-+-- PredictorError        a predictor that is damaged, another model's, or impossible here
-+-- StoreError            reading an expert failed while answering (its cause is the disk's own)
-|   +-- CheckpointChanged  a file of the checkpoint was changed while it was served
++-- TraceError            a trace that is damaged, of another version, or impossible
++-- PredictorError        a predictor that is damaged, or made for another model
++-- StoreError            reading an expert failed while answering (its cause is the disk's error)
+|   +-- CheckpointChanged  a file of the checkpoint changed while the model was in use
 +-- DeviceError           the device refused memory or a copy
-+-- Interrupted           a pass was given up, since nobody waits for it any more
++-- Interrupted           a pass was stopped, because nobody waits for its result
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (full disk, no permission)
-+-- VersionError          a library is missing, or of a version that is not served
-+-- VerifyError           the outputs differ where they must not
-+-- PlatformError      not Linux
++-- VersionError          a library is missing, or of an unsupported version
++-- VerifyError           outputs differ that must be equal
++-- PlatformError         the operating system is not Linux
 +-- ClosedError           the model was detached, or its threads have ended
 """
 
@@ -37,45 +37,45 @@ class GreenroomError(Exception):
 
 
 class UsageError(GreenroomError, ValueError):
-    """A flag, name or value that cannot be right."""
+    """A flag, name or value that is not valid."""
 
 
 class UnknownName(UsageError):
-    """A name that is in no table; the message lists the names that are."""
+    """A name that does not exist; the message lists the names that do."""
 
-    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
-        said = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
-        super().__init__(f"unknown {kind} {said}: choose one of {', '.join(known)}")
+    def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
+        text = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
+        super().__init__(f"unknown {kind} {text}: choose one of {', '.join(choices)}")
 
 
 class UnknownOption(UnknownName, TypeError):
     """A keyword that a Python function does not take; the message names the nearest one."""
 
-    def __init__(self, function: str, name: str, known: Iterable[str]) -> None:
-        known = list(known)
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+    def __init__(self, function: str, name: str, options: Iterable[str]) -> None:
+        options = list(options)
+        near = get_close_matches(name, options, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(options)}"
         UsageError.__init__(self, f"{function}() has no option {name!r}: {hint}")
 
 
 class UnsupportedCall(UsageError):
-    """A call that a model cannot serve while its experts are streamed; says what can be done."""
+    """A call that a model cannot serve while its experts are streamed; says what to do instead."""
 
 
 class BudgetError(UsageError):
-    """The memory asked for cannot hold what must be in it."""
+    """The requested memory is too small; the message says how much is enough."""
 
 
 class TooLong(UsageError):
-    """The prompt, or the prompt and the answer asked for, has no room in the context."""
+    """The prompt and the requested answer are longer than the context."""
 
 
 class ModelError(GreenroomError):
-    """The model cannot be served."""
+    """The model cannot be loaded or run."""
 
 
 class NotAModel(ModelError):
-    """The folder or hub id holds no model, or cannot be had."""
+    """The folder or hub id holds no model, or cannot be reached."""
 
 
 class NotMoE(ModelError):
@@ -83,7 +83,7 @@ class NotMoE(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """An architecture, layout or file format that is not served; the message says why."""
+    """An unsupported architecture, layout or file format; the message says why."""
 
 
 class CheckpointError(ModelError):
@@ -91,19 +91,22 @@ class CheckpointError(ModelError):
 
 
 class TraceError(GreenroomError):
-    """A trace that is damaged, of another version, or holds what no model can have routed."""
+    """A trace that is damaged, of another version, or has impossible routing."""
 
 
 class PredictorError(GreenroomError):
-    """A predictor that is damaged, another model's, or asks what this model cannot say."""
+    """A predictor that is damaged, or was made for another model.
+
+    Also raised where this model lacks the inputs that the predictor needs.
+    """
 
 
 class StoreError(GreenroomError):
-    """Reading an expert failed while answering; the disk's own error is the cause."""
+    """Reading an expert failed while answering; the disk's error is the cause."""
 
 
 class CheckpointChanged(StoreError):
-    """A file of the checkpoint was changed while it was served; the message names it."""
+    """A file of the checkpoint changed while the model was in use; the message names it."""
 
 
 class DeviceError(GreenroomError):
@@ -111,7 +114,7 @@ class DeviceError(GreenroomError):
 
 
 class Interrupted(GreenroomError):
-    """A pass was given up, since nobody waits for it any more."""
+    """A pass was stopped, because nobody waits for its result."""
 
 
 class ProfileError(GreenroomError):
@@ -123,15 +126,15 @@ class OutputError(GreenroomError):
 
 
 class VersionError(GreenroomError):
-    """A library that is missing, or whose version is outside the range that is served."""
+    """A library that is missing, or whose version is not supported."""
 
 
 class VerifyError(GreenroomError):
-    """The outputs differ where they must not."""
+    """Outputs differ that must be equal."""
 
 
 class PlatformError(GreenroomError):
-    """This is another system than Linux."""
+    """The operating system is not Linux."""
 
 
 class ClosedError(GreenroomError):

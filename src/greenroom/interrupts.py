@@ -1,11 +1,11 @@
-"""Ctrl-C ends the process of a command in time, wherever its main thread is.
+"""Ctrl-C ends a command's process within 1.5 seconds, whatever its main thread does.
 
 Python raises KeyboardInterrupt between two bytecodes of the main thread. Three things lose it: a
 `__del__` or a callback (of a weak reference, of ctypes), where Python prints the exception and goes
-on; a library that catches everything; and a call into C that does not return. The first two destroy
-the exception, which `Interrupt` reports, and the watch sends the signal again. The watch is a
-thread. The signal wakes it, not the main thread, so that it ends the process in time also while the
-main thread is in C.
+on; a library that catches every exception; and a call into C that does not return. The first two
+destroy the exception. `Interrupt` reports that, and the watch sends the signal again. The watch is
+a thread of its own, which the signal wakes. So it can end the process while the main thread is in
+C.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any, NoReturn
 
 INTERRUPTED = 130  # exit code of a process that was interrupted
 END_S = 1.5  # from Ctrl-C to the end of the process
-NUDGE_S = 0.1  # then the signal is sent to the main thread once more: another may have taken it
-AGAIN_S = 0.3  # within this time a second signal is the same Ctrl-C, which a parent passed on
+NUDGE_S = 0.1  # until the signal is sent to the main thread once more: another may have taken it
+AGAIN_S = 0.3  # a second signal within this time is the same Ctrl-C, passed on by a parent
 CHECK_S = 0.02
-TIDY_S = 0.2  # for what may wait for a lock
+TIDY_S = 0.2  # for clean-up that may wait for a lock
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-BEGIN, GO_ON = b"\xff\xfe"  # bytes in the pipe, beside the numbers of signals
+BEGIN, GO_ON = b"\xff\xfe"  # bytes in the pipe; its other bytes are signal numbers
 
 _undo: list[Callable[[], object]] = []
 _watches: list[InterruptWatch] = []  # of this process: one or none
 
 
 class Interrupt(KeyboardInterrupt):
-    """What Ctrl-C raises; it reports that it was destroyed before anybody handled it."""
+    """The exception of Ctrl-C; it reports if it is destroyed before it was handled."""
 
     def __init__(self, watch: InterruptWatch) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ class Interrupt(KeyboardInterrupt):
 
 
 def mark_handled(error: KeyboardInterrupt) -> None:
-    """Say that the command goes on: this Ctrl-C was meant for a part of it."""
+    """Mark a Ctrl-C as handled: it ended a part of the command, and the command goes on."""
     if isinstance(error, Interrupt) and error.watch is not None:
         error.watch.go_on()
         error.watch = None
 
 
 def mark_caught(error: KeyboardInterrupt) -> None:
-    """Say that this Ctrl-C has arrived where it ends the command."""
+    """Mark a Ctrl-C as caught where it ends the command."""
     if isinstance(error, Interrupt):
         error.watch = None
 
 
 @contextlib.contextmanager
 def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
-    """Have `undo` called if the process is ended within: it removes what must not stay."""
+    """Call `undo` if Ctrl-C ends the process within this block; it removes unfinished files."""
     _undo.append(undo)
     try:
         yield
@@ -73,7 +73,10 @@ def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Have Ctrl-C raised at the end of what must not be left half done; the time to end holds."""
+    """Delay Ctrl-C to the end of this block, which must not be left half done.
+
+    The time in which the process must end runs on.
+    """
     for watch in _watches:
         watch.defer(True)
     try:
@@ -84,26 +87,26 @@ def defer_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, however that ends."""
+    """Let Linux kill this process when its parent ends for any reason."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class InterruptWatch:
-    """The handler of SIGINT of a process that is one command, and the command's time to end."""
+    """SIGINT handler of a command's process, with a deadline for its end."""
 
     def __init__(self) -> None:
-        self.requested = False  # Ctrl-C was pressed, and the command did not go on
+        self.requested = False  # Ctrl-C was pressed, and is not handled yet
         self.lost = False  # the exception was destroyed on its way
-        self.announced = False  # the line that says so is printed
+        self.announced = False  # the message "interrupted" is printed
         self._raised = self._over = self._nudged = self._deferred = False
         self._sent = 0  # the watch's own signals that are still to come
         self._main = threading.get_ident()
         self._hook = sys.unraisablehook
 
     def begin(self) -> bool:
-        """Take over SIGINT; False where it is ignored, already another's, or not of Linux."""
+        """Take over SIGINT. False where it is ignored, has another handler, or off Linux."""
         main = threading.current_thread() is threading.main_thread()
         free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not (main and free and sys.platform == "linux"):
@@ -119,23 +122,25 @@ class InterruptWatch:
         return True
 
     def defer(self, on: bool) -> None:
-        """See `held`."""
+        """Delay Ctrl-C while `on`; see `defer_interrupts`."""
         self._deferred = on
         if not on and self.requested and not self._raised:
             self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
-        """Stop counting: the command goes on."""
+        """Stop the deadline: the command goes on."""
         self.requested = self._raised = self.lost = False
-        self._tell(GO_ON)
+        self._wake(GO_ON)
 
     def stop_raising(self) -> None:
-        """Raise nothing from here on; the time to end holds."""
+        """Raise no exception from here on; the deadline stays."""
         self._over = True
 
     def exit(self) -> NoReturn:
-        """End an interrupted process. No thread is joined, and no module torn down that may be
-        half imported."""
+        """End an interrupted process without joining threads or tearing down modules.
+
+        A module may be half imported.
+        """
         sys.unraisablehook = lambda info: None
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -152,15 +157,15 @@ class InterruptWatch:
         if self._deferred:
             return
         if _importing("torch"):
-            self._tell(BEGIN)
-            self._nudged = False  # the watch asks again until the import is over
+            self._wake(BEGIN)
+            self._nudged = False  # the watch sends the signal again until the import is over
             return
         self._raised = True
-        self._tell(BEGIN)  # where this is called by another handler
+        self._wake(BEGIN)  # another handler may have called this one
         raise Interrupt(self)
 
-    def _tell(self, byte: int) -> None:
-        with contextlib.suppress(OSError):  # a full pipe has been heard
+    def _wake(self, byte: int) -> None:
+        with contextlib.suppress(OSError):  # a full pipe wakes the watch as well
             os.write(self._write, bytes([byte]))
 
     def _unraisable(self, info: Any) -> None:
@@ -187,7 +192,7 @@ class InterruptWatch:
                 self._send()
 
     def _read_pipe(self, begun: float | None) -> float | None:
-        """When the time began that is running now, after what the pipe holds."""
+        """Read the pipe; return when the current deadline began, or None."""
         now = time.monotonic()
         for byte in os.read(self._read, 256):
             if byte == GO_ON:
@@ -209,10 +214,10 @@ class InterruptWatch:
         signal.pthread_kill(self._main, signal.SIGINT)
 
     def _abort(self) -> NoReturn:
-        """End the process while its main thread is anywhere, and may hold any lock."""
+        """End the process, whatever its main thread does and whichever lock it holds."""
         _undo_all()
-        _kill_children()  # before they notice that nobody is there
-        tidy = threading.Thread(target=_give_back_semaphores, daemon=True)
+        _kill_children()  # before they report that this process is gone
+        tidy = threading.Thread(target=_release_semaphores, daemon=True)
         tidy.start()
         tidy.join(TIDY_S)
         if self._terminal is not None:
@@ -223,13 +228,13 @@ class InterruptWatch:
 
 
 def _importing(name: str) -> bool:
-    """Whether a package is being imported: an exception in torch's C++ part aborts the process."""
+    """Is a package being imported? An exception within torch's C++ part aborts the process."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 
 
 def write_now(text: str) -> None:
-    """To standard error, past Python's buffers and their locks; nothing where it would wait."""
+    """Write to standard error without Python's buffers and locks; skip it if it would block."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())
@@ -241,26 +246,26 @@ def _undo_all() -> None:
             undo()
 
 
-def _give_back_semaphores() -> None:
-    """Those of multiprocessing; a process of its own would warn of them when this one has ended."""
+def _release_semaphores() -> None:
+    """Release multiprocessing's semaphores; its resource tracker would warn of them."""
     util = sys.modules.get("multiprocessing.util")
     with contextlib.suppress(Exception):
         util._run_finalizers(0)  # type: ignore[union-attr]
 
 
 def _kill_children() -> None:
-    """End child processes, but that of multiprocessing which tidies up after this one."""
+    """Kill child processes, except multiprocessing's resource tracker."""
     module = sys.modules.get("multiprocessing.resource_tracker")
-    tidying = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
+    tracker = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError, ValueError):
             for child in map(int, (task / "children").read_text().split()):
-                if child != tidying:
+                if child != tracker:
                     os.kill(child, signal.SIGKILL)
 
 
 def _terminal() -> list[Any] | None:
-    """How the terminal behind standard input is set; None where there is none."""
+    """Return the settings of the terminal behind standard input; None without one."""
     import termios  # Linux and the like
 
     try:

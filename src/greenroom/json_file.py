@@ -1,10 +1,10 @@
-"""JSON of files that may come from strangers: one bounded reader, and values by name and kind.
+"""Read JSON files from untrusted sources: a bounded parser, and typed access to values.
 
-    found = read_json(path, "greenroom-pins", "holds no pins", "greenroom trace hot", UsageError)
-    found.integer("version", least=1)          # Malformed: "version must be a whole number from 1"
-    found.list_of("losses", number)
+    pins = read_json(path, "greenroom-pins", "holds no pins", "greenroom trace hot", UsageError)
+    pins.integer("version", least=1)          # Malformed: "version must be a whole number from 1"
+    pins.list_of("losses", number)
 
-Whatever is too large, too deep, or not JSON is refused before Python's parser sees it, or by it.
+Text that is too large or nested too deeply is refused before Python's parser sees it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 from greenroom.errors import GreenroomError
 
 LONGEST = 16 << 20  # bytes of a file
-DEEPEST = 64  # brackets in brackets
-MOST_BRACKETS = 1 << 21  # each is an object of Python's, of 64 bytes
+DEEPEST = 64  # nested brackets
+MOST_BRACKETS = 1 << 21  # each becomes a Python object of 64 bytes
 LONGEST_NAME = 100  # characters
-MOST_DIGITS = 64  # of a whole number; tokenizers write 10**30 where there is no limit
+MOST_DIGITS = 64  # of an integer; tokenizers write 10**30 for "no limit"
 INT64 = 2**63 - 1
-LARGEST = 1e30  # of numbers that are computed with: sums and products stay finite
+LARGEST = 1e30  # number that is accepted: sums and products stay finite
 
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 _STRING = re.compile(rb'"[^"]*"?')  # where no quote is escaped
@@ -37,15 +37,15 @@ Value = TypeVar("Value")
 
 
 class Malformed(ValueError):
-    """JSON text, or a value in it, is not what it must be; the message says how, in one line."""
+    """JSON text, or a value in it, is not valid; the message says why, in one line."""
 
 
 def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any:
-    """The value that a JSON text holds, or Malformed.
+    """Parse a JSON text, or raise Malformed.
 
     Standard JSON in UTF-8, of bounded size and depth: no NaN or Infinity, no number that a float
-    cannot hold, no half of a surrogate pair. `unique`: no name twice in an object; else the last
-    one counts.
+    cannot hold, no half of a surrogate pair. With `unique`, a name may be in an
+    object only once; otherwise the last one counts.
     """
     if isinstance(data, str):
         data = data.encode(errors="replace")
@@ -59,9 +59,9 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
         raise Malformed("not JSON: it begins with a byte order mark")
     _check_brackets(data)
     try:
-        found = json.loads(
+        value = json.loads(
             text,
-            parse_int=_whole if _LONG in data.translate(_DIGITS) else int,
+            parse_int=_bounded_int if _LONG in data.translate(_DIGITS) else int,
             parse_float=_finite,
             parse_constant=_constant,
             object_pairs_hook=_unique if unique else None,
@@ -72,14 +72,14 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
         raise Malformed(f"not JSON: {error}") from error
     if _SURROGATE.search(text):
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise Malformed("not JSON: a string has half of a surrogate pair") from error
-    return found
+    return value
 
 
 def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
-    """What `parse` gives of a file; Malformed, or OSError as it comes."""
+    """Parse a file with `parse`. Raises Malformed or OSError."""
     with open(path, "rb") as file:
         return parse(file.read(longest + 1), longest, unique)
 
@@ -87,8 +87,10 @@ def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
 def read_object(
     path: str | Path, error: type[GreenroomError], longest: int = LONGEST
 ) -> JsonObject:
-    """The object in a file of another program, which may have a name twice; `error` says what is
-    wrong with it."""
+    """Read the JSON object in a file of another program; a name may be in it twice.
+
+    `error` is raised where the file cannot be read, or holds no object.
+    """
     try:
         return JsonObject(read(path, longest, unique=False))
     except OSError as reason:
@@ -100,54 +102,54 @@ def read_object(
 def read_json(
     path: str | Path, form: str, what: str, made_by: str, error: type[GreenroomError]
 ) -> JsonObject:
-    """What a file of the format `form` holds.
+    """Read the object in a file of the format `form`.
 
-    what:    says of another file that it is none, as "is no machine profile" after its path
-    made_by: the command that makes such files
-    error:   what is raised where it cannot be read, or is another file
+    what:    follows the path in errors about a file of another format: "is no machine profile"
+    made_by: the command that makes files of this format
+    error:   the error that is raised where the file cannot be read, or has another format
     """
     try:
-        found = read(path)
+        value = read(path)
     except OSError as reason:
         raise error(f"cannot read {path}: {reason.strerror}") from reason
     except Malformed as reason:
         raise error(f"{path} {what}: it is {reason}") from reason
-    if not isinstance(found, dict) or found.get("format") != form:
+    if not isinstance(value, dict) or value.get("format") != form:
         raise error(f"{path} {what}: {made_by} makes such files")
-    return JsonObject(found)
+    return JsonObject(value)
 
 
 class JsonObject:
-    """An object of JSON, whose values are asked for by name and kind.
+    """A JSON object whose values are read by name and type.
 
-    Malformed names the value that is missing, of another kind, or out of range; `where` is the
-    object's own place in the file. A value with a default may be missing, but not wrong.
+    Malformed names the value that is missing, of another type, or out of range. `where` is the
+    object's place in the file. A value with a default may be missing, but not wrong.
     """
 
-    def __init__(self, found: Any, where: str = "") -> None:
-        if not isinstance(found, dict):
-            said = f"{where} must be an object, got" if where else "not an object, but"
-            raise Malformed(f"{said} {show_value(found)}")
-        self._found: dict[str, Any] = found
+    def __init__(self, values: Any, where: str = "") -> None:
+        if not isinstance(values, dict):
+            problem = f"{where} must be an object, got" if where else "not an object, but"
+            raise Malformed(f"{problem} {show_value(values)}")
+        self._values: dict[str, Any] = values
         self._where = where
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._values)
 
     @property
     def values(self) -> dict[str, Any]:
-        """The object as it is."""
-        return self._found
+        """The object as a dict."""
+        return self._values
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A value of any kind."""
-        found = self._found.get(name, default)
-        if found is _REQUIRED:
+        """Return a value of any type."""
+        value = self._values.get(name, default)
+        if value is _REQUIRED:
             raise Malformed(f"{self._place(name)} is missing")
-        return found
+        return value
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         return text(self.value(name, default), self._place(name))
@@ -172,11 +174,11 @@ class JsonObject:
     def list_of(
         self, name: str, kind: Callable[[Any, str], Value], default: Any = _REQUIRED
     ) -> tuple[Value, ...]:
-        """The values of a list, each of a kind: `integer`, `JsonObject`, `list_of(number)` ..."""
+        """Return the values of a list, read by `kind`: `integer`, `JsonObject`, `text` ..."""
         return list_of(kind)(self.value(name, default), self._place(name))
 
     def fields_of(self, kind: Any) -> dict[str, Any]:
-        """The values of a dataclass's fields that are numbers, texts or flags, by their names."""
+        """Read the fields of a dataclass that are numbers, texts or flags, by their names."""
         readers: dict[str, Callable[..., Any]] = {
             "int": self.integer,
             "float": self.number,
@@ -196,28 +198,28 @@ class JsonObject:
 
 
 def text(value: Any, where: str) -> str:
-    """A string, or Malformed."""
+    """Check that a value is a string, or raise Malformed."""
     if not isinstance(value, str):
         raise Malformed(f"{where} must be text, got {show_value(value)}")
     return value
 
 
 def name_text(value: Any, where: str) -> str:
-    """A short text in one line, as messages can show it, or Malformed."""
+    """Check that a value is a short text in one line, or raise Malformed."""
     if not (text(value, where) and len(value) <= LONGEST_NAME and value.isprintable()):
         raise Malformed(f"{where} must be a name of 1 to {LONGEST_NAME} characters in one line")
     return str(value)
 
 
 def flag(value: Any, where: str) -> bool:
-    """True or false, or Malformed."""
+    """Check that a value is true or false, or raise Malformed."""
     if not isinstance(value, bool):
         raise Malformed(f"{where} must be true or false, got {show_value(value)}")
     return value
 
 
 def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
-    """A whole number from `least` to `most`, or Malformed."""
+    """Check that a value is an integer from `least` to `most`, or raise Malformed."""
     if type(value) is not int or not least <= value <= most:
         top = "" if most == INT64 else f" to {most}"
         raise Malformed(
@@ -227,7 +229,7 @@ def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
 
 
 def number(value: Any, where: str) -> float:
-    """A number from 0 to LARGEST, as a float, or Malformed."""
+    """Check that a value is a number from 0 to LARGEST; return a float."""
     if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
         raise Malformed(f"{where} must be a number from 0{top}, got {show_value(value)}")
@@ -235,7 +237,7 @@ def number(value: Any, where: str) -> float:
 
 
 def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Value, ...]]:
-    """A check for lists, whose values are each of a kind."""
+    """Make a check for lists whose values are all of one type."""
 
     def check(values: Any, where: str) -> tuple[Value, ...]:
         if not isinstance(values, list):
@@ -246,20 +248,20 @@ def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Val
 
 
 def show_value(value: Any) -> str:
-    """A value as messages show it: short, in one line."""
+    """Format a value for a message: short, in one line."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
-    said = repr(value)
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    written = repr(value)
+    return written if len(written) <= 60 else f"{written[:57]}..."
 
 
 def printable(value: Any) -> str:
-    """The beginning of a text, without what would break a line."""
+    """Return the first 100 characters of a text, without those that are not printable."""
     return "".join(filter(str.isprintable, str(value)[:100]))
 
 
 def _check_brackets(data: bytes) -> None:
-    """Malformed where brackets are too many, too deep, or not in pairs. It does not recurse."""
+    """Raise Malformed where brackets are too many, too deep, or not in pairs. No recursion."""
     opening = data.count(b"[") + data.count(b"{")
     if opening <= DEEPEST:
         return
@@ -271,26 +273,26 @@ def _check_brackets(data: bytes) -> None:
         if not data:
             return
     pairs = b"[]" in data or b"{}" in data
-    said = f"not usable: nested deeper than {DEEPEST} levels"
-    raise Malformed(said if pairs else "not JSON: its brackets are not in pairs")
+    too_deep = f"not usable: nested deeper than {DEEPEST} levels"
+    raise Malformed(too_deep if pairs else "not JSON: its brackets are not in pairs")
 
 
 def without_strings(data: bytes, others: bytes = b"") -> bytes:
-    """A JSON text without its strings, and without these bytes."""
+    """Return a JSON text without its strings, and without the bytes in `others`."""
     data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, others)
     return _STRING.sub(b"", data.replace(b'""', b""))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names: set[str] = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore
         raise Malformed(f"not clear: {show_value(twice)} is twice in one object")
-    return found
+    return values
 
 
-def _whole(digits: str) -> int:
+def _bounded_int(digits: str) -> int:
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
         raise Malformed(f"not usable: a number of more than {MOST_DIGITS} digits")
     return int(digits)
@@ -304,4 +306,4 @@ def _finite(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
-    raise Malformed(f"not JSON: {name} is not a number of JSON's")
+    raise Malformed(f"not JSON: {name} is not a number in JSON")

@@ -1,4 +1,4 @@
-"""An option: a dataclass field that carries its help, its check and its place in the help."""
+"""Options: dataclass fields that carry their help text, check and help group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from greenroom.errors import UnknownName, UnknownOption, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Called with a value and the option as users write it; raises UsageError for what is wrong.
+# Called with a value and the option's name as users write it; raises UsageError if it is wrong.
 Check = Callable[[Any, str], object]
 REQUIRED = MISSING
 MEMORY, CACHE, PREFETCHING, INEXACT, MACHINE = GROUPS = (  # headings of the help, in their order
@@ -32,12 +32,12 @@ def option(
     group: str | None = None,
     shown: bool = False,
 ) -> Any:
-    """A field that is an option of every command that has its config.
+    """Define a field that is an option of every command that has its config.
 
-    check: of the value, called unless it is None
+    check: check of the value, called unless it is None
     needs: the option without which this one does nothing
     group: its heading in the help, in place of the config's
-    shown: `--help` shows it, else only `--help-all`
+    shown: whether `--help` shows it; otherwise only `--help-all` does
     """
     about = {
         "help": text, "metavar": metavar, "choices": choices, "check": check, "needs": needs,
@@ -47,23 +47,23 @@ def option(
 
 
 def options_in(config: Any) -> list[Field[Any]]:
-    """The fields of a config, or of its class, that are options."""
+    """Return the fields of a config, or of its class, that are options."""
     return [each for each in fields(config) if "help" in each.metadata]
 
 
 def flag(name: str) -> str:
-    """A field's name as users write it."""
+    """Return a field's name as users write it: `--max-batch`."""
     return f"--{name.replace('_', '-')}"
 
 
 def changed_options(config: Any) -> dict[str, Any]:
-    """The options of a config that are not their defaults."""
-    found = ((each, getattr(config, each.name)) for each in options_in(config))
-    return {each.name: value for each, value in found if value != each.default}
+    """Return the options of a config whose values differ from their defaults."""
+    values = ((each, getattr(config, each.name)) for each in options_in(config))
+    return {each.name: value for each, value in values if value != each.default}
 
 
 def check_options(config: Any) -> None:
-    """Each option by itself: its choices, its check, and the option that it needs."""
+    """Check each option by itself: its choices, its check, and the option that it needs."""
     for each in options_in(config):
         value, check = getattr(config, each.name), each.metadata["check"]
         choices = each.metadata["choices"]
@@ -77,11 +77,11 @@ def check_options(config: Any) -> None:
 
 
 def check_needed(config: Any, option: Field[Any], needed: str) -> None:
-    """UsageError where an option is given without the one that gives it something to do."""
+    """Raise UsageError if an option is given without the option that it needs."""
     if getattr(config, option.name) == option.default:
         return
     if getattr(config, needed) is None:
-        raise UsageError(f"{flag(option.name)} is of use with {flag(needed)} only")
+        raise UsageError(f"{flag(option.name)} has an effect only with {flag(needed)}")
     if getattr(config, needed) == "off":
         raise UsageError(f"{flag(option.name)} is for {flag(needed)}, which is off: give both")
 
@@ -114,7 +114,7 @@ def above(least: float, below: float = float("inf")) -> Check:
 
 
 def check_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose unknown keywords raise UnknownOption, which names the nearest."""
+    """Decorate a public function: unknown keywords raise UnknownOption, which names the nearest."""
     names = list(inspect.signature(function).parameters)
 
     @wraps(function)

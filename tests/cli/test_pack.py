@@ -42,7 +42,7 @@ def test_pack_and_run(cli: Run, tmp_path: Path) -> None:
     assert answer.code == 0
     assert f"packed as int8 from {source()}" in answer.err.splitlines()[0]
     ran = cli("pack", source(), "-o", out, "--experts", "int8")
-    assert "is not empty: --repair mends a pack" in ran.mistake
+    assert "is not empty: --repair repairs a pack" in ran.mistake
 
 
 def test_json(cli: Run, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, S
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import PredictorSetup, predictor
 from greenroom.predictors.helpers import token_table
-from greenroom.predictors.noisy_oracle import promoe
+from greenroom.predictors.noisy_oracle import promoe_accuracy
 from tests.predictors.replay import Predicted, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, decode, said
 
@@ -163,14 +163,14 @@ def test_noise_takes_from_those_that_are_not_used():
 
 
 def test_accuracies_of_promoe():
-    assert promoe(1) == pytest.approx(0.905)
-    assert promoe(8) == pytest.approx(0.545)
-    assert promoe(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
-    assert promoe(20) == 0.54
+    assert promoe_accuracy(1) == pytest.approx(0.905)
+    assert promoe_accuracy(8) == pytest.approx(0.545)
+    assert promoe_accuracy(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
+    assert promoe_accuracy(20) == 0.54
     routed = np.random.default_rng(0).integers(0, 4, (20_000, 2, 1)).astype(np.uint8)
     it = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed_experts=routed))
     told = replay(it, decode(routed), TWO)
-    assert accuracy(told.experts, routed) == pytest.approx(promoe(2), abs=0.015)
+    assert accuracy(told.experts, routed) == pytest.approx(promoe_accuracy(2), abs=0.015)
 
 
 def test_recorded_takes_the_predictions_that_are_named():
@@ -178,7 +178,7 @@ def test_recorded_takes_the_predictions_that_are_named():
     both = {"one": one, "two": two}
     assert guesses("recorded:of=two", [[[0], [0]]], predictions=both)[0] == (0, -1, 0, [[2]])
     assert guesses("recorded", [[[0], [0]]], predictions={"one": one})[0] == (0, -1, 0, [[1]])
-    with pytest.raises(UsageError, match=r"several predictions: say of=one\|two"):
+    with pytest.raises(UsageError, match=r"several predictions: choose one with of=one\|two"):
         guesses("recorded", [[[0], [0]]], predictions=both)
     with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
         guesses("recorded:of=three", [[[0], [0]]], predictions=both)

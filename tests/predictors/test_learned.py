@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
-from greenroom.predictors.learned import doubled, halves
+from greenroom.predictors.learned import to_bfloat16, to_float32
 
 SHAPE = Shape((6, 4, 7), 2)
 HIDDEN, WIDTH = 5, 10
@@ -46,7 +46,7 @@ def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> 
         assert guess.layer == layer + distance
         target = guess.layer % 3
         rows = x if guess.layer < 3 else x[-1:]
-        up = doubled(halves(made[f"{target}.up.weight"]))
+        up = to_float32(to_bfloat16(made[f"{target}.up.weight"]))
         hidden = np.maximum(rows @ up.T + made[f"{target}.up.bias"], 0)
         scores = hidden @ made[f"{target}.down.weight"].T + made[f"{target}.down.bias"]
         wanted = np.argsort(-scores, axis=1)[:, : SHAPE.width]
@@ -61,19 +61,19 @@ def test_bfloat16_is_the_nearest() -> None:
     values = np.concatenate([random.standard_normal(1000), [0, -0.0, 1.00390625, 1.01171875, 3e38]])
     values = values.astype(np.float32).reshape(3, -1)
     wanted = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(doubled(halves(values)), wanted)
+    np.testing.assert_array_equal(to_float32(to_bfloat16(values)), wanted)
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({}, "it has no distance"),
-        ({**tensors(), "distance": np.array([0])}, "it has no distance that can be"),
-        ({**tensors(), "distance": np.array([4])}, "it has no distance that can be"),
-        (tensors(shape=Shape((6, 4), 2)), "layer 2 is not whole"),
-        (tensors(shape=Shape((6, 4, 8), 2)), "another model's: layer 2 has 7 experts"),
-        (tensors(shape=Shape((6, 4, 7, 7), 2)), "not of a model of 3 MoE layers"),
-        ({**tensors(), "1.up.bias": np.zeros(HIDDEN)}, "layer 1 is not whole"),
+        ({}, "it has no valid distance"),
+        ({**tensors(), "distance": np.array([0])}, "it has no valid distance"),
+        ({**tensors(), "distance": np.array([4])}, "it has no valid distance"),
+        (tensors(shape=Shape((6, 4), 2)), "layer 2 is incomplete"),
+        (tensors(shape=Shape((6, 4, 8), 2)), "for another model: layer 2 has 7 experts"),
+        (tensors(shape=Shape((6, 4, 7, 7), 2)), "for another model: this one has 3 MoE layers"),
+        ({**tensors(), "1.up.bias": np.zeros(HIDDEN)}, "layer 1 is incomplete"),
         ({**tensors(), "1.up.bias": np.zeros(4, np.float32)}, "layer 1 has 4 experts"),
         (
             {**tensors(), "1.up.weight": np.zeros((HIDDEN, 3), np.float32)},
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_in_one_line(made: dict, words: str) -> Non
 
 def test_what_it_needs() -> None:
     assert PREDICTORS["learned"].needs == {"inputs", "file"}
-    with pytest.raises(UsageError, match="needs the file of `greenroom train-predictor`"):
+    with pytest.raises(UsageError, match="needs a file of `greenroom train-predictor`"):
         predictor("learned").build(PredictorSetup(SHAPE))
     with pytest.raises(UsageError, match="has no distance to choose"):
         predictor("learned:2")

@@ -45,7 +45,7 @@ def test_distance_and_options_follow_the_name():
         ("markov:1.5", r"the distance of markov must be a whole number from 1: '1.5'"),
         ("markov:far", r"the distance of markov must be a whole number from 1: 'far'"),
         ("markov:", r"a distance or options must follow the colon: 'markov:'"),
-        ("markov:,a=1", r"markov is followed by a distance or options: ',a=1'"),
+        ("markov:,a=1", r"a distance or options must follow the colon of predictor markov: ',a=1'"),
         ("token:2", r"predictor token has no distance to choose: '2'"),
         ("off:2", r"predictor none has no distance to choose: '2'"),
         ("auto:2", r"predictor auto has no distance to choose: '2'"),
@@ -69,10 +69,10 @@ def test_what_cannot_be_right_is_one_clear_line(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("oracle", r"predictor oracle must know the whole trace beforehand"),
-        ("noisy-oracle", r"predictor noisy-oracle must know the whole trace beforehand"),
+        ("oracle", r"predictor oracle needs the complete trace beforehand"),
+        ("noisy-oracle", r"predictor noisy-oracle needs the complete trace beforehand"),
         ("recorded", r"predictor recorded needs a trace with predictions: this one has none"),
-        ("pregated", r"predictor pregated needs a model whose routers are known ahead"),
+        ("pregated", r"predictor pregated needs a model with routers, or a trace"),
     ],
 )
 def test_what_cannot_be_had_is_one_clear_line(text, message):

@@ -63,7 +63,7 @@ def test_a_pass_begins_without_the_states_of_the_one_before() -> None:
 
 def test_what_it_needs() -> None:
     assert PREDICTORS["next-gate"].needs == {"inputs", "gates"}
-    with pytest.raises(UsageError, match="the model's own routers"):
+    with pytest.raises(UsageError, match="needs the model's routers"):
         predictor("next-gate").build(PredictorSetup(SHAPE))
     with pytest.raises(UsageError, match="has 3 MoE layers: predictors cannot look 4 ahead"):
         predictor("next-gate:4").build(PredictorSetup(SHAPE, gates=Gates()))
@@ -72,5 +72,5 @@ def test_what_it_needs() -> None:
 def test_has_nothing_to_keep() -> None:
     asks = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
     assert asks.state() == {}
-    with pytest.raises(ValueError, match="keeps nothing"):
+    with pytest.raises(ValueError, match="has no state"):
         asks.restore({"table": IDS})

@@ -135,7 +135,7 @@ class SimulateConfig(SchedulerConfig):
                 "--pin FILE is about misses of real passes: give --order runtime, and no --machine"
             )
         if self.ahead is not None and self.prefetch is None:
-            raise UsageError("--ahead is of use with --prefetch only")
+            raise UsageError("--ahead has an effect only with --prefetch")
 
     def _check_policies(self) -> None:
         if self.policy is None and self.system is None:

@@ -1,6 +1,6 @@
-"""Eviction policies: one a file, and this table; docs/policies.md says how to add one.
+"""Eviction policies, one a file, and their table; docs/policies.md says how to add one.
 
-Their names stand in config/tables.py too, for commands that must not wait for Numba.
+The names are also in config/tables.py, for commands that must not wait for Numba.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ POLICIES: dict[str, Policy] = {
         next_use,
     )
 }
-DEFAULT = "next-use"  # it won the comparison on requests held out: docs/policies.md
-WITH_ROOM = "lru"
+DEFAULT = "next-use"  # the best on held-out requests: docs/policies.md
+WITH_ROOM = "lru"  # where every expert has a slot
 
 
 def choose(name: str, capacity: int, experts: int) -> Policy:
-    """`policy(name)`, but `auto` where every expert has a slot costs nothing: LRU."""
+    """The policy of that name; `auto` is LRU, which costs least, if every expert has a slot."""
     return policy(WITH_ROOM if name == "auto" and capacity >= experts else name)
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name; `auto` is the default one.
+    """The policy of that name; `auto` is the default policy.
 
     Options follow a colon: `moe-infinity:matching=request,capacity=50`. UnknownName lists the
-    names of policies or options that there are.
+    valid names of policies or options.
     """
     base, colon, options = name.partition(":")
     try:
-        found = POLICIES[DEFAULT if base == "auto" else base]
+        chosen = POLICIES[DEFAULT if base == "auto" else base]
     except KeyError:
         raise UnknownName("policy", base, ["auto", *POLICIES]) from None
-    return found.with_options(options) if colon else found
+    return chosen.with_options(options) if colon else chosen

@@ -1,9 +1,9 @@
 """Fate's shallow-favouring cache, in our reading: its abstract names the idea and no formula.
 
-Evict the piece with the largest age * (1 + bias * l / L): age is the time since its last request in
-steps, l its layer from 0. So of two pieces of one age the shallower stays, whose layer leaves less
-time to predict and prefetch. `bias` 0 is LRU by steps. Ties go to the deepest layer, and within a
-layer to the piece requested least recently.
+Evict the piece with the largest age * (1 + bias * l / L), where age is the steps since its last
+request and l its layer from 0. Of two pieces of equal age the shallower one stays: its layer leaves
+less time to predict and prefetch. `bias` 0 is LRU by steps. Ties go to the deepest layer, and
+within a layer to the piece requested least recently.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Evict the piece with the smallest
     recency * last / t + frequency * count / t + distance * (1 - ((l - l_now) mod L) / L)
-where t is the tokens of the prompt so far, `last` the one that last requested the piece, `count`
-its requests in this prompt ("sequence-level"), and the last term how soon its layer l comes. The
-three words are the options, weights of the dimensions. (Its fourth dimension, requests in high
-precision, is `count` where misses may be served low: a policy hears of exact requests alone.) Ties
-go to the piece requested least recently.
+where t is the number of tokens of the prompt so far, `last` the token that last requested the
+piece, `count` its requests in this prompt ("sequence-level"), and the last term grows as its layer
+l comes sooner. `recency`, `frequency` and `distance` are options, the weights of the dimensions.
+(HOBBIT's fourth dimension, requests in high precision, is `count` where misses are approximated: a
+policy observes exact requests only.) Ties go to the piece requested least recently.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from greenroom.core.policy import (
 
 
 class HobbitState(NamedTuple):
+    """The state of the HOBBIT policy: P pieces, L layers."""
+
     layer: Ints  # [P]
     count: Ints  # type: ignore[assignment]  # [P] requests in this prompt
     last: Ints  # [P] token of the prompt that last requested the piece, from 1; 0: none

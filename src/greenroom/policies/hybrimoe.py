@@ -1,8 +1,8 @@
 """HybriMoE's score-based cache, in our reading: its abstract names the idea and no formula.
 
-Every expert has a running average of its router score, S = alpha * s + (1 - alpha) * S, renewed
-whenever its layer is served: s is the expert's share of the gate weights of the step (of the rows
-where weights are not known), 0 where it was not chosen. The smallest S is evicted. Ties go to the
+Every expert has a running average of its router score, S = alpha * s + (1 - alpha) * S, updated at
+every step of its layer: s is the expert's share of the step's gate weights (of its rows where the
+weights are unknown), 0 where it was not chosen. The smallest S is evicted. Ties go to the
 piece requested least recently.
 """
 
@@ -29,6 +29,8 @@ from greenroom.policies.helpers import scan
 
 
 class HybriMoeState(NamedTuple):
+    """The state of the HybriMoE policy: P pieces, L layers."""
+
     score: Floats  # [P] S
     index: Ints  # type: ignore[assignment]  # [P] index of the last request
     begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
@@ -43,8 +45,8 @@ def build_state(setup: PolicySetup) -> HybriMoeState:
 
 
 @compiled
-def part(rows: Rows, weights: Weights, i: int) -> float:
-    """What request i of a step counts."""
+def contribution(rows: Rows, weights: Weights, i: int) -> float:
+    """The weight of request i of a step: its gate weights, its tokens, or 1."""
     if weights.size:
         return float(weights[i])
     return float(rows[i]) if rows.size else 1.0
@@ -64,10 +66,10 @@ def on_step(
         state.score[piece] *= 1 - alpha
     total = 0.0
     for i in range(pieces.size):
-        total += part(rows, weights, i)
+        total += contribution(rows, weights, i)
     if total > 0:
         for i in range(pieces.size):
-            state.score[pieces[i]] += alpha * (part(rows, weights, i) / total)
+            state.score[pieces[i]] += alpha * (contribution(rows, weights, i) / total)
 
 
 @compiled

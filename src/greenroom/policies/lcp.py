@@ -1,12 +1,12 @@
-"""LCP: evict the piece of the least cache priority P = mu * rho ** (nu / omega).
+"""LCP: evict the piece with the lowest cache priority P = mu * rho ** (nu / omega).
 
-mu is the piece's requests since the start (they survive eviction), nu the tokens since its last
-request. MoEpic, section 3.3, equation 4; rho 0.25 and omega 128 are its defaults. Ties go to the
-piece requested least recently.
+mu is the number of requests of the piece since the start (it survives eviction), nu the tokens
+since its last request. MoEpic, section 3.3, equation 4; rho 0.25 and omega 128 are its defaults.
+Ties go to the piece requested least recently.
 
-Residents are ranked by a key that ranks as P does at any time. Pieces lie in blocks of about
-sqrt(P). A block's bound is never above its smallest key, so that a key, which only rises while a
-piece stays, is changed by one write, and a bound is put right only when its block is searched.
+Residents are ranked by a key that ranks as P does at any time. Pieces are in blocks of about
+sqrt(P). A block's bound is never above its smallest key. A resident's key only rises, so it is
+changed by one write, and a bound is corrected only when its block is searched.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from greenroom.core.policy import (
 )
 
 NEAR = 1e-9
-NONE = np.inf  # the key of what is not resident
+NONE = np.inf  # the key of pieces that are not resident
 
 
 class LcpState(NamedTuple):
-    """P pieces in B blocks of G groups; pieces of a block have consecutive ids."""
+    """The state of LCP: P pieces with consecutive ids in B blocks of G groups."""
 
     key: Floats  # [P] log2 mu + last * fade
     tie: Ints  # [P] index of the last request
@@ -94,7 +94,7 @@ def on_evict(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -
 
 @compiled
 def lowest(state: LcpState, group: int, cache: CacheState) -> int:
-    """The resident with the smallest key that is not pinned, or -1."""
+    """The unpinned resident with the smallest key, or -1."""
     first, end = state.blocks[group], state.blocks[group + 1]
     likely = first
     for block in range(first + 1, end):
@@ -122,6 +122,7 @@ def lowest(state: LcpState, group: int, cache: CacheState) -> int:
 
 @compiled
 def priority(state: LcpState, piece: int, now: LogicalTime) -> float:
+    """The cache priority P of a piece."""
     rho, omega = state.numbers[0], state.numbers[1]
     return float(state.count[piece] * rho ** ((now.token - state.last[piece]) / omega))
 
@@ -131,7 +132,7 @@ def victim(cache: CacheState, state: LcpState, group: int, piece: int, now: Logi
     chosen = lowest(state, group, cache)
     if chosen < 0:
         return -1
-    # Logarithms round, and could part what is equal: near the smallest, P itself decides.
+    # Logarithms are rounded, and might separate equal priorities: near the smallest, P decides.
     near = state.key[chosen] + NEAR
     least = np.inf
     for block in range(state.blocks[group], state.blocks[group + 1]):
@@ -152,9 +153,7 @@ lcp = Policy(
     on_insert,
     on_evict,
     options=(
-        PolicyOption(
-            "rho", 0.25, "what a piece's priority is multiplied by every omega tokens", 1e-6, 1
-        ),
-        PolicyOption("omega", 128, "tokens", 1),
+        PolicyOption("rho", 0.25, "factor of a piece's priority every omega tokens", 1e-6, 1),
+        PolicyOption("omega", 128, "tokens after which rho applies once", 1),
     ),
 )

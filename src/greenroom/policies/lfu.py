@@ -1,7 +1,7 @@
 """LFU: evict the piece with the fewest requests.
 
 `lfu` counts since the start, and counts survive eviction ("perfect LFU"); `lfu-in-cache` counts
-since the piece was brought in. Ties go to the piece requested least recently.
+since the piece was inserted. Ties go to the piece requested least recently.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from greenroom.policies.helpers.buckets import Buckets
 
 
 class LfuState(NamedTuple):
+    """The state of LFU and LFUDA: P pieces, G groups."""
+
     buckets: Buckets  # key: requests
     count: Ints  # type: ignore[assignment]  # [P] requests
-    age: Ints  # [G] of a group's last victim's key, where keys grow by it (LFUDA)
+    age: Ints  # [G] the key of the group's last victim, by which LFUDA's keys grow
 
 
 def build_state(setup: PolicySetup) -> LfuState:
@@ -45,7 +47,7 @@ def on_evict(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -
 
 
 @compiled
-def forget(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
+def on_evict_in_cache(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> None:
     buckets.drop(state.buckets, piece)
     state.count[piece] = 0
 
@@ -56,4 +58,4 @@ def victim(cache: CacheState, state: LfuState, group: int, piece: int, now: Logi
 
 
 lfu = Policy("lfu", build_state, victim, on_hit, on_insert, on_evict)
-lfu_in_cache = Policy("lfu-in-cache", build_state, victim, on_hit, on_insert, forget)
+lfu_in_cache = Policy("lfu-in-cache", build_state, victim, on_hit, on_insert, on_evict_in_cache)

@@ -1,9 +1,8 @@
-"""LFUDA: least frequently used with dynamic aging (Arlitt et al., 2000, "Evaluating content
-management techniques for Web proxy caches").
+"""LFUDA: least frequently used with dynamic aging (Arlitt et al., 2000).
 
-Each resident has the key K = C + A: C its requests since it was brought in, A the age of its group
-when it was last requested. The smallest K is evicted and becomes the age. Ties go to the piece
-requested least recently.
+The paper is "Evaluating content management techniques for Web proxy caches". Each resident has the
+key K = C + A: C is its requests since its insertion, A the age of its group at its last request.
+The smallest K is evicted and becomes the age. Ties go to the piece requested least recently.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def on_hit(cache: CacheState, state: LfuState, piece: int, now: LogicalTime) -> 
     key = state.count[piece] + state.age[group]
     if key >= state.buckets.key[state.buckets.bucket_of[piece]]:
         buckets.rise(state.buckets, group, piece, key)
-    else:  # the age has fallen: a pinned piece of a smaller key was evicted after a larger one
+    else:  # the age fell: a victim with a smaller key, pinned until then, came after a larger one
         buckets.drop(state.buckets, piece)
         buckets.place(state.buckets, group, piece, key)
 

@@ -1,9 +1,9 @@
-"""LLRU: LRU that knows the layers (Angelopoulos et al., "Cache Management for Mixture-of-Experts
-LLMs", section 4, definition 2).
+"""LLRU: LRU by rounds of layers (Angelopoulos et al., section 4, definition 2).
 
-At time t the piece with the largest R = floor((t - last) / L) is evicted, the last request's
-distance in rounds; among those the one with the largest D = (last - t) mod L, whose layer is served
-the latest; among those the oldest. A piece of the layer being served has D = 0.
+The paper is "Cache Management for Mixture-of-Experts LLMs". At time t the victim has the largest
+R = floor((t - last) / L), the distance of its last request in rounds; then the largest
+D = (last - t) mod L, the layer that comes latest; then it is the oldest. A piece of the layer being
+served has D = 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class LayerLruState(NamedTuple):
+    """The state of LLRU and Fate: P pieces, G groups, L layers."""
+
     lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
     layer: Ints  # [P]
     last: Ints  # [P] clock of the last request
     begin: Ints  # [G + 1] group g has the layers begin[g] .. begin[g + 1] - 1
-    weight: Floats  # [L] of a layer's ages, where a policy goes by them (Fate)
+    weight: Floats  # [L] factor of a layer's ages (for Fate)
 
 
 def build_state(setup: PolicySetup) -> LayerLruState:

@@ -1,8 +1,8 @@
 """Marking, randomised (Fiat et al., 1991, "Competitive paging algorithms").
 
-A requested piece is marked. The victim is any piece without a mark, each as likely as the others;
-where none is left that may be evicted, a new phase begins: all marks are taken away first. `seed`
-makes it repeatable.
+A requested piece is marked. The victim is any piece without a mark, each with equal probability.
+Where no such piece may be evicted, a new phase begins: all marks are removed first. `seed` makes it
+repeatable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from greenroom.policies.helpers.pools import Pools
 
 @compiled
 def mark(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> None:
-    """The pool holds what is resident and has no mark."""
-    pools.take(state, cache.group_of[piece], piece)
+    """Mark a piece: the pool holds the residents without a mark."""
+    pools.discard(state, cache.group_of[piece], piece)
 
 
 @compiled

@@ -1,14 +1,14 @@
-"""MoE-Infinity: evict what similar prompts used least (MoE-Infinity, sections 4.5 and 4.7,
-algorithm 1; B.1 for a full collection).
+"""MoE-Infinity: evict the experts that similar prompts used least.
 
-An EAM (expert activation matrix) counts the tokens that went to each expert. The collection (EAMC)
-keeps those of past prompts. pEAM is the sum of the EAMs of the collection at the smallest cosine
-distance to the current EAM, and the piece of layer l (from 0) with the smallest
+MoE-Infinity, sections 4.5 and 4.7, algorithm 1; B.1 for a full collection. An EAM (expert
+activation matrix) counts the tokens routed to each expert. The collection (EAMC) holds EAMs of past
+prompts. pEAM is the sum of the EAMs of the collection at the smallest cosine distance to the
+current EAM, and the piece of layer l (from 0) with the smallest
     (pEAM[l][e] + eps) * (1 - l / L) / sum(pEAM[l])
 is evicted; eps where the row of pEAM is zero. The current EAM is this pass's (`iteration`) or this
 prompt's (`request`); the step being served is in it before its victims are chosen. While the
-collection is empty, the current EAM stands for pEAM. A prompt's EAM enters when the next prompt
-begins; into a full collection, in place of the nearest. Ties go to the piece requested least
+collection is empty, the current EAM stands for pEAM. A prompt's EAM is added when the next prompt
+begins; in a full collection it replaces the nearest one. Ties go to the piece requested least
 recently.
 """
 
@@ -38,14 +38,14 @@ SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
 
 
 class MoeInfinityState(NamedTuple):
-    """C places in the collection. `row` vectors have one entry a piece."""
+    """The state of the MoE-Infinity policy: C places in the collection, P pieces, L layers."""
 
     prompt: Ints  # [P] EAM of this prompt
     current: Ints  # [P] EAM that is matched
     counts: Ints  # [P, C] EAMs of the collection; one piece's counts are together
     dots: Ints  # [C] products of the current EAM with each of the collection
     squares: Ints  # [C] squared lengths of those in the collection
-    scores: Floats  # [C, P] the scores that each would give as pEAM
+    scores: Floats  # [C, P] the scores with each EAM as pEAM
     mixed: Floats  # [P] scores where pEAM is a sum of several, or the current EAM
     summed: Ints  # [P] that sum
     index: Ints  # type: ignore[assignment]  # [P] index of each piece's last request
@@ -87,29 +87,28 @@ def score(eam: Ints, begin: Ints, scores: Floats) -> None:
 
 
 @compiled
-def like(dot: int, square: int) -> float:
-    """What ranks as the cosine with a vector of that squared length does; equal where it is equal,
-    since nothing but the quotient is rounded."""
+def similarity(dot: int, square: int) -> float:
+    """The squared cosine up to a constant factor; only the quotient is rounded."""
     return float(dot) * float(dot) / float(square)
 
 
 @compiled
 def nearest(state: MoeInfinityState, eam: Ints) -> int:
-    """The place in the collection that is nearest to an EAM, the first of equals."""
+    """The place of the collection's EAM nearest to an EAM, the first of equals."""
     best, most = -1, -1.0
     for place in range(state.numbers[SIZE]):
         dot = 0
         for piece in range(eam.size):
             dot += eam[piece] * state.counts[piece, place]
-        closeness = like(dot, state.squares[place])
+        closeness = similarity(dot, state.squares[place])
         if closeness > most:
             best, most = place, closeness
     return best
 
 
 @compiled
-def keep(state: MoeInfinityState, eam: Ints) -> None:
-    """Put an EAM into the collection."""
+def store(state: MoeInfinityState, eam: Ints) -> None:
+    """Add an EAM to the collection."""
     size = state.numbers[SIZE]
     if size < state.squares.size:
         place = size
@@ -127,7 +126,7 @@ def keep(state: MoeInfinityState, eam: Ints) -> None:
 @compiled
 def on_request(cache: CacheState, state: MoeInfinityState, now: LogicalTime) -> None:
     if state.numbers[FIRST] == 0:
-        keep(state, state.prompt)
+        store(state, state.prompt)
     state.numbers[FIRST] = 0
     state.numbers[TOKEN] = -1
     state.prompt[:] = 0
@@ -159,14 +158,14 @@ def on_step(
 
 @compiled
 def match(state: MoeInfinityState) -> int:
-    """Score all pieces under the pEAM of now: the place whose scores hold, -1 for `mixed`."""
+    """Score all pieces under the current pEAM; the place with these scores, -1 for `mixed`."""
     size = state.numbers[SIZE]
     if size == 0:
         score(state.current, state.begin, state.mixed)
         return -1
     most, best, equals = -1.0, 0, 0
     for place in range(size):
-        cosine = like(state.dots[place], state.squares[place])
+        cosine = similarity(state.dots[place], state.squares[place])
         if cosine > most:
             most, best, equals = cosine, place, 1
         elif cosine == most:
@@ -175,7 +174,7 @@ def match(state: MoeInfinityState) -> int:
         return best
     state.summed[:] = 0
     for place in range(best, size):
-        if like(state.dots[place], state.squares[place]) == most:
+        if similarity(state.dots[place], state.squares[place]) == most:
             for piece in range(state.summed.size):
                 state.summed[piece] += state.counts[piece, place]
     score(state.summed, state.begin, state.mixed)

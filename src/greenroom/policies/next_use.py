@@ -1,4 +1,4 @@
-"""NEXT-USE: evict the expert whose next use is expected to lie farthest ahead. Greenroom's own.
+"""NEXT-USE: evict the expert with the farthest expected next use. Greenroom's own policy.
 
 OPT evicts the expert with the farthest next use. This policy estimates it for all experts of a
 layer whenever that layer is served, as
@@ -6,7 +6,7 @@ layer whenever that layer is served, as
     value = E[discount ** (T - 1)],   T = steps of this layer until the expert is used
 
 which is 1 for an expert of the next token and falls towards 0. The estimate is an S-shaped function
-of a sum of what is known at that moment:
+of a sum of these terms:
 
   - links: which experts this token used, which the token before it, and which this token used one
     layer earlier. A set of n experts counts 1/sqrt(n) for each of them, and every pair (expert
@@ -14,16 +14,16 @@ of a sum of what is known at that moment:
   - shares, as logarithms relative to the layer's mean: of the last few tokens, of this prompt, and
     of the past when the prompt began. The prompt's begins as that of the past.
 
-All weights are learnt while it runs, from nothing, by temporal differences (Sutton, 1988): when the
-layer is served again, an expert's value should have been 1 if it is used now, discount * (its new
-value) if not; every weight moves along that error. So a horizon of many tokens is learnt one step
+All weights are learned at run time, from zero, by temporal differences (Sutton, 1988): at the next
+step of the layer, an expert's value should have been 1 if it is used now, discount * (its new
+value) if not; every weight moves along that error. So a horizon of many tokens is learned one step
 at a time, and the future is not needed.
 
-The victim has the smallest value * exp(-distance * d / layers), where d layers pass until its layer
-comes again: of two experts that wait for equally many tokens, the one just served goes first. The
-experts of the step that is being served go last. Ties go to the lowest id.
+The victim has the smallest value * exp(-distance * d / layers), where its layer comes again after d
+layers: of two experts that wait for equally many tokens, the one just served is evicted first. The
+experts of the current step are evicted last. Ties go to the lowest id.
 
-How it was found, what it gains and what failed: docs/policies.md.
+docs/policies.md has its derivation, its results and what failed.
 """
 
 from __future__ import annotations
@@ -49,29 +49,31 @@ from greenroom.core.policy import (
 
 SHORT, LONG, PROMPT, CONSTANT = range(4)
 FEATURES = 3
-SAME, BEFORE, BELOW, NOW = range(4)  # sets: this token's, the one before's, the layer below's;
-SETS = 3  # NOW is what becomes SAME when the old estimates have been learnt from
+# Sets of experts: of this token, of the token before, and of the layer below. CURRENT becomes SAME
+# after the old estimates have been learned from.
+SAME, BEFORE, BELOW, CURRENT = range(4)
+SETS = 3
 INITIAL = np.array([0.0, 0.0, 0.5, 0.0])  # a prompt's share is worth something from the start
-LEAST = 0.02  # of the mean share: no logarithm is taken of less
-GONE = np.inf
+LEAST = 0.02  # of the mean share: smaller shares count as this in logarithms
+NOT_RESIDENT = np.inf  # the key of an expert without a slot
 
 
 class NextUseState(NamedTuple):
-    """L layers, P pieces, E experts in the largest layer; [L, E] holds a number for each expert."""
+    """The state of NEXT-USE: L layers, P pieces, E experts in the largest layer."""
 
     begin: Ints  # [L + 1] the first piece of each layer
     layer: Ints  # [P]
     one_group: bool  # all layers share a group
-    seen: Ints  # [L] steps of the layer
+    layer_steps: Ints  # [L] steps of the layer
     long: Floats  # [L, E] share of the steps so far in which it was used, decayed
     mean: Floats  # [L] of `long` over the layer's experts
     prompt_steps: Ints  # [L] steps of the layer in this prompt
     uses: Ints  # [L, E] in this prompt
     level: Floats  # [L] `mean` when the prompt began
     prior: Floats  # [L, E] uses, in units of `level`, that the prompt began with
-    current: Floats  # [FEATURES, L, E]; PROMPT's is the logarithm of uses, not yet of a share
-    features: Floats  # [FEATURES, L, E] what the estimates that stand were made from
-    sets: Ints  # [SETS + 1, L, E] likewise: experts
+    current: Floats  # [FEATURES, L, E]; PROMPT's are logarithms of uses, not yet of shares
+    features: Floats  # [FEATURES, L, E] of the present estimates
+    sets: Ints  # [SETS + 1, L, E] experts of the present estimates
     set_sizes: Ints  # [SETS + 1, L]
     links: Weights  # [SETS, L, E, E] from an expert of a set to each expert of the layer
     weights: Floats  # [L, FEATURES + 1] of the features, and the constant
@@ -87,20 +89,20 @@ class NextUseState(NamedTuple):
     rate: float
     link_rate: float
     prior_tokens: float
-    keep_short: float  # what a share keeps from step to step
-    keep_long: float
+    decay_short: float  # of a share from step to step
+    decay_long: float
 
 
 def build_state(setup: PolicySetup) -> NextUseState:
     layers = setup.layers
     begin = np.searchsorted(setup.layer, np.arange(layers + 1)).astype(np.int64)
     each = (layers, int(np.diff(begin).max()))
-    given = setup.options
+    options = setup.options
     return NextUseState(
         begin=begin,
         layer=setup.layer.astype(np.int64),
         one_group=setup.groups == 1,
-        seen=np.zeros(layers, np.int64),
+        layer_steps=np.zeros(layers, np.int64),
         long=np.zeros(each),
         mean=np.zeros(layers),
         prompt_steps=np.zeros(layers, np.int64),
@@ -114,19 +116,19 @@ def build_state(setup: PolicySetup) -> NextUseState:
         links=np.zeros((SETS, *each, each[1]), np.float32),
         weights=np.tile(INITIAL, (layers, 1)),
         value=np.zeros(each),
-        key=np.full(each, GONE),
-        floor=np.full(layers, GONE),
+        key=np.full(each, NOT_RESIDENT),
+        floor=np.full(layers, NOT_RESIDENT),
         used=np.zeros(each[1]),
         error=np.zeros(each[1], np.float32),
         steps=np.zeros(1, np.int64),
         last_step=np.zeros(each, np.int64),
-        nearness=np.exp(-given["distance"] * np.arange(layers + 1) / layers),
-        discount=given["discount"],
-        rate=given["rate"],
-        link_rate=given["link-rate"],
-        prior_tokens=given["prior"],
-        keep_short=0.5 ** (1 / given["short"]),
-        keep_long=0.5 ** (1 / given["long"]),
+        nearness=np.exp(-options["distance"] * np.arange(layers + 1) / layers),
+        discount=options["discount"],
+        rate=options["rate"],
+        link_rate=options["link-rate"],
+        prior_tokens=options["prior"],
+        decay_short=0.5 ** (1 / options["short"]),
+        decay_long=0.5 ** (1 / options["long"]),
     )
 
 
@@ -152,21 +154,21 @@ def on_step(
     _observe(state, layer, experts, pieces)
     _estimate(state, layer, experts)
     _learn(state, layer, experts)
-    _remember(state, layer, experts)
-    state.seen[layer] += 1
-    state.floor[layer] = GONE
+    _store_features(state, layer, experts)
+    state.layer_steps[layer] += 1
+    state.floor[layer] = NOT_RESIDENT
     for i in range(experts):
-        if state.key[layer, i] < GONE:
+        if state.key[layer, i] < NOT_RESIDENT:
             state.key[layer, i] = state.value[layer, i]
             state.floor[layer] = min(state.floor[layer], state.value[layer, i])
 
 
 @compiled
 def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None:
-    """Count the step. Only what is used needs a logarithm: other shares just decay."""
+    """Count the step. Only used experts need a logarithm: other shares just decay."""
     share = pieces.size / experts
-    if state.seen[layer] == 0:
-        # Nothing is known: every expert is as likely as this step has experts.
+    if state.layer_steps[layer] == 0:
+        # The first step: every expert has the step's share of experts as its probability.
         state.mean[layer] = share = min(share, 0.5)
         state.weights[layer, CONSTANT] = (2.0 * share - 1.0) / sqrt(share - share * share)
         for i in range(experts):
@@ -174,21 +176,23 @@ def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None
     if state.prompt_steps[layer] == 0:
         _begin_prompt(state, layer, experts)
     state.prompt_steps[layer] += 1
-    decay, least, gain = log(state.keep_short), log(LEAST), 1.0 - state.keep_long
+    decay, least, gain = log(state.decay_short), log(LEAST), 1.0 - state.decay_long
     state.mean[layer] += gain * (share - state.mean[layer])
     for i in range(experts):
         state.used[i] = 0.0
-        state.long[layer, i] *= state.keep_long
+        state.long[layer, i] *= state.decay_long
         state.current[SHORT, layer, i] = max(state.current[SHORT, layer, i] + decay, least)
-    state.set_sizes[NOW, layer] = pieces.size
+    state.set_sizes[CURRENT, layer] = pieces.size
     for j in range(pieces.size):
         i = pieces[j] - state.begin[layer]
-        state.sets[NOW, layer, j] = i
+        state.sets[CURRENT, layer, j] = i
         state.used[i] = 1.0
         state.last_step[layer, i] = state.steps[0]
         state.uses[layer, i] += 1
         state.long[layer, i] += gain
-        recent = exp(state.current[SHORT, layer, i]) + (1.0 - state.keep_short) / state.level[layer]
+        recent = (
+            exp(state.current[SHORT, layer, i]) + (1.0 - state.decay_short) / state.level[layer]
+        )
         state.current[SHORT, layer, i] = log(recent)
         uses = state.prior[layer, i] + state.uses[layer, i] / state.level[layer]
         state.current[PROMPT, layer, i] = log(uses)
@@ -196,7 +200,7 @@ def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None
 
 @compiled
 def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
-    """The prompt's shares begin as those of the past."""
+    """Begin a prompt, with the shares of the past."""
     state.level[layer] = state.mean[layer]
     for i in range(experts):
         relative = state.long[layer, i] / state.mean[layer] + LEAST
@@ -208,7 +212,7 @@ def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
 
 @compiled
 def _estimate(state: NextUseState, layer: int, experts: int) -> None:
-    """Put the new values' scores into `error`."""
+    """Write the scores of the new values to `error`."""
     total = log(state.prompt_steps[layer] + state.prior_tokens)
     constant = state.weights[layer, CONSTANT] - state.weights[layer, PROMPT] * total
     short, long, prompt = (
@@ -222,41 +226,41 @@ def _estimate(state: NextUseState, layer: int, experts: int) -> None:
             + long * state.current[LONG, layer, i]
             + prompt * state.current[PROMPT, layer, i]
         )
-    lower = layer - 1 if layer > 0 else state.seen.size - 1
-    _add_links(state, SAME, layer, experts, NOW, layer)
+    lower = layer - 1 if layer > 0 else state.layer_steps.size - 1
+    _add_links(state, SAME, layer, experts, CURRENT, layer)
     _add_links(state, BEFORE, layer, experts, SAME, layer)
     _add_links(state, BELOW, layer, experts, SAME, lower)
 
 
 @compiled
 def _add_links(
-    state: NextUseState, kind: int, layer: int, experts: int, whose: int, where: int
+    state: NextUseState, kind: int, layer: int, experts: int, source: int, source_layer: int
 ) -> None:
-    """Add what a set announces to the scores."""
-    size = state.set_sizes[whose, where]
+    """Add the links of a set to the scores."""
+    size = state.set_sizes[source, source_layer]
     strength = np.float32(1.0 / sqrt(max(size, 1)))
     for j in range(size):
-        expert = state.sets[whose, where, j]
+        expert = state.sets[source, source_layer, j]
         for i in range(experts):
             state.error[i] += strength * state.links[kind, layer, expert, i]
 
 
 @compiled
 def _learn(state: NextUseState, layer: int, experts: int) -> None:
-    """Turn scores into values and errors, and move the weights that made the old values."""
+    """Turn scores into values and errors, and move the weights of the old values."""
     by_short = by_long = by_prompt = by_constant = 0.0
     for i in range(experts):
         half = 0.5 * state.error[i]
         value = 0.5 + 0.5 * np.divide(half, sqrt(1.0 + half * half))
-        wanted = state.used[i] + (1.0 - state.used[i]) * state.discount * value
-        state.error[i] = wanted - state.value[layer, i]
+        target = state.used[i] + (1.0 - state.used[i]) * state.discount * value
+        state.error[i] = target - state.value[layer, i]
         state.value[layer, i] = value
     for i in range(experts):
         by_short += state.error[i] * state.features[SHORT, layer, i]
         by_long += state.error[i] * state.features[LONG, layer, i]
         by_prompt += state.error[i] * state.features[PROMPT, layer, i]
         by_constant += state.error[i]
-    if state.seen[layer] == 0:
+    if state.layer_steps[layer] == 0:
         return  # there were no old values to learn from
     step = state.rate / experts
     state.weights[layer, SHORT] += step * by_short
@@ -273,25 +277,25 @@ def _learn(state: NextUseState, layer: int, experts: int) -> None:
 
 
 @compiled
-def _remember(state: NextUseState, layer: int, experts: int) -> None:
-    """Keep what the new estimates were made from, to learn from it next time."""
+def _store_features(state: NextUseState, layer: int, experts: int) -> None:
+    """Store the features and sets of the new estimates, to learn from them next time."""
     total = log(state.prompt_steps[layer] + state.prior_tokens)
     for i in range(experts):
         state.features[SHORT, layer, i] = state.current[SHORT, layer, i]
         state.features[LONG, layer, i] = state.current[LONG, layer, i]
         state.features[PROMPT, layer, i] = state.current[PROMPT, layer, i] - total
-    lower = layer - 1 if layer > 0 else state.seen.size - 1
+    lower = layer - 1 if layer > 0 else state.layer_steps.size - 1
     _copy_set(state, SAME, layer, BEFORE, layer)
     _copy_set(state, SAME, lower, BELOW, layer)
-    _copy_set(state, NOW, layer, SAME, layer)
+    _copy_set(state, CURRENT, layer, SAME, layer)
 
 
 @compiled
-def _copy_set(state: NextUseState, whose: int, where: int, kind: int, layer: int) -> None:
-    size = state.set_sizes[whose, where]
+def _copy_set(state: NextUseState, source: int, source_layer: int, kind: int, layer: int) -> None:
+    size = state.set_sizes[source, source_layer]
     state.set_sizes[kind, layer] = size
     for j in range(size):
-        state.sets[kind, layer, j] = state.sets[whose, where, j]
+        state.sets[kind, layer, j] = state.sets[source, source_layer, j]
 
 
 @compiled
@@ -305,32 +309,32 @@ def on_insert(cache: CacheState, state: NextUseState, piece: int, now: LogicalTi
 @compiled
 def on_evict(cache: CacheState, state: NextUseState, piece: int, now: LogicalTime) -> None:
     layer = state.layer[piece]
-    state.key[layer, piece - state.begin[layer]] = GONE
+    state.key[layer, piece - state.begin[layer]] = NOT_RESIDENT
 
 
 @compiled
 def victim(cache: CacheState, state: NextUseState, group: int, piece: int, now: LogicalTime) -> int:
     layers = state.floor.size
-    first, bound = now.layer, GONE
+    first, bound = now.layer, NOT_RESIDENT
     for layer in range(layers):
         lowest = state.floor[layer] * state.nearness[_ahead(layer, now.layer, layers)]
         if lowest < bound:
             first, bound = layer, lowest
-    best, least = -1, GONE
-    # The likeliest layer first; then most floors show that there is nothing smaller.
+    best, least = -1, NOT_RESIDENT
+    # The most promising layer first: then the floors of most others rule them out.
     for order in range(-1, layers):
         layer = order if order >= 0 else first
         nearness = state.nearness[_ahead(layer, now.layer, layers)]
         if state.floor[layer] * nearness > least or not (state.one_group or layer == group):
             continue
-        begin, floor = state.begin[layer], GONE
+        begin, floor = state.begin[layer], NOT_RESIDENT
         for i in range(state.begin[layer + 1] - begin):
             key = state.key[layer, i]
             floor = min(floor, key)
             key *= nearness
-            if key <= least and key < GONE and cache.pinned[begin + i] == 0:
+            if key <= least and key < NOT_RESIDENT and cache.pinned[begin + i] == 0:
                 if state.last_step[layer, i] == state.steps[0]:
-                    key += 1.0  # the step that is being served needs it
+                    key += 1.0  # the current step needs it
                 if key < least or (key == least and begin + i < best):
                     best, least = begin + i, key
         state.floor[layer] = floor
@@ -352,13 +356,13 @@ next_use = Policy(
     on_step=on_step,
     on_request=on_request,
     options=(
-        PolicyOption("discount", 0.85, "what a use is worth that is one token farther", 0.0, 0.99),
+        PolicyOption("discount", 0.85, "value of a use one token later", 0.0, 0.99),
         PolicyOption(
             "distance", 0.5, "how much a round of layers counts against an expert", 0.0, 9.0
         ),
         PolicyOption("short", 3.0, "half-life in tokens of the share of the last few", 0.1),
         PolicyOption("long", 1000.0, "half-life in tokens of the share of the past", 0.1),
-        PolicyOption("prior", 10.0, "tokens of its own that outweigh the past in a prompt", 0.1),
+        PolicyOption("prior", 10.0, "tokens of a prompt that weigh as much as the past", 0.1),
         PolicyOption("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
         PolicyOption("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
     ),

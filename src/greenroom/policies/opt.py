@@ -1,7 +1,7 @@
 """OPT: evict the piece whose next request is farthest in the future (Belady, 1966).
 
-No policy that must bring in every miss has fewer of them, so long as nothing is pinned. Pieces that
-are never requested again go first, the least recently requested of them before the others.
+No policy that must insert every miss has fewer misses, as long as nothing is pinned. Pieces that
+are never requested again are evicted first, of these the least recently requested.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ NEVER = -1
 
 
 class OptState(NamedTuple):
-    """Requests are numbered group by group, in each in the order of the trace.
+    """The state of OPT: requests are numbered by group, then in the order of the trace.
 
-    Of every resident the number of its next request is in a set: the largest below the end of a
-    group's numbers is the victim's. Numbers are int32 where they fit: they are most of the memory.
+    `awaited` holds the number of every resident's next request; the largest one of a group is the
+    victim's. Numbers are int32 where they fit: they take most of the memory.
     """
 
-    following: Ids  # [N] number of the next request for the piece of request i, or NEVER
-    asks: Ids  # [N] the piece of each number
+    next_number: Ids  # [N] number of the next request for the piece of request i, or NEVER
+    piece_of: Ids  # [N] the piece of each number
     awaited: Bits
     next_of: Ints  # [P] a resident's number in `awaited`, or NEVER
     begin: Ints  # [G + 1] group g has the numbers begin[g] .. begin[g + 1] - 1
-    finished: Lists  # those never requested again, one list a group
+    finished: Lists  # pieces never requested again, one list a group
 
 
 @jit
@@ -41,25 +41,25 @@ def _look_ahead(
     group_of: Ints,
     begin: Ints,
     after: Ids,
-    following: Ids,
-    asks: Ids,
+    next_number: Ids,
+    piece_of: Ids,
     reorder: bool,
 ) -> None:
-    """Fill `following`, and `asks` where it is not `pieces` itself; `after` [P] is all NEVER."""
+    """Fill `next_number`, and `piece_of` on `reorder`; `after` [P] is all NEVER."""
     end = begin[1:].copy()
     for i in range(pieces.size - 1, -1, -1):
         piece = pieces[i]
         group = group_of[piece]
         end[group] -= 1
-        following[i] = after[piece]
+        next_number[i] = after[piece]
         after[piece] = end[group]
         if reorder:
-            asks[end[group]] = piece
+            piece_of[end[group]] = piece
 
 
 @jit
 def next_uses(pieces: Ids, count: int) -> Ints:
-    """For each request the index of the next one for the same piece; ids are below `count`.
+    """The index of each request's next one for the same piece; ids are below `count`.
 
     Pieces that are not requested again have indices past the end, no two the same.
     """
@@ -73,17 +73,17 @@ def next_uses(pieces: Ids, count: int) -> Ints:
 
 def build_state(setup: PolicySetup) -> OptState:
     pieces = setup.required_trace.pieces
-    kind: Any = np.int32 if pieces.size < 2**31 else np.int64
+    dtype: Any = np.int32 if pieces.size < 2**31 else np.int64
     sizes = np.bincount(pieces, minlength=setup.pieces)
     per_group = np.bincount(setup.group_of, weights=sizes, minlength=setup.groups)
     begin = np.concatenate([[0], np.cumsum(per_group)]).astype(np.int64)
-    following: Ids = np.empty(pieces.size, kind)
-    asks = pieces if setup.groups == 1 else np.empty(pieces.size, pieces.dtype)
-    after = np.full(setup.pieces, NEVER, kind)
-    _look_ahead(pieces, setup.group_of, begin, after, following, asks, setup.groups > 1)
+    next_number: Ids = np.empty(pieces.size, dtype)
+    piece_of = pieces if setup.groups == 1 else np.empty(pieces.size, pieces.dtype)
+    after = np.full(setup.pieces, NEVER, dtype)
+    _look_ahead(pieces, setup.group_of, begin, after, next_number, piece_of, setup.groups > 1)
     return OptState(
-        following,
-        asks,
+        next_number,
+        piece_of,
         bitsets.empty(pieces.size + 1),
         np.full(setup.pieces, NEVER, np.int64),
         begin,
@@ -93,10 +93,10 @@ def build_state(setup: PolicySetup) -> OptState:
 
 @compiled
 def on_insert(cache: CacheState, state: OptState, piece: int, now: LogicalTime) -> None:
-    following = state.following[now.index]
-    state.next_of[piece] = following
-    if following >= 0:
-        bitsets.add(state.awaited, following)
+    next_number = state.next_number[now.index]
+    state.next_of[piece] = next_number
+    if next_number >= 0:
+        bitsets.insert(state.awaited, next_number)
     else:
         lists.push(state.finished, cache.slot_of.size + cache.group_of[piece], piece)
 
@@ -122,7 +122,7 @@ def victim(cache: CacheState, state: OptState, group: int, piece: int, now: Logi
         return int(chosen)
     number = bitsets.below(state.awaited, state.begin[group + 1])
     while number >= state.begin[group]:
-        farthest = state.asks[number]
+        farthest = state.piece_of[number]
         if cache.pinned[farthest] == 0:
             return int(farthest)
         number = bitsets.below(state.awaited, number)

@@ -1,4 +1,4 @@
-"""Random: evict any piece, each as likely as the others. `seed` makes it repeatable."""
+"""Random: evict any piece, each with equal probability. `seed` makes it repeatable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def on_insert(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> 
 
 @compiled
 def on_evict(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> None:
-    pools.take(state, cache.group_of[piece], piece)
+    pools.discard(state, cache.group_of[piece], piece)
 
 
 @compiled

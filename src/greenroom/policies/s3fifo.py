@@ -1,11 +1,11 @@
-"""S3-FIFO (Yang et al., SOSP 2023, "FIFO queues are all you need for cache eviction", section 4,
-algorithm 1).
+"""S3-FIFO: small, main and ghost queues (Yang et al., SOSP 2023).
 
-Three FIFO queues a group: S (small), with a tenth of the slots, for what is new; M (main); G
-(ghost), the ids of what S gave up, as many as M has slots. A hit raises the piece's frequency, to 3
-at most. A miss enters M where G remembers it, else S. While S has its share, its oldest piece goes:
-to M with frequency 0 if it was hit more than once, else out and into G; else M's oldest, which goes
-around once more for each time that it was hit. Pinned pieces are passed over where they stand.
+"FIFO queues are all you need for cache eviction", section 4, algorithm 1. Each group has three FIFO
+queues: S (small), with a tenth of the slots, for new pieces; M (main); G (ghost), the ids of pieces
+evicted from S, as many as M has slots. A hit raises the piece's frequency, to 3 at most. A miss
+enters M if it is in G, else S. While S has its share of slots, its oldest piece leaves it: to M
+with frequency 0 if it was hit more than once, else it is evicted and enters G. Otherwise M's oldest
+is evicted, after one more round for each hit. Pinned pieces are skipped.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ MOST = 3  # frequency: two bits
 
 
 class S3FifoState(NamedTuple):
+    """The state of S3-FIFO."""
+
     queues: Queues  # S, M and G
     frequency: Ints  # [P]
-    share: Floats  # of the slots that are S's
+    share: Floats  # of slots for S
 
 
 def build_state(setup: PolicySetup) -> S3FifoState:
@@ -46,8 +48,8 @@ def build_state(setup: PolicySetup) -> S3FifoState:
 
 
 @compiled
-def small(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """Slots that are S's share, at least one."""
+def small_slots(cache: CacheState, state: S3FifoState, group: int) -> int:
+    """Slots of queue S, at least one."""
     slots = cache.first[group + 1] - cache.first[group]
     return max(1, int(slots * state.share[0]))
 
@@ -61,26 +63,26 @@ def on_hit(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) 
 def on_insert(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) -> None:
     state.frequency[piece] = 0
     queues, group, queue = state.queues, cache.group_of[piece], S
-    if queues.inside[piece] == G:
-        lists.leave(queues, group, piece)
+    if queues.queue_of[piece] == G:
+        lists.dequeue(queues, group, piece)
         queue = M
-    lists.enter(queues, group, piece, queue)
+    lists.enqueue(queues, group, piece, queue)
 
 
 @compiled
 def on_evict(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime) -> None:
-    queues, group, queue = state.queues, cache.group_of[piece], state.queues.inside[piece]
-    lists.leave(queues, group, piece)
+    queues, group, queue = state.queues, cache.group_of[piece], state.queues.queue_of[piece]
+    lists.dequeue(queues, group, piece)
     if queue == S:
-        lists.enter(queues, group, piece, G)
-        room = cache.first[group + 1] - cache.first[group] - small(cache, state, group)
+        lists.enqueue(queues, group, piece, G)
+        room = cache.first[group + 1] - cache.first[group] - small_slots(cache, state, group)
         if queues.size[group, G] > room:
-            lists.forget_oldest(queues, group, G)
+            lists.drop_oldest(queues, group, G)
 
 
 @compiled
 def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """S's oldest piece that was not hit twice; those that were move to M. -1: none is left."""
+    """The oldest piece of S that was not hit twice, or -1; pieces hit twice move to M."""
     queues, head = state.queues, lists.head_of(state.queues, group, S)
     piece = queues.lists.before[head]
     while piece != head:
@@ -89,20 +91,20 @@ def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
             if state.frequency[piece] < 2:
                 return int(piece)
             state.frequency[piece] = 0
-            lists.leave(queues, group, piece)
-            lists.enter(queues, group, piece, M)
+            lists.dequeue(queues, group, piece)
+            lists.enqueue(queues, group, piece, M)
         piece = newer
     return -1
 
 
 @compiled
 def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """M's oldest piece that was not hit since it last came by, or -1."""
+    """The oldest piece of M whose frequency is used up, or -1."""
     piece = lists.oldest(state.queues, group, M, cache)
     while piece >= 0 and state.frequency[piece] > 0:
         state.frequency[piece] -= 1
-        lists.leave(state.queues, group, piece)
-        lists.enter(state.queues, group, piece, M)
+        lists.dequeue(state.queues, group, piece)
+        lists.enqueue(state.queues, group, piece, M)
         piece = lists.oldest(state.queues, group, M, cache)
     return int(piece)
 
@@ -110,7 +112,7 @@ def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
 @compiled
 def victim(cache: CacheState, state: S3FifoState, group: int, piece: int, now: LogicalTime) -> int:
     chosen = -1
-    if state.queues.size[group, S] >= small(cache, state, group):
+    if state.queues.size[group, S] >= small_slots(cache, state, group):
         chosen = from_small(cache, state, group)
     if chosen < 0:
         chosen = from_main(cache, state, group)

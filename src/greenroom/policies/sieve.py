@@ -1,8 +1,8 @@
 """SIEVE (Zhang et al., NSDI 2024, "SIEVE is simpler than LRU", section 3, algorithm 1).
 
-A queue in order of arrival. A hit sets the piece's visited bit and moves nothing. A hand goes from
-the oldest to the newest and around again: it clears the bits that are set and evicts the first
-piece whose bit is not. Pinned pieces are passed over, their bits untouched.
+Pieces are in a queue in order of arrival. A hit sets the piece's visited bit and moves nothing. A
+hand goes from the oldest to the newest and around again: it clears set bits and evicts the first
+piece whose bit is clear. Pinned pieces are skipped, their bits unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class SieveState(NamedTuple):
+    """The state of SIEVE: P pieces, G groups."""
+
     queue: Lists  # one a group, the newest in front
     visited: NDArray[np.bool_]  # [P]
-    hand: Ints  # [G] the node where the hand is; a head: at the beginning
+    hand: Ints  # [G] the node of the hand; a head means the oldest piece
 
 
 def build_state(setup: PolicySetup) -> SieveState:
@@ -53,7 +55,7 @@ def on_evict(cache: CacheState, state: SieveState, piece: int, now: LogicalTime)
 def victim(cache: CacheState, state: SieveState, group: int, piece: int, now: LogicalTime) -> int:
     head = cache.slot_of.size + group
     node, rounds = state.hand[group], 0
-    while rounds < 3:  # the second time around all bits are clear, but for pinned pieces
+    while rounds < 3:  # in the second round all bits are clear, except those of pinned pieces
         if node == head:
             rounds += 1
             node = state.queue.before[head]

@@ -1,9 +1,9 @@
-"""Static: the most requested pieces stay, all others pass through scratch slots (the baseline of
-ProMoE, section 5.1).
+"""Static: the most requested pieces stay resident, and no miss is inserted.
 
-Requests are counted on a named part of the trace, and what was requested most there is resident
-from the start, as many as each group has slots. Equal counts go by the later last request there,
-then by the lower id. It is the only policy that does not bring in every miss.
+This is the baseline of ProMoE, section 5.1. Requests are counted on a named part of the trace. The
+pieces requested most there are resident from the start, as many as each group has slots; all others
+are computed from scratch slots. Ties go to the later last request, then to the lower id. All other
+policies insert every miss.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, coun
 
 
 class StaticState(NamedTuple):
+    """The state of the static policy: P pieces."""
+
     rank: Ints  # [P] 0 is the piece that was requested most
     score: Floats  # [P] its negative
 
 
 def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
-    """Which steps [S] are in the part of that name. UsageError where it is unknown or empty."""
+    """Flags [S] of the steps in the part of that name. UsageError for an unknown or empty one."""
     prompts = int(stream.request[-1]) + 1 if stream.request.size else 0
     begin, dash, end = part.partition("-")
     if part == "all":
@@ -62,7 +64,7 @@ def build_state(setup: PolicySetup) -> StaticState:
     chosen = np.flatnonzero(np.repeat(steps, np.diff(stream.starts)))
     pieces = stream.pieces[chosen]
     last = np.full(setup.pieces, -1, np.int64)
-    last[pieces] = chosen  # of equal indices the last is kept
+    last[pieces] = chosen  # NumPy stores the last of equal indices
     count = np.bincount(pieces, minlength=setup.pieces)
     order = np.lexsort((np.arange(setup.pieces), -last, -count))
     rank = np.empty(setup.pieces, np.int64)
@@ -71,7 +73,7 @@ def build_state(setup: PolicySetup) -> StaticState:
 
 
 def residents(setup: PolicySetup) -> Ints:
-    """The pieces that stay: the best of each group."""
+    """The pieces that stay resident: the most requested of each group."""
     rank = build_state(setup).rank
     chosen = []
     for group, size in enumerate(setup.sizes):
@@ -82,7 +84,7 @@ def residents(setup: PolicySetup) -> Ints:
 
 @compiled
 def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
-    """Only a cache that shrinks asks: the piece that was requested least."""
+    """The piece that was requested least, for a cache that shrinks."""
     return int(scan.lowest(cache, group, state.score, state.rank))
 
 

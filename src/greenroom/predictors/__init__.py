@@ -1,7 +1,7 @@
-"""Predictors: one a file, and this table.
+"""Predictors: one a file, and a table of their kinds.
 
-chosen = predictor("markov:2")
-chosen.build(PredictorSetup(shape))
+choice = predictor("markov:2")
+choice.build(PredictorSetup(shape))
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ PREDICTORS: dict[str, PredictorKind] = {
         *(pregated, recorded, oracle, noisy_oracle),
     )
 }
-OFF = "off"  # what users call `none`
-AUTOMATIC = ("next-gate", "markov")  # what `auto` is: the first that model, or trace, allows
+OFF = "off"  # the users' name of `none`
+AUTOMATIC = ("next-gate", "markov")  # `auto` is the first that the model, or the trace, allows
 
 
-def _undecided(setting: PredictorSetup) -> Predictor:
-    raise UsageError("predictor auto is none by itself: its driver chooses one")
+def _undecided(setup: PredictorSetup) -> Predictor:
+    raise UsageError("predictor auto cannot be built: its driver chooses a predictor")
 
 
 AUTO = PredictorKind("auto", _undecided, "what pays on this machine with this model")
 
 
 def predictor(text: str) -> PredictorChoice:
-    """The predictor of `NAME[:distance][,option=value...]`, options after a colon or the distance.
+    """Parse `NAME[:distance][,option=value...]`; options follow the colon or the distance.
 
-    `off` is `none`; what `auto` becomes is for its driver to decide, by `kind is AUTO`. UnknownName
-    lists the names that there are; UsageError says which distance or option cannot be right.
+    `off` is `none`. For `auto` (`kind is AUTO`) the driver chooses a predictor. UnknownName lists
+    the valid names; UsageError says which distance or option is wrong.
     """
-    name, colon, rest = text.partition(":")
-    known = {AUTO.name: AUTO, OFF: none, **PREDICTORS}
-    if name not in known:
-        raise UnknownName("predictor", name, known)
-    if colon and not rest:
+    name, colon, options = text.partition(":")
+    kinds = {AUTO.name: AUTO, OFF: none, **PREDICTORS}
+    if name not in kinds:
+        raise UnknownName("predictor", name, kinds)
+    if colon and not options:
         raise UsageError(f"a distance or options must follow the colon: {text!r}")
-    return known[name].choose(rest)
+    return kinds[name].choose(options)
 
 
 __all__ = [

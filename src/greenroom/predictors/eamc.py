@@ -1,18 +1,18 @@
-"""eamc: what similar prompts used (MoE-Infinity, sections 4.3 to 4.5; B.1 for a full collection).
+"""eamc: experts used by similar prompts (MoE-Infinity, 4.3 to 4.5; B.1 for a full collection).
 
-An EAM (expert activation matrix) counts the tokens that went to each expert; the collection (EAMC)
-keeps those of past prompts, 100 of them. After each layer l the EAM of this pass so far
-(`iteration`, figure 5 of the paper), or of this request so far (`request`), is matched with the
-collection; pEAM is the sum of those at the smallest cosine distance, and the likelihood of expert e
-of layer i ahead is
+An EAM (expert activation matrix) counts the tokens routed to each expert; the collection (EAMC)
+holds the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (`iteration`,
+figure 5 of the paper), or of this request so far (`request`), is matched with the collection. pEAM
+is the sum of the EAMs at the smallest cosine distance. The likelihood of expert e of a layer i > l
+is
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
-Layers l + 1 .. l + distance are predicted, those that hold the likeliest expert first. The layers
-are counted on into the next pass. While the collection is empty, the EAM that would be matched
-stands for pEAM. Prompts and answers (prefill and decode, 4.3) have an EAM and a collection each; an
-EAM enters when the next request begins, into a full collection in place of its nearest. So far
-policies/moe_infinity.py, which evicts by the same pEAM; there, a request has one EAM.
+Layers l + 1 .. l + distance are predicted, the layer with the likeliest expert first; layers are
+counted on into the next pass. While the collection is empty, the current EAM stands for pEAM.
+Prefill and decode (4.3) have an EAM and a collection each. An EAM is added when the next request
+begins; in a full collection it replaces the nearest one. The policy in policies/moe_infinity.py
+evicts by the same pEAM, with one EAM a request.
 """
 
 from __future__ import annotations
@@ -26,145 +26,148 @@ from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.helpers.learner import Arrays, Floats, as_ids, for_all
-from greenroom.predictors.helpers.token_table import filled
+from greenroom.predictors.helpers.learner import Arrays, Floats, as_contiguous, repeat_for_tokens
+from greenroom.predictors.helpers.token_table import fill
 from greenroom.predictors.none import NullPredictor
 
 
 class Collection(NamedTuple):
-    """The EAMs of past prompts, or answers: C places, of which `size` are taken; and the one that
-    is growing. P experts."""
+    """A collection of EAMs of past prompts or answers, and the current one.
+
+    P experts; C places, of which the first `size` are in use."""
 
     counts: Ids  # [P, C]
-    dots: Ids  # [C] products with the EAM that is matched
-    squares: Ids  # [C]
+    dots: Ids  # [C] dot products with `eam`
+    squares: Ids  # [C] squared lengths
     size: Ids  # [1]
-    whole: Ids  # [P] the EAM of this request
-    eam: Ids  # [P] the one that is matched
+    request: Ids  # [P] the EAM of this request
+    eam: Ids  # [P] the EAM that is matched
 
-    def forget(self) -> None:
-        """The EAM that is matched begins anew."""
+    def reset_eam(self) -> None:
+        """Reset the EAM that is matched."""
         self.dots[:] = 0
         self.eam[:] = 0
 
-    def keep(self) -> None:
-        """The request is over: its EAM enters."""
-        if not self.whole.any():
+    def store_request(self) -> None:
+        """Add the EAM of a finished request, and begin a new one."""
+        if not self.request.any():
             return
         place = int(self.size[0])
         if place == self.squares.size:
-            dots = (self.whole @ self.counts).astype(np.float64)
+            dots = (self.request @ self.counts).astype(np.float64)
             place = int((dots * dots / self.squares).argmax())
         else:
             self.size[0] += 1
-        self.counts[:, place] = self.whole
-        self.squares[place] = self.whole @ self.whole
-        self.whole[:] = 0
+        self.counts[:, place] = self.request
+        self.squares[place] = self.request @ self.request
+        self.request[:] = 0
 
 
-def empty(pieces: int, capacity: int) -> Collection:
-    """A collection with nothing in it."""
+def empty_collection(pieces: int, capacity: int) -> Collection:
+    """An empty collection."""
     counts, row = np.zeros((pieces, capacity), np.int64), np.zeros(pieces, np.int64)
     place = np.zeros(capacity, np.int64)
     return Collection(counts, place, place + 1, np.zeros(1, np.int64), row, row.copy())
 
 
 @jit
-def add(now: Collection, experts: Ids, begin: int) -> None:
-    """Tokens used `experts` [T, K] of the layer whose pieces begin there."""
+def count(collection: Collection, experts: Ids, begin: int) -> None:
+    """Count `experts` [T, K] of the layer whose pieces begin at `begin`."""
     for token in range(experts.shape[0]):
         for rank in range(experts.shape[1]):
             piece = begin + experts[token, rank]
-            now.eam[piece] += 1
-            now.whole[piece] += 1
-            for place in range(now.size[0]):
-                now.dots[place] += now.counts[piece, place]
+            collection.eam[piece] += 1
+            collection.request[piece] += 1
+            for place in range(collection.size[0]):
+                collection.dots[place] += collection.counts[piece, place]
 
 
 @jit
-def expect(now: Collection, begin: Ids, layer: int, scores: Floats) -> None:
-    """`scores` [distance, E]: the likelihoods of the layers after `layer`, under pEAM.
+def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> None:
+    """Write `scores` [distance, E]: likelihoods of the layers after `layer` under pEAM.
 
-    The cosine ranks as dot ** 2 / square does, and is equal where that is.
+    Cosines are compared by dot ** 2 / square, which ranks alike.
     """
-    layers, size = begin.size - 1, now.size[0]
-    like, most = np.empty(size), -1.0
+    layers, size = begin.size - 1, collection.size[0]
+    similarity, most = np.empty(size), -1.0
     for place in range(size):
-        dot = float(now.dots[place])
-        like[place] = dot * dot / float(now.squares[place])
-        most = max(most, like[place])
+        dot = float(collection.dots[place])
+        similarity[place] = dot * dot / float(collection.squares[place])
+        most = max(most, similarity[place])
     for ahead in range(scores.shape[0]):
         target = (layer + 1 + ahead) % layers
         first, experts = begin[target], begin[target + 1] - begin[target]
         scores[ahead] = 0
         for place in range(size):
-            if like[place] == most:
+            if similarity[place] == most:
                 for expert in range(experts):
-                    scores[ahead, expert] += now.counts[first + expert, place]
+                    scores[ahead, expert] += collection.counts[first + expert, place]
         if size == 0:
             for expert in range(experts):
-                scores[ahead, expert] = now.eam[first + expert]
+                scores[ahead, expert] = collection.eam[first + expert]
         total = scores[ahead].sum()
         if total > 0:
             scores[ahead] *= np.float32((1 - (ahead + 1) / layers) / total)
 
 
-class Eamc(NullPredictor):
+class EamcPredictor(NullPredictor):
+    """The EAMC predictor: experts of the past prompts most similar to this one."""
+
     name = "eamc"
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        super().__init__(setting)
-        self._by_request = setting.options["matching"] == "request"
+    def __init__(self, setup: PredictorSetup) -> None:
+        super().__init__(setup)
+        self._by_request = setup.options["matching"] == "request"
         self._begin = np.cumsum([0, *self._shape.experts_per_layer])
         self._parts = {
-            part: empty(int(self._begin[-1]), int(setting.options["capacity"]))
+            part: empty_collection(int(self._begin[-1]), int(setup.options["capacity"]))
             for part in ("prefill", "decode")
         }
-        self._now = self._parts["decode"]
+        self._collection = self._parts["decode"]
         self._request, self._tokens = -1, 1
 
     def begin(self, at: PassStart) -> None:
-        self._now = self._parts["prefill" if at.prefill else "decode"]
+        self._collection = self._parts["prefill" if at.prefill else "decode"]
         if at.request != self._request:
             for part in self._parts.values():
-                part.keep()
-                part.forget()
+                part.store_request()
+                part.reset_eam()
         elif not self._by_request:
-            self._now.forget()
+            self._collection.reset_eam()
         self._request, self._tokens = at.request, at.tokens
 
-    def observe(self, seen: LayerRouting) -> None:
-        add(self._now, as_ids(seen.experts), int(self._begin[seen.layer]))
+    def observe(self, routing: LayerRouting) -> None:
+        count(self._collection, as_contiguous(routing.experts), int(self._begin[routing.layer]))
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
-        expect(self._now, self._begin, layer, scores)
+        score(self._collection, self._begin, layer, scores)
         named = top(scores, self._shape.width, 0.0)
         order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
         return [
-            for_all(
+            repeat_for_tokens(
                 LayerPrediction(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens
             )
             for i in map(int, order)
         ]
 
     def state(self) -> Arrays:
-        kept = {}
+        state = {}
         for name, part in self._parts.items():
-            kept[f"{name}.collection"] = part.counts[:, : part.size[0]].T.copy()
-            kept[f"{name}.request"] = part.whole.copy()
-        return kept
+            state[f"{name}.collection"] = part.counts[:, : part.size[0]].T.copy()
+            state[f"{name}.request"] = part.request.copy()
+        return state
 
     def restore(self, state: Arrays) -> None:
         for name, part in self._parts.items():
             key = f"{name}.collection"
             saved = state.get(key, np.empty(0))
             size = part.size[0] = min(len(saved), part.squares.size)
-            collection = np.zeros((size, len(part.whole)), np.int64)
-            filled(key, state, collection)
-            filled(f"{name}.request", state, part.whole)
+            collection = np.zeros((size, len(part.request)), np.int64)
+            fill(key, state, collection)
+            fill(f"{name}.request", state, part.request)
             part.counts[:, :size] = collection.T
             part.squares[:size] = (collection * collection).sum(axis=1)
         self._request = -1
@@ -172,7 +175,7 @@ class Eamc(NullPredictor):
 
 eamc = PredictorKind(
     "eamc",
-    Eamc,
+    EamcPredictor,
     "what similar prompts used (MoE-Infinity)",
     distance=2,
     options=(

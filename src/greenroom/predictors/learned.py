@@ -2,14 +2,14 @@
 
     scores[l] = down[l] relu(up[l] x + b[l]) + c[l]
 
-where x is what enters the gate of layer l - distance: of the same token, or for the first layers
-of the one before it. `greenroom train-predictor` trains them; the tensors of its file are
+where x is the gate input of layer l - distance: of the same token, or for the first layers of the
+token before it. `greenroom train-predictor` trains the networks; the tensors of its file are
 
     distance [1]; for each layer N: N.up.weight [hidden, H], N.up.bias [hidden],
     N.down.weight [experts, hidden], N.down.bias [experts]
 
-For one token the time is that of reading `up`, which is kept in bfloat16: half the memory, and a
-quarter less time than float32 where the experts have just emptied the processor's cache.
+The time of one token is that of reading `up`, which is held in bfloat16: half the memory, and a
+quarter less time than float32 after experts have displaced it from the processor's cache.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.next_gate import FromInputs
+from greenroom.predictors.next_gate import InputPredictor
 
 Floats = NDArray[np.float32]
-Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32
-FEW = 4  # tokens; more are multiplied by NumPy
+BFloat16 = NDArray[np.uint16]  # bfloat16: the upper 16 bits of float32
+FEW = 4  # tokens; NumPy multiplies more
 
 
 class Network(NamedTuple):
-    """The two layers of one target's MLP."""
+    """The MLP that predicts one target layer."""
 
-    up: Halves  # [hidden, H]
+    up: BFloat16  # [hidden, H]
     up_bias: Floats  # [hidden]
     down: Floats  # [E, hidden]
     down_bias: Floats  # [E]
 
 
-def halves(values: Floats) -> Halves:
-    """float32 -> the nearest bfloat16, ties to even."""
+def to_bfloat16(values: Floats) -> BFloat16:
+    """Round float32 to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     near = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
-    rounded: Halves = near.astype(np.uint16)
+    rounded: BFloat16 = near.astype(np.uint16)
     return rounded
 
 
-def doubled(values: Halves) -> Floats:
-    """bfloat16 -> float32, exactly."""
+def to_float32(values: BFloat16) -> Floats:
+    """Convert bfloat16 to float32, exactly."""
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
-@jit(fastmath=True)  # sums in any order, so that they are vectors
+@jit(fastmath=True)  # sums in any order, so that they are vectorised
 def forward(x: Inputs, network: Network, scores: Floats) -> None:
-    """`scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's first cache."""
+    """Write `scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's L1 cache."""
     up, up_bias, down, down_bias = network
     hidden = np.empty(up.shape[0], np.float32)
     bits = np.empty(up.shape[1], np.uint32)
@@ -76,19 +76,19 @@ def forward(x: Inputs, network: Network, scores: Floats) -> None:
             scores[token, e] = total
 
 
-class Learned(FromInputs):
-    """What is learned comes from a file; while it runs it learns nothing."""
+class LearnedPredictor(InputPredictor):
+    """The learned predictor: trained networks from a file, which do not change at run time."""
 
     name = "learned"
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        if setting.tensors is None:
+    def __init__(self, setup: PredictorSetup) -> None:
+        if setup.tensors is None:
             raise UsageError(
-                "predictor learned needs the file of `greenroom train-predictor`, and runs beside"
+                "predictor learned needs a file of `greenroom train-predictor`, and runs only with"
                 " the model that it was trained for"
             )
-        super().__init__(setting)
-        self._networks, self._ahead = networks_of(setting.tensors, setting.shape)
+        super().__init__(setup)
+        self._networks, self._ahead = networks_of(setup.tensors, setup.shape)
         self.distance = self._ahead
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
@@ -97,7 +97,7 @@ class Learned(FromInputs):
 
     def _scores(self, network: Network, x: Inputs) -> Floats:
         if len(x) > FEW:
-            hidden = np.maximum(x @ doubled(network.up).T + network.up_bias, np.float32(0))
+            hidden = np.maximum(x @ to_float32(network.up).T + network.up_bias, np.float32(0))
             result: Floats = hidden @ network.down.T + network.down_bias
             return result
         scores = np.empty((len(x), len(network.down)), np.float32)
@@ -106,38 +106,38 @@ class Learned(FromInputs):
 
 
 def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list[Network], int]:
-    """(a network for each layer, distance). PredictorError where the tensors do not fit."""
+    """Build (a network for each layer, distance). PredictorError where the tensors do not fit."""
     distance = tensors.get("distance", np.empty(0))
     if distance.shape != (1,) or not 1 <= int(distance[0]) <= shape.layers:
-        raise PredictorError("the learned predictor is damaged: it has no distance that can be")
-    found = []
+        raise PredictorError("the learned predictor is damaged: it has no valid distance")
+    networks = []
     for layer, experts in enumerate(shape.experts_per_layer):
         parts = [
             tensors.get(f"{layer}.{name}")
             for name in ("up.weight", "up.bias", "down.weight", "down.bias")
         ]
         if any(part is None or part.dtype != np.float32 for part in parts):
-            raise PredictorError(f"the learned predictor is damaged: layer {layer} is not whole")
+            raise PredictorError(f"the learned predictor is damaged: layer {layer} is incomplete")
         up, up_bias, down, down_bias = (np.ascontiguousarray(part) for part in parts)
         hidden = len(up_bias)
         shapes = (up.shape[:1], up_bias.shape, down.shape, down_bias.shape)
         if up.ndim != 2 or shapes != ((hidden,), (hidden,), (experts, hidden), (experts,)):
             raise PredictorError(
-                f"the learned predictor is another model's: layer {layer} has {experts} experts"
+                f"the learned predictor is for another model: layer {layer} has {experts} experts"
             )
-        found.append(Network(halves(up), up_bias, down, down_bias))
+        networks.append(Network(to_bfloat16(up), up_bias, down, down_bias))
     if f"{shape.layers}.up.bias" in tensors:
         raise PredictorError(
-            f"the learned predictor is not of a model of {shape.layers} MoE layers"
+            f"the learned predictor is for another model: this one has {shape.layers} MoE layers"
         )
-    if len({network.up.shape[1] for network in found}) > 1:
+    if len({network.up.shape[1] for network in networks}) > 1:
         raise PredictorError("the learned predictor is damaged: layers of different hidden sizes")
-    return found, int(distance[0])
+    return networks, int(distance[0])
 
 
 learned = PredictorKind(
     "learned",
-    Learned,
+    LearnedPredictor,
     "small networks, trained by `greenroom train-predictor`",
     frozenset({"inputs", "file"}),
 )

@@ -21,15 +21,16 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, as_ids
+from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, as_contiguous
 
-PRIOR = 0.1  # what a pair that was never seen counts
+PRIOR = 0.1  # the count of a pair that was never seen
 
 
 @jit
 def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
-    """Tokens that used `before` [T, K] used `after` [T, K]. `pairs` [E, E], `totals` [E] are
-    logarithms of counts.
+    """Count that tokens with experts `before` [T, K] then used `after` [T, K].
+
+    `pairs` [E, E] and `totals` [E] are logarithms of counts.
     """
     for token in range(before.shape[0]):
         for i in range(before.shape[1]):
@@ -42,32 +43,34 @@ def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
 
 
 @jit
-def score(pairs: Floats, totals: Floats, seen: Ids, experts: int, scores: Floats) -> None:
-    """`scores` [T, E] of the layer's experts, after `seen` [T, K]."""
-    for token in range(seen.shape[0]):
+def score(pairs: Floats, totals: Floats, used: Ids, experts: int, scores: Floats) -> None:
+    """Write `scores` [T, E] of a layer's experts, given the experts `used` [T, K] before."""
+    for token in range(used.shape[0]):
         for expert in range(totals.size):
-            scores[token, expert] = (1 - seen.shape[1]) * totals[expert]
-        for i in range(seen.shape[1]):
-            row = pairs[seen[token, i]]
+            scores[token, expert] = (1 - used.shape[1]) * totals[expert]
+        for i in range(used.shape[1]):
+            row = pairs[used[token, i]]
             for expert in range(totals.size):
                 scores[token, expert] += row[expert]
         scores[token, experts:] = -np.inf
 
 
-class Markov(PathLearner):
+class MarkovPredictor(PathLearner):
+    """The Markov predictor: counts of pairs of experts in layers `distance` apart."""
+
     name = "markov"
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        super().__init__(setting)
+    def __init__(self, setup: PredictorSetup) -> None:
+        super().__init__(setup)
         layers, experts = self._shape.layers, max(self._shape.experts_per_layer)
         self._pairs = np.full((layers, experts, experts), log(PRIOR), np.float32)
         self._totals = np.full((layers, experts), log(PRIOR * experts), np.float32)
 
-    def observe(self, seen: LayerRouting) -> None:
-        path, layer, layers = self._path, seen.layer, self._shape.layers
-        path[1:, layer] = seen.experts
+    def observe(self, routing: LayerRouting) -> None:
+        path, layer, layers = self._path, routing.layer, self._shape.layers
+        path[1:, layer] = routing.experts
         target, source = layer + self._ahead - layers, layer - self._ahead
-        if target >= 0:  # of several tokens each is the one that follows the one before it
+        if target >= 0:  # of several tokens each follows the token before it
             self._learn(layer, path[1:-1, layer], path[2:, target])
         if source >= 0:
             self._learn(source, path[1:, source], path[1:, layer])
@@ -76,16 +79,17 @@ class Markov(PathLearner):
 
     def _learn(self, source: int, before: Ids, after: Ids) -> None:
         if len(before):
-            learn(self._pairs[source], self._totals[source], as_ids(before), as_ids(after))
+            rows = as_contiguous(before), as_contiguous(after)
+            learn(self._pairs[source], self._totals[source], *rows)
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         beyond, target = divmod(layer + self._ahead, self._shape.layers)
-        seen = as_ids(self._path[-1:, layer] if beyond else self._path[1:, layer])
-        scores = np.empty((len(seen), self._totals.shape[1]), np.float32)
+        used = as_contiguous(self._path[-1:, layer] if beyond else self._path[1:, layer])
+        scores = np.empty((len(used), self._totals.shape[1]), np.float32)
         experts = self._shape.experts_per_layer[target]
-        score(self._pairs[layer], self._totals[layer], seen, experts, scores)
+        score(self._pairs[layer], self._totals[layer], used, experts, scores)
         return [LayerPrediction(layer + self._ahead, top(scores, self._shape.width))]
 
     def _arrays(self) -> Arrays:
@@ -93,5 +97,5 @@ class Markov(PathLearner):
 
 
 markov = PredictorKind(
-    "markov", Markov, "what followed the experts just used, layer to layer", distance=1
+    "markov", MarkovPredictor, "what followed the experts just used, layer to layer", distance=1
 )

@@ -1,9 +1,9 @@
-"""next-gate: the router of the layer `distance` ahead, asked with the hidden states of this one.
+"""next-gate: the router of the layer `distance` ahead, applied to the inputs of this layer.
 
-A layer adds little to the residual stream, so what enters the gate of layer l is close to what
-will enter that of layer l + distance. Mixtral offloading (Eliseev and Mazur), MoEpic 3.2, Fate;
-ProMoE 4.3 calls it skip-based. Beyond the last layer the routers of the first ones are asked about
-the next token with the states of the one before it: expect less there.
+A layer adds little to the residual stream, so the input of layer l's gate is close to the input of
+layer l + distance's gate. Mixtral offloading (Eliseev and Mazur), MoEpic 3.2 and Fate use this;
+ProMoE 4.3 calls it skip-based. Beyond the last layer the routers of the first layers are applied to
+the states of the token before: predictions are worse there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.none import NullPredictor
 
 
-class FromInputs(NullPredictor):
-    """Ranks the experts `distance` layers ahead by one layer's inputs, and keeps no others.
+class InputPredictor(NullPredictor):
+    """A predictor that ranks experts `distance` layers ahead by the inputs of one layer.
 
     For layers of the next pass the inputs are those of this pass's last token.
     """
@@ -27,8 +27,8 @@ class FromInputs(NullPredictor):
     def begin(self, at: PassStart) -> None:
         self._inputs = None
 
-    def observe(self, seen: LayerRouting) -> None:
-        self._inputs = seen.inputs
+    def observe(self, routing: LayerRouting) -> None:
+        self._inputs = routing.inputs
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if self._inputs is None:
@@ -39,22 +39,22 @@ class FromInputs(NullPredictor):
 
     @abstractmethod
     def _rank(self, target: int, rows: Inputs) -> Ids:
-        """[T, H] -> [T, width], likeliest first."""
+        """Rank a layer's experts, likeliest first: [T, H] -> [T, width]."""
 
 
-class NextGate(FromInputs):
-    """Asks the model's routers. It learns nothing, and keeps one layer's inputs."""
+class NextGatePredictor(InputPredictor):
+    """The next-gate predictor: applies the model's routers to earlier inputs."""
 
     name = "next-gate"
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        if setting.gates is None:
+    def __init__(self, setup: PredictorSetup) -> None:
+        if setup.gates is None:
             raise UsageError(
-                "predictor next-gate asks the model's own routers: it runs beside a model only"
-                " (record it with a trace, and replay `recorded`)"
+                "predictor next-gate needs the model's routers, which a trace does not have"
+                " (record its predictions with the trace, and replay `recorded`)"
             )
-        super().__init__(setting)
-        self._gates = setting.gates
+        super().__init__(setup)
+        self._gates = setup.gates
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
         return self._gates.rank(target, rows, self._shape.width)
@@ -62,7 +62,7 @@ class NextGate(FromInputs):
 
 next_gate = PredictorKind(
     "next-gate",
-    NextGate,
+    NextGatePredictor,
     "a later layer's router, fed with this layer's input",
     frozenset({"inputs", "gates"}),
     distance=1,

@@ -1,9 +1,9 @@
 """noisy-oracle: the oracle with errors, so that prefetching can be studied at any accuracy.
 
-Each expert that will be used is named with the probability `accuracy`; in its place stands another
-expert of the layer otherwise, drawn uniformly among those that the token does not use and that are
-not named yet (none, where there are no more). So the expectation of the accuracy is what was asked
-for, at every distance and in every layer.
+Each expert that will be used is predicted with the probability `accuracy`. Otherwise another expert
+of the layer replaces it, drawn uniformly from those that the token does not use and that are not
+predicted yet (none, where there are no more). So the expected accuracy is the configured one, at
+every distance and in every layer.
 
 Without `accuracy=`, it is that of distance d in ProMoE (section 4.2 and figure 8a, DeepSeek-V2),
 whose text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
@@ -24,53 +24,53 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.oracle import NO_ID, truth
-from greenroom.predictors.recorded import Recorded
+from greenroom.predictors.oracle import NO_ID, true_routing
+from greenroom.predictors.recorded import ReplayPredictor
 
 NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token's id helps
 
 
-def promoe(distance: int) -> float:
-    """The accuracy at a distance that stands for ProMoE's figure 8a."""
+def promoe_accuracy(distance: int) -> float:
+    """ProMoE's accuracy at a distance (figure 8a, interpolated)."""
     between: float = NEAR * (FAR / NEAR) ** ((distance - 1) / 7)
     return max(between, TOKEN)
 
 
 @jit
 def disturb(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
-    """Write to `named` what replaces `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
+    """Write to `named` a noisy copy of `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
-    taken = np.zeros(sizes.max(), np.bool_)
+    used = np.zeros(sizes.max(), np.bool_)
     for token in range(tokens):
         for layer in range(layers):
-            taken[:] = False
+            used[:] = False
             for rank in range(top_k):
-                taken[truth[token, layer, rank]] = True
+                used[truth[token, layer, rank]] = True
             free = sizes[layer] - top_k
             for rank in range(top_k):
                 expert = int(truth[token, layer, rank])
                 if np.random.random() >= accuracy:
                     expert = -1
                     if free > 0:
-                        left = np.random.randint(free)  # the one after so many that are free
+                        left = np.random.randint(free)  # skip so many unused experts
                         while left >= 0:
                             expert += 1
-                            left -= not taken[expert]
-                        taken[expert] = True
+                            left -= not used[expert]
+                        used[expert] = True
                         free -= 1
                 named[token, layer, rank] = expert
 
 
-def build(setting: PredictorSetup) -> Recorded:
-    routed = truth(setting, "noisy-oracle")
-    accuracy = float(setting.options["accuracy"])
+def build(setup: PredictorSetup) -> ReplayPredictor:
+    routed = true_routing(setup, "noisy-oracle")
+    accuracy = float(setup.options["accuracy"])
     if accuracy == PAPER:
-        accuracy = promoe(setting.ahead)
+        accuracy = promoe_accuracy(setup.ahead)
     named = np.empty(routed.shape, np.int16)
-    sizes = np.array(setting.shape.experts_per_layer, np.int64)
-    disturb(np.ascontiguousarray(routed), sizes, accuracy, setting.seed, named)
-    return Recorded("noisy-oracle", named, NO_ID, setting)
+    sizes = np.array(setup.shape.experts_per_layer, np.int64)
+    disturb(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, named)
+    return ReplayPredictor("noisy-oracle", named, NO_ID, setup)
 
 
 PAPER = -1.0

@@ -1,4 +1,4 @@
-"""none: expects nothing, so that nothing is prefetched."""
+"""none: predicts nothing, so that nothing is prefetched."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 
 
 class NullPredictor:
-    """What all predictors have in common; itself it predicts and learns nothing."""
+    """The predictor that predicts and learns nothing; the base class of all others."""
 
     name = "none"
     distance: int | None
 
-    def __init__(self, setting: PredictorSetup) -> None:
+    def __init__(self, setup: PredictorSetup) -> None:
         """UsageError where the model has fewer layers than the distance."""
-        self._shape, self._ahead = setting.shape, setting.ahead
-        self.distance = setting.distance
+        self._shape, self._ahead = setup.shape, setup.ahead
+        self.distance = setup.distance
 
     def begin(self, at: PassStart) -> None:
         pass
 
-    def observe(self, seen: LayerRouting) -> None:
+    def observe(self, routing: LayerRouting) -> None:
         pass
 
     def predict(self, layer: int) -> list[LayerPrediction]:
@@ -36,7 +36,7 @@ class NullPredictor:
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         if state:
-            raise ValueError(f"{self.name} keeps nothing, but was given {', '.join(state)}")
+            raise ValueError(f"predictor {self.name} has no state, got {', '.join(state)}")
 
 
 none = PredictorKind("none", NullPredictor, "nothing is prefetched")

@@ -1,5 +1,6 @@
-"""oracle: the experts that the trace says will be used, `distance` layers before. No predictor that
-looks as far ahead can do better: the upper bound of them all.
+"""oracle: the experts that the trace will use, `distance` layers ahead: the upper bound.
+
+No predictor with the same distance can do better.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.recorded import Recorded
+from greenroom.predictors.recorded import ReplayPredictor
 
 NO_ID = -1
 
 
-def truth(setting: PredictorSetup, name: str) -> NDArray[Any]:
-    """[tokens, layers, top_k] what will be used. UsageError where there is no trace."""
-    if setting.routed_experts is None:
+def true_routing(setup: PredictorSetup, name: str) -> NDArray[Any]:
+    """The experts that will be used, [tokens, layers, top_k]. UsageError without a trace."""
+    if setup.routed_experts is None:
         raise UsageError(
-            f"predictor {name} must know the whole trace beforehand:"
-            " it runs where a trace is replayed only"
+            f"predictor {name} needs the complete trace beforehand:"
+            " it runs only where a trace is replayed"
         )
-    return setting.routed_experts
+    return setup.routed_experts
 
 
-def build(setting: PredictorSetup) -> Recorded:
-    return Recorded("oracle", truth(setting, "oracle"), NO_ID, setting)
+def build(setup: PredictorSetup) -> ReplayPredictor:
+    return ReplayPredictor("oracle", true_routing(setup, "oracle"), NO_ID, setup)
 
 
 oracle = PredictorKind(

@@ -1,8 +1,8 @@
-"""popularity: the experts of a layer that were used most of late. The simplest baseline.
+"""popularity: the experts of a layer that were used most recently. The simplest baseline.
 
     count[l][e] = sum over tokens of 0.5 ** (age / half-life)   where expert e was used
 
-No routing of the pass itself is looked at, so that the distance says only when the guess is made.
+The routing of the pass itself is not used: the distance only sets when a prediction is made.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.helpers.learner import Arrays, Floats, Learner, as_ids, for_all
+from greenroom.predictors.helpers.learner import (
+    Arrays,
+    Floats,
+    Learner,
+    as_contiguous,
+    repeat_for_tokens,
+)
 
 
 @jit
 def count(counts: Floats, experts: Ids, decay: float) -> None:
-    """Add tokens, `experts` [T, K], to a layer's counts [E]."""
+    """Add `experts` [T, K] of tokens to a layer's counts [E]."""
     for token in range(experts.shape[0]):
         for expert in range(counts.size):
             counts[expert] *= decay
@@ -27,12 +33,14 @@ def count(counts: Floats, experts: Ids, decay: float) -> None:
             counts[experts[token, rank]] += 1
 
 
-class Popularity(Learner):
+class PopularityPredictor(Learner):
+    """The popularity predictor: decaying counts of each layer's experts."""
+
     name = "popularity"
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        super().__init__(setting)
-        self._decay = np.float32(0.5 ** (1 / float(setting.options["half-life"])))
+    def __init__(self, setup: PredictorSetup) -> None:
+        super().__init__(setup)
+        self._decay = np.float32(0.5 ** (1 / float(setup.options["half-life"])))
         row = self._shape.layers, max(self._shape.experts_per_layer)
         self._counts = np.zeros(row, np.float32)
         self._tokens = 1
@@ -40,15 +48,15 @@ class Popularity(Learner):
     def begin(self, at: PassStart) -> None:
         self._tokens = at.tokens
 
-    def observe(self, seen: LayerRouting) -> None:
-        count(self._counts[seen.layer], as_ids(seen.experts), self._decay)
+    def observe(self, routing: LayerRouting) -> None:
+        count(self._counts[routing.layer], as_contiguous(routing.experts), self._decay)
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return []
         target, layers = layer + self._ahead, self._shape.layers
         named = top(self._counts[None, target % layers], self._shape.width, 0.0)
-        return [for_all(LayerPrediction(target, named), layers, self._tokens)]
+        return [repeat_for_tokens(LayerPrediction(target, named), layers, self._tokens)]
 
     def _arrays(self) -> Arrays:
         return {"counts": self._counts}
@@ -56,7 +64,7 @@ class Popularity(Learner):
 
 popularity = PredictorKind(
     "popularity",
-    Popularity,
+    PopularityPredictor,
     "the experts that were used most of late",
     distance=1,
     options=(PolicyOption("half-life", 16.0, "tokens after which a use counts half", 0.1, 1e9),),

@@ -1,9 +1,9 @@
-"""pregated: the router is known a layer ahead (Pre-gated MoE, Hwang et al., 2024).
+"""pregated: each router chooses the next layer's experts (Pre-gated MoE, Hwang et al., 2024).
 
-Such a model is trained so that layer l's router, given the input of layer l, chooses the experts of
-layer l + 1. Its routers, asked as `Gates`, tell them before they are needed, without an error; the
-first layer of a token has no router before it, and is not known. Where a trace is replayed instead,
-what it holds stands for the routers.
+A pre-gated model is trained so that layer l's router, given the input of layer l, chooses the
+experts of layer l + 1. Its routers, called as `Gates`, predict these without an error. The first
+layer of a token has no router before it, and is not predicted. In a replay the trace's routing
+stands for the routers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import replace
 from greenroom.core.predictor import Ids, Inputs, LayerPrediction, Predictor
 from greenroom.errors import UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.next_gate import NextGate
+from greenroom.predictors.next_gate import NextGatePredictor
 from greenroom.predictors.oracle import NO_ID
-from greenroom.predictors.recorded import Recorded
+from greenroom.predictors.recorded import ReplayPredictor
 
 
-class Pregated(NextGate):
-    """What layer l + 1 will use is what its router chooses, given the inputs of layer l."""
+class PregatedPredictor(NextGatePredictor):
+    """The pre-gated predictor: the choice of layer l + 1's router for the inputs of layer l."""
 
     name = "pregated"
 
@@ -30,13 +30,13 @@ class Pregated(NextGate):
         return self._gates.rank(target, rows, self._shape.top_k)
 
 
-def build(setting: PredictorSetup) -> Predictor:
-    setting = replace(setting, distance=1)
-    if setting.gates is not None:
-        return Pregated(setting)
-    if setting.routed_experts is None:
-        raise UsageError("predictor pregated needs a model whose routers are known ahead")
-    return Recorded("pregated", setting.routed_experts, NO_ID, setting)
+def build(setup: PredictorSetup) -> Predictor:
+    setup = replace(setup, distance=1)
+    if setup.gates is not None:
+        return PregatedPredictor(setup)
+    if setup.routed_experts is None:
+        raise UsageError("predictor pregated needs a model with routers, or a trace")
+    return ReplayPredictor("pregated", setup.routed_experts, NO_ID, setup)
 
 
 pregated = PredictorKind(

@@ -1,10 +1,9 @@
-"""recorded: the predictions that a trace holds, made again where they were made.
+"""recorded: predictions stored in a trace, replayed at the layers where they were made.
 
-What was expected of layer l of token t comes `distance` layers before it; for the first layers of
-a pass that is in the pass before, where the one token that follows is all that is known of the pass
-to come. Of a pass of several tokens the others' first layers come when it begins, and so do those
-of the first pass of all. Distance 0 stands for predictions of whole passes: all comes when they
-begin.
+The prediction for layer l of token t is made `distance` layers before it. For the first layers of a
+pass that is in the pass before, and only for the pass's first token. In a pass of several tokens,
+and in the first pass of all, the first layers are predicted when the pass begins. With distance 0
+all layers are predicted when a pass begins.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.none import NullPredictor
 
 
-class Recorded(NullPredictor):
-    """`rows` [tokens, layers, width] of experts; `nothing` is the id that stands for none."""
+class ReplayPredictor(NullPredictor):
+    """A replay of `rows` [tokens, layers, width] of experts; the id `nothing` means none."""
 
-    def __init__(
-        self, name: str, rows: NDArray[Any], nothing: int, setting: PredictorSetup
-    ) -> None:
-        super().__init__(setting)
+    def __init__(self, name: str, rows: NDArray[Any], nothing: int, setup: PredictorSetup) -> None:
+        super().__init__(setup)
         self.name, self._rows, self._nothing = name, rows, nothing
         self._at, self._known_late = PassStart(-1, 0, 0, False), True
 
@@ -63,27 +60,28 @@ class Recorded(NullPredictor):
         return ids
 
 
-def build(setting: PredictorSetup) -> Recorded:
-    """The predictions of that name; without one, the only ones that there are."""
-    there, name = setting.predictions, str(setting.options["of"])
-    if not there:
+def build(setup: PredictorSetup) -> ReplayPredictor:
+    """Build a replay of the trace's predictions of that name; without one, of the only ones."""
+    predictions, name = setup.predictions, str(setup.options["of"])
+    if not predictions:
         raise UsageError("predictor recorded needs a trace with predictions: this one has none")
-    if not name and len(there) > 1:
-        raise UsageError(f"the trace has several predictions: say of={'|'.join(there)}")
-    name = name or next(iter(there))
-    if name not in there:
-        raise UnknownName("prediction of the trace", name, there)
-    found, distance = there[name].experts, int(there[name].distance)
-    if not 0 <= distance <= setting.shape.layers:
+    if not name and len(predictions) > 1:
+        names = "|".join(predictions)
+        raise UsageError(f"the trace has several predictions: choose one with of={names}")
+    name = name or next(iter(predictions))
+    if name not in predictions:
+        raise UnknownName("prediction of the trace", name, predictions)
+    rows, distance = predictions[name].experts, int(predictions[name].distance)
+    if not 0 <= distance <= setup.shape.layers:
         raise UsageError(f"prediction {name} has distance {distance}: the trace is damaged")
-    nothing = int(np.iinfo(found.dtype).max)
-    return Recorded("recorded", found, nothing, replace(setting, distance=distance or None))
+    nothing = int(np.iinfo(rows.dtype).max)
+    return ReplayPredictor("recorded", rows, nothing, replace(setup, distance=distance or None))
 
 
 recorded = PredictorKind(
     "recorded",
     build,
-    "what another predictor said when the trace was made",
+    "another predictor's predictions, recorded with the trace",
     frozenset({"trace"}),
     options=(PolicyOption("of", "", "the predictor, where the trace has several"),),
 )

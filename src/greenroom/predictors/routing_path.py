@@ -1,23 +1,24 @@
-"""routing-path: the path of a token through all layers, predicted before it starts and corrected as
-layers pass (ExpertFlow, 2024: "a lightweight predictor to accurately forecast routing paths before
+"""routing-path: a token's path through all layers, predicted early and then corrected.
+
+After ExpertFlow (2024: "a lightweight predictor to accurately forecast routing paths before
 computation begins", with "real-time error correction"; only its abstract is known to us, and the
 predictor is our own reading of it: linear, and learned online from the routing alone).
 
 Each expert e of each layer l has two logits:
 
-    early[l][e]  = bias[l][e] + known[id][l][e] + sum of last[l][f][e]  over the experts f that the
+    early[l][e]  = bias[l][e] + by_id[id][l][e] + sum of last[l][f][e]  over the experts f that the
                                                     token before used in l
     passed[l][e] = early[l][e] + sum of link[m][l][f][e]  over the experts f that were used in
                                                     layer l - d - m, m = 0, 1, 2
 
 where layers before the first are those of the token before. `early` ranks the experts of all layers
-when a pass begins (`passed` those of layers below d, which have nothing more to wait for); `passed`
-does once layer l - d is over: the correction. The first layers of the pass to come are predicted
-so before its token's id is known.
+when a pass begins (`passed` those of layers below d, which wait for no other layer). After layer
+l - d, `passed` ranks those of layer l: the correction. The first layers of the next pass are
+predicted in the same way, before its token's id is known.
 
-When a layer's routing is known, both logits are moved towards it by a step of stochastic gradient
-descent on the logistic loss, each on its own error: `link` along that of `passed`, all else along
-that of `early`, so that either is as good as it can be alone (stagewise, as in boosting).
+When a layer's routing is observed, both logits take a step of stochastic gradient descent on the
+logistic loss, each on its own error: `link` along the error of `passed`, all other weights along
+that of `early`. So each is as good as it can be without the other (stagewise, as in boosting).
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, LayerPrediction, LayerRouting, PassStart, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
-from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, guesses_of_pass
+from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, predictions_of_pass
 from greenroom.predictors.helpers.token_table import TokenTable
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)
-LEARNT = 64  # tokens of a pass: the last ones, so that long prompts take no long time
+LEARNED_TOKENS = 64  # the last ones of a pass: learning from a long prompt takes too long
 
 
-class Model(NamedTuple):
-    """What is learned, and the pass that it is applied to: T tokens, L layers, E experts in the
-    largest."""
+class PathModel(NamedTuple):
+    """The learned weights, and the current pass of T tokens.
+
+    L layers; E experts in the largest layer."""
 
     bias: Floats  # [L, E], -inf where a layer has no such expert
     last: Floats  # [L, E, E]
     link: Floats  # [LINKS, L, E, E]
-    known: Floats  # [places, L, E]
+    by_id: Floats  # [places, L, E]
     path: Ids  # [T + 1, L, K]: row 0 is the token before the pass
     places: Ids  # [T] in `known`, or -1
     distance: int
@@ -54,7 +56,7 @@ class Model(NamedTuple):
 
 @jit
 def add(row: Ids, table: Floats, logits: Floats) -> None:
-    """The rows of a table [E, E] that experts [K] stand for; -1 is not known."""
+    """Add the rows of a table [E, E] for experts [K] to logits; -1 is unknown."""
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -64,7 +66,7 @@ def add(row: Ids, table: Floats, logits: Floats) -> None:
 
 @jit
 def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
-    """Move these rows along a step [E]."""
+    """Move the rows of a table [E, E] for experts [K] along a step [E]."""
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -73,17 +75,18 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 
 @jit
-def logits_of(model: Model, token: int, layer: int, early: Floats, passed: Floats) -> None:
-    """Both logits [E] of a layer, for the token of that row of the path; row T + 1, which is not
-    there, is the token after the pass.
+def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: Floats) -> None:
+    """Write both logits [E] of a layer for a token: a row of the path.
+
+    Row T + 1, which the path does not have, is the token after the pass.
     """
     path, layers = model.path, model.path.shape[1]
     place = model.places[token - 1] if token <= model.places.size else -1
     early[:] = model.bias[layer]
     if place >= 0:
-        known = model.known[place, layer]
+        by_id = model.by_id[place, layer]
         for expert in range(early.size):
-            early[expert] += known[expert]
+            early[expert] += by_id[expert]
     add(path[token - 1, layer], model.last[layer], early)
     passed[:] = early
     for m in range(LINKS):
@@ -93,8 +96,8 @@ def logits_of(model: Model, token: int, layer: int, early: Floats, passed: Float
 
 
 @jit
-def expect(model: Model, first: int, layer: int, corrected: bool, scores: Floats) -> None:
-    """`scores` [rows, E] of a layer, for the tokens from that row of the path on."""
+def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Floats) -> None:
+    """Write `scores` [rows, E] of a layer, for the tokens from row `first` on."""
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):
         if corrected:
@@ -104,18 +107,17 @@ def expect(model: Model, first: int, layer: int, corrected: bool, scores: Floats
 
 
 @jit
-def expect_all(model: Model, scores: Floats) -> None:
-    """`scores` [L * T, E], of all layers when a pass begins; those of a layer lie together."""
+def score_all(model: PathModel, scores: Floats) -> None:
+    """Write `scores` [L * T, E] at the start of a pass, layer by layer."""
     tokens = model.places.size
     for layer in range(model.path.shape[1]):
         rows = scores[layer * tokens : (layer + 1) * tokens]
-        expect(model, 1, layer, layer < model.distance, rows)
+        score(model, 1, layer, layer < model.distance, rows)
 
 
 @jit
-def error(logits: Floats, used: Ids) -> None:
-    """Replace logits [E] by what was used less what they say: the gradient of the logistic loss,
-    downwards."""
+def replace_by_error(logits: Floats, used: Ids) -> None:
+    """Replace logits [E] by their error: the negative gradient of the logistic loss."""
     for expert in range(logits.size):
         logits[expert] = -1 / (1 + exp(-logits[expert]))
     for i in range(used.size):
@@ -123,21 +125,21 @@ def error(logits: Floats, used: Ids) -> None:
 
 
 @jit
-def learn(model: Model, first: int, layer: int) -> None:
-    """Move the weights towards what the tokens from row `first` on used in a layer."""
+def learn(model: PathModel, first: int, layer: int) -> None:
+    """Learn from the experts of a layer that the tokens from row `first` on used."""
     size, layers, path = model.bias.shape[1], model.path.shape[1], model.path
     early, passed = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(first, path.shape[0]):
         place, used = model.places[token - 1], path[token, layer]
         logits_of(model, token, layer, early, passed)
-        error(early, used)
-        error(passed, used)
+        replace_by_error(early, used)
+        replace_by_error(passed, used)
         for expert in range(size):
             model.bias[layer, expert] += BIAS_RATE * early[expert]
         if place >= 0:
-            known = model.known[place, layer]
+            by_id = model.by_id[place, layer]
             for expert in range(size):
-                known[expert] += ID_RATE * early[expert]
+                by_id[expert] += ID_RATE * early[expert]
         move(path[token - 1, layer], model.last[layer], early, LINK_RATE)
         for m in range(LINKS):
             at = layers + layer - model.distance - m
@@ -146,28 +148,30 @@ def learn(model: Model, first: int, layer: int) -> None:
                 move(row, model.link[m, layer], passed, LINK_RATE)
 
 
-def untaught(shape: Shape) -> Floats:
-    """[L, E] the logits of experts that are all used equally often."""
+def initial_bias(shape: Shape) -> Floats:
+    """The bias [L, E] of experts that are all used equally often."""
     bias = np.full((shape.layers, max(shape.experts_per_layer)), -np.inf, np.float32)
     for layer, experts in enumerate(shape.experts_per_layer):
         bias[layer, :experts] = -log(max(experts / shape.top_k - 1, 0.01))
     return bias
 
 
-class RoutingPath(PathLearner):
-    name = "routing-path"
-    _known: TokenTable
+class RoutingPathPredictor(PathLearner):
+    """The routing-path predictor: linear logits of all layers, learned online."""
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        super().__init__(setting)
-        bias = untaught(self._shape)
+    name = "routing-path"
+    _token_table: TokenTable
+
+    def __init__(self, setup: PredictorSetup) -> None:
+        super().__init__(setup)
+        bias = initial_bias(self._shape)
         layers, size = bias.shape
-        self._known = TokenTable((layers, size), np.float32)
-        self._model = Model(
+        self._token_table = TokenTable((layers, size), np.float32)
+        self._model = PathModel(
             bias,
             np.zeros((layers, size, size), np.float32),
             np.zeros((LINKS, layers, size, size), np.float32),
-            self._known.rows,
+            self._token_table.rows,
             self._path,
             np.full(1, -1, np.int64),
             self._ahead,
@@ -175,12 +179,12 @@ class RoutingPath(PathLearner):
 
     def begin(self, at: PassStart) -> None:
         super().begin(at)
-        places = self._known.of(at.token_ids, at.tokens)
+        places = self._token_table.of(at.token_ids, at.tokens)
         self._model = self._model._replace(path=self._path, places=places)
 
-    def observe(self, seen: LayerRouting) -> None:
-        self._path[1:, seen.layer] = seen.experts
-        learn(self._model, max(1, len(self._path) - LEARNT), seen.layer)
+    def observe(self, routing: LayerRouting) -> None:
+        self._path[1:, routing.layer] = routing.experts
+        learn(self._model, max(1, len(self._path) - LEARNED_TOKENS), routing.layer)
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         tokens, (layers, size), width = (
@@ -190,12 +194,12 @@ class RoutingPath(PathLearner):
         )
         if layer < 0:
             scores = np.empty((layers * tokens, size), np.float32)
-            expect_all(self._model, scores)
-            return guesses_of_pass(scores, layers, width, -np.inf)
+            score_all(self._model, scores)
+            return predictions_of_pass(scores, layers, width, -np.inf)
         beyond, target = divmod(layer + self._ahead, layers)
         first, rows = (tokens + 1, 1) if beyond else (1, tokens)
         scores = np.empty((rows, size), np.float32)
-        expect(self._model, first, target, True, scores)
+        score(self._model, first, target, True, scores)
         return [LayerPrediction(layer + self._ahead, top(scores, width))]
 
     def _arrays(self) -> Arrays:
@@ -204,7 +208,7 @@ class RoutingPath(PathLearner):
 
 routing_path = PredictorKind(
     "routing-path",
-    RoutingPath,
+    RoutingPathPredictor,
     "the token's whole path, learned online and corrected as layers pass (ExpertFlow)",
     frozenset({"token_ids"}),
     distance=2,

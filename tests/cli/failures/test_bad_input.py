@@ -160,7 +160,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
         (("--prefetch", "token", "--predictor", "x"), "FILE belongs to the predictor learned"),
         (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
-        (("--read-limit", "10%"), "--read-limit is bytes a second, as 50MB"),
+        (("--read-limit", "10%"), "--read-limit must be bytes a second, as 50MB"),
         (("--timeline", "/nowhere/out.json"), "there is no folder /nowhere"),
         (("--timeline", "/"), "cannot write /: it is a folder"),
         (("--timeline", "/dev/null"), "cannot write /dev/null: it is not an ordinary file"),

@@ -93,7 +93,7 @@ def test_a_new_field_is_an_option_of_simulate(
     monkeypatch.setattr("greenroom.sim.study.study_of", study_of)
     save(small.trace([[-4, 1, 1]]), tmp_path / "t")
     asked = ("simulate", tmp_path / "t", "--policy", "lru", "--capacity", 4)
-    assert "--patience is of use with --machine only" in cli(*asked, "--patience", 3).mistake
+    assert "--patience has an effect only with --machine" in cli(*asked, "--patience", 3).mistake
     timed = (*asked, "--machine", "m.json")
     assert "--patience must be at least 2, got 1.5" in cli(*timed, "--patience", 1.5).mistake
     for flags in (timed, (*timed, "--patience", 2.5)):

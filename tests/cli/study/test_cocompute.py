@@ -69,7 +69,7 @@ def test_named_systems_compute_where_it_is(cli: Run, recorded: Path, tmp_path: P
 
 def test_what_cannot_be_shared_out_is_said(cli: Run, recorded: Path, tmp_path: Path):
     asked = ("simulate", recorded, "--policy", "lru", *ROW, "--co-compute")
-    assert "--co-compute is of use with --machine only" in cli(*asked, "auto").mistake
+    assert "--co-compute has an effect only with --machine" in cli(*asked, "auto").mistake
     both = profile(tmp_path / "gpu.json", "device", "host")
     assert "give --host-capacity" in cli(*asked, "auto", "--machine", both).mistake
     alone = profile(tmp_path / "alone.json", "device")

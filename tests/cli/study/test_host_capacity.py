@@ -50,7 +50,7 @@ def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: P
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4")
     assert "disk to host to device: this way to the processor has 1" in failed.mistake
     failed = cli("simulate", recorded, *LRU[:4], "--host-capacity", "4")
-    assert "--host-capacity is of use with --machine only" in failed.mistake
+    assert "--host-capacity has an effect only with --machine" in failed.mistake
     machine = profile(tmp_path / "gpu.json", DISK, BUS)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4,5")
     assert "--host-capacity is one number, got 4,5" in failed.mistake
@@ -75,4 +75,7 @@ def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):
         ),
     ):
         assert why in cli(*asked, *wrong).mistake
-    assert "--devices is of use with" in cli("simulate", recorded, *LRU, "--devices", 2).mistake
+    assert (
+        "--devices has an effect only with"
+        in cli("simulate", recorded, *LRU, "--devices", 2).mistake
+    )

@@ -111,7 +111,7 @@ def test_budgets_and_pins_of_a_run_count_as_a_replay(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--split", "0.5"), "--split is of use with --machine only"),
+        (("--split", "0.5"), "--split has an effect only with --machine"),
         (("--split", "2", "--machine", "auto"), "--split is a share of an expert, at most 1: 2"),
         (("--pin", "never"), "unknown pin 'never': choose one of step, none, FILE"),
         (("--pin", "none.json", "--order", "runtime"), "cannot read none.json"),

@@ -69,7 +69,7 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
     [
         (("--method", "best"), "unknown method 'best': choose one of marginal, optimal, moepic"),
         (("--method", "moepic"), "moepic weighs loading against computing: give --machine"),
-        (("--expert-bytes", "1MiB"), "--expert-bytes is of use with --machine only"),
+        (("--expert-bytes", "1MiB"), "--expert-bytes has an effect only with --machine"),
         (("--limit", "0"), "--limit must be at least 1 token, got 0"),
         (("--capacity", "1"), "2 layers need a slot each, there are 1"),
         (("--capacity", "2,3"), "--capacity is one number here, got 2,3"),

@@ -288,7 +288,7 @@ def test_a_cache_goes_with_its_answer(model, plans):
     """Words that were made for it do not keep its memory."""
     cache = model(ids(1, 7), use_cache=True).past_key_values
     model(ids(1, 1), past_key_values=cache)
-    whole = weakref.ref(cache.layers[0]._wholes[0])
+    whole = weakref.ref(cache.layers[0]._buffers[0])
     assert whole() is not None
     del cache
     gc.collect()

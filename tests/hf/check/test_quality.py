@@ -115,7 +115,7 @@ def test_the_original_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "against", "text", "words"),
     [
-        ("source", None, TEXT, "--against names that of"),
+        ("source", None, TEXT, "name that of"),
         ("source", "source", TEXT, "are the same model"),
         ("pack", "olmoe", TEXT, "is a Qwen3MoeForCausalLM and"),
         ("pack", None, "a", "the text is too short"),

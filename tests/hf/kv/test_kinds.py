@@ -154,7 +154,7 @@ def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
     ("name", "architecture", "words"),
     [
         ("offloaded", "qwen3_moe", "on a CPU use --kv dynamic"),
-        ("fp8", "gpt_oss", "gpt_oss has layers that are not of full attention"),
+        ("fp8", "gpt_oss", "gpt_oss has layers without full attention"),
         ("fp8", "switch_transformers", "switch_transformers has a cache of its own"),
         ("int4", "qwen3_moe", "pip install optimum-quanto"),
     ],

@@ -235,7 +235,7 @@ def test_more_mistakes(tmp_path):
         pack(str(small), tmp_path / "small", "same", segments=4)
     with pytest.raises(UsageError, match="--segments must be at least 1, got 0"):
         pack(str(source()), tmp_path / "none", "same", segments=0)
-    with pytest.raises(UsageError, match="is a pack in segments: make another one of its source"):
+    with pytest.raises(UsageError, match="is a pack with segments, which cannot be packed again"):
         pack(str(packed()), tmp_path / "again", "int8")
 
 

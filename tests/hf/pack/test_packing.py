@@ -310,7 +310,7 @@ def test_all_but_its_name_was_done(tmp_path: Path) -> None:
     made = pack(str(source()), tmp_path / "pack", "int8")
     assert made.kept == made.experts
     shutil.copytree(packed("int8"), tmp_path / "other.unfinished")
-    with pytest.raises(OutputError, match="is another pack: experts int8"):
+    with pytest.raises(OutputError, match="is another pack: with int8 experts"):
         pack(str(source()), tmp_path / "other", "int4")
 
 
@@ -395,7 +395,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     name = _experts_in(path)[0]
     tensors[name].view(-1)[3] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="has weights that are no finite numbers"):
+    with pytest.raises(CheckpointError, match="has weights that are not finite numbers"):
         pack(str(origin), tmp_path / "pack", "int8")
     pack(str(origin), tmp_path / "same", "same")  # bytes are bytes
 

@@ -22,7 +22,7 @@ RAISED = [RuntimeError("odd"), RecursionError("deep"), MemoryError(), ZeroDivisi
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", ["sampler", "listener", "prepare", "leave"])
+@pytest.mark.parametrize("where", ["sampler", "listener", "prepare", "release"])
 def test_an_exception_of_any_kind_ends_its_own_request(
     served: Any, model: Any, monkeypatch: Any, error: BaseException, where: str
 ) -> None:
@@ -50,7 +50,7 @@ def test_an_exception_of_any_kind_ends_its_own_request(
     lost = s.ask(draw(6, 1), 3, heard=unlucky, name="unlucky")
     other = s.ask(draw(6), 9)
     finished = lost.end()
-    if where == "leave":
+    if where == "release":
         assert finished.reason == "length"
     else:
         assert finished.reason == "error"

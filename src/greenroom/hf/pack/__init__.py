@@ -1,8 +1,8 @@
-"""Making packs (docs/pack-format.md); packs as they are read: `checkpoint.pack`.
+"""Make packs (docs/pack-format.md); `checkpoint.pack` reads them.
 
-making       `pack`: expert by expert, in bounded memory, resumable
-benches      the threads that make experts, and the file that they write
-target       what a packed expert and its copy look like, and how they are made
-quantise     compiled: plain weights to codes and scales
-dense        the tensors that are not experts, copied as they are
+packing      `pack`: expert by expert, in bounded memory, resumable
+workers      the threads that encode and write experts
+target       the layouts of packed experts and copies, and encoding them
+quantise     compiled functions from weights to codes and scales
+dense        the dense tensors, which are copied unchanged
 """

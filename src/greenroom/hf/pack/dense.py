@@ -1,10 +1,9 @@
-"""The dense parts of a pack: tensors copied as they are stored, into safetensors of their own, or
-into a GGUF file where the original is one.
+"""The dense parts of a pack: tensors copied unchanged, to safetensors files or to a GGUF file.
 
-The safetensors files are not called `model.safetensors`: no other program shall take a pack for a
-checkpoint with all of its tensors, and make up experts. Metadata of a GGUF file are copied byte by
-byte, but for those that say how a model is split into files. So config, tokenizer and names are
-read from it as from the original.
+The pack has a GGUF file where the source is GGUF. Its metadata is copied byte by byte, except keys
+about split files, so config, tokenizer and names are read from it as from the source. Safetensors
+files are not called `model.safetensors`, so that no other program takes a pack for a complete
+checkpoint and initialises the experts at random.
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ from greenroom.hf.checkpoint.header import NAMES, StoredTensor, read_errors
 from greenroom.hf.checkpoint.pack.format import HEADER, DenseFile
 from greenroom.hf.checkpoint.pack.journal import RESUME_HINT, write_errors
 
-SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
-PIECE = 4 << 20
+SHARD = 4 << 30  # bytes; an unfinished file is copied again from its beginning
+CHUNK = 4 << 20
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokenizer and the like
 GGUF = "dense.gguf"
-SPLIT = "split."  # metadata of a GGUF model in parts
-ALIGNMENT = 32  # of a GGUF file that says none
+SPLIT = "split."  # prefix of metadata about split files
+ALIGNMENT = 32  # default of a GGUF file
 
 Advance = Callable[[int], None]
 
 
 def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
-    """The names in the files of the tensors that are `used`, with what belongs to them, such as
-    scales; in the order in which they lie there."""
+    """The stored names of the tensors `used`, and of companions such as scales.
+
+    They are in the order of the files.
+    """
     names = set(used)
     stems = {name.rpartition(".")[0] for name in names}
     experts = {
@@ -65,7 +66,7 @@ def _place(stored: StoredTensor) -> tuple[int, int]:
 
 
 def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
-    """File name -> the tensors that it is to have, no safetensors file much larger than SHARD."""
+    """The tensors of each dense file, by file name; files are about SHARD bytes at most."""
     if isinstance(checkpoint, GgufCheckpoint):
         return {GGUF: names}
     groups: list[list[str]] = [[]]
@@ -83,15 +84,15 @@ def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
     }
 
 
-def pieces_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """A file of these tensors, piece by piece."""
+def file_chunks(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
+    """The bytes of a file of some tensors, in chunks."""
     if isinstance(checkpoint, GgufCheckpoint):
         return _gguf_of(checkpoint, names)
     return _safetensors_of(checkpoint, names)
 
 
 def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """A safetensors file of these tensors."""
+    """The bytes of a safetensors file of some tensors, in chunks."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     tensors, end = [checkpoint.stored[name] for name in names], 0
     for name, stored in zip(names, tensors, strict=True):
@@ -108,7 +109,7 @@ def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[by
 
 
 def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """A GGUF file of these tensors and all metadata."""
+    """The bytes of a GGUF file of some tensors and all metadata, in chunks."""
     cursor = Cursor(checkpoint.files[0])
     pairs = [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
     align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
@@ -124,7 +125,7 @@ def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes
 
 
 def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
-    """A line of the table of tensors; dimensions are in ggml's order, the fastest first."""
+    """An entry of GGUF's table of tensors; dimensions are in ggml's order, the fastest first."""
     from gguf import GGMLQuantizationType
 
     plain = stored.encoding == PLAIN
@@ -141,7 +142,7 @@ def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
 def _bytes_of(
     checkpoint: Checkpoint, tensors: Sequence[StoredTensor], align: int = 1
 ) -> Iterator[bytes]:
-    """The bytes of stored tensors, each begun at a multiple of `align` from here on."""
+    """The bytes of stored tensors in chunks, each tensor padded to a multiple of `align`."""
     gap = 0
     for stored in tensors:
         yield b"\0" * gap
@@ -149,24 +150,24 @@ def _bytes_of(
         with read_errors(path), open(path, "rb", buffering=0) as stream:
             stream.seek(stored.offset)
             while left:
-                piece = stream.read(min(PIECE, left))
-                if not piece:
+                chunk = stream.read(min(CHUNK, left))
+                if not chunk:
                     raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
-                yield piece
-                left -= len(piece)
+                yield chunk
+                left -= len(chunk)
             os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
         gap = -stored.nbytes % align
 
 
-def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> DenseFile:
-    """Write a file, which is on disk when this returns; `advance(nbytes)` is told of each piece."""
+def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
+    """Write a file and flush it to disk; `advance(nbytes)` is called after each chunk."""
     nbytes = crc32 = 0
     with write_errors(path, RESUME_HINT), open(path, "wb") as stream:
-        for piece in pieces:
-            stream.write(piece)
-            nbytes += len(piece)
-            crc32 = zlib.crc32(piece, crc32)
-            advance(len(piece))
+        for chunk in chunks:
+            stream.write(chunk)
+            nbytes += len(chunk)
+            crc32 = zlib.crc32(chunk, crc32)
+            advance(len(chunk))
         stream.flush()
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -174,7 +175,7 @@ def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> DenseFile:
 
 
 def copy_small(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and what else is small; not the index of the weights."""
+    """Copy config, tokenizer and other small files, except the index of the weights."""
     for path in sorted(source.iterdir()):
         small = any(fnmatch(path.name, pattern) for pattern in SMALL)
         if not small or path.name in (INDEX, HEADER) or not path.is_file():

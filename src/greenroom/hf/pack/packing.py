@@ -1,8 +1,8 @@
 """Make a pack: expert by expert, in bounded memory, resumable, never half-valid.
 
-A pack grows in a folder beside its final name and is renamed when all of it is on disk. Threads
-read experts, encode them and write them to their places, which are known beforehand; when some have
-been synced, the journal says so. A process that was killed loses what was not yet in the journal.
+A pack grows in a folder NAME.unfinished and is renamed when it is complete on disk. Threads read
+experts, encode them and write them to positions that are computed beforehand. A journal lists the
+experts that have been synced; a process that is killed loses only later ones.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ from greenroom.hf.pack.workers import ExpertsFile, write_experts
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
 
-SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # what a kill may lose
-MARGIN = 16 << 20  # bytes; for the header, the journal and what file systems need
+SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # a sync after so much: the work that a kill may lose
+MARGIN = 16 << 20  # bytes for the header, the journal and the file system
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """What was made. Bytes are of the pack, and of the experts as they were stored; `kept` experts
-    had been made by an earlier run, or were not damaged. `peak_rss_bytes` is the process's;
-    `copy_bytes` are what low-precision copies add, 0 where they are a part of their experts."""
+    """The result of packing: sizes, counts and times.
+
+    nbytes:              of the complete pack
+    expert_bytes:        of the packed experts; source_expert_bytes: of the source's experts
+    kept:                experts from an earlier run, or, in a repair, undamaged experts
+    copy_bytes:          that low-precision copies add; 0 where copies are nested in experts
+    peak_rss_bytes:      of this process
+    """
 
     folder: Path
     nbytes: int
@@ -78,10 +83,10 @@ def pack(
     """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
 
     `segments` cuts every expert along its intermediate dimension, so that a run may split it.
-    `precision` (int8, int4) puts a copy of each expert before it, which a run may use for misses.
-    What an earlier call left unfinished is gone on with. `repair` makes anew what is damaged in a
-    pack that is there. `progress(done, total)` is told of bytes. Raises a GreenroomError; after
-    OutputError and KeyboardInterrupt the same call goes on.
+    `precision` (int8, int4) adds a copy of each expert, which a run may use for misses. An
+    unfinished pack of an earlier call is continued. `repair` replaces the damaged parts of an
+    existing pack. `progress(done, total)` gets bytes. Raises a GreenroomError; after OutputError
+    and KeyboardInterrupt the same call continues the pack.
     """
     if kind not in KINDS:
         raise UnknownName("kind of experts", kind, KINDS)
@@ -97,29 +102,29 @@ def pack(
         checkpoint.folder.parent if isinstance(checkpoint, GgufCheckpoint) else checkpoint.folder
     )
     if not repair and folder.resolve() == inside.resolve():
-        raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
+        raise UsageError(f"{folder}: is the model's own folder: name another folder for the pack")
     job = _Job(ModelSkeleton.of(checkpoint), _named(source), kind, segments, precision, progress)
-    made = job.repair(folder) if repair else job.make(folder)
+    packed = job.repair(folder) if repair else job.make(folder)
     layers, experts = job.header.layers, job.header.experts
     target = sum(layer.experts * layer.layout.nbytes for layer in layers)
     added = sum(
         x.experts * x.low_copy.stride for x in layers if x.low_copy and not x.low_copy.nested
     )
     return PackResult(
-        folder, _size(folder), target, job.catalog.expert_bytes, experts, experts - made,
+        folder, _size(folder), target, job.catalog.expert_bytes, experts, experts - packed,
         time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
 
 
 def _named(source: str) -> str:
-    """How the source is called wherever one stands: a path, or a hub id."""
+    """The source's name, independent of the working folder: an absolute path, or a hub id."""
     path = Path(source).expanduser()
     return os.path.abspath(path) if source != "demo" and path.exists() else source
 
 
 @dataclass
 class _Job:
-    """One source, packed to one kind. `header` says what is to be made, without checksums."""
+    """The packing of one source to one kind; `header` is that of the pack, without checksums."""
 
     skeleton: ModelSkeleton
     model: str
@@ -134,10 +139,12 @@ class _Job:
         pack = self.checkpoint.pack
         cut = any(layout.segments for layout in self.catalog.layouts)
         if cut or (pack is not None and pack.header.precision):
-            what = "in segments" if cut else "with copies"
-            raise UsageError(f"{self.model}: is a pack {what}: make another one of its source")
+            what = "with segments" if cut else "with copies"
+            raise UsageError(
+                f"{self.model}: is a pack {what}, which cannot be packed again: pack its source"
+            )
         planned = [self._plan_layer(number) for number in range(len(self.catalog.layers))]
-        self.makers = [makers for _, makers in planned]
+        self.packers = [packers for _, packers in planned]
         source = PackSource(self.model, fingerprint(self.checkpoint), "")
         layers = lay_out(layer for layer, _ in planned)
         self.header = PackHeader(self.kind, str(self.skeleton.dtype)[6:], source, layers)
@@ -147,7 +154,7 @@ class _Job:
         self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
 
     def _plan_layer(self, number: int) -> tuple[PackLayer, tuple[ExpertPacker, ...]]:
-        """Where a layer's experts are to lie, with their copies, and what makes both."""
+        """(the layout of a layer's experts and copies in the pack, their packers)."""
         name, source = self.catalog.layers[number], self.catalog.layouts[number]
         first, end = self.catalog.offsets[number : number + 2]
         module = self.skeleton.model.get_submodule(name)
@@ -155,47 +162,49 @@ class _Job:
         if self.segments > 1:
             cutting = Cutting.of(module, target)
             target = cutting.segments(self.segments, name)
-        maker = ExpertPacker(self.kind, source, target, bool(module.is_transposed), name, cutting)
-        makers: tuple[ExpertPacker, ...] = (maker,)
+        packer = ExpertPacker(self.kind, source, target, bool(module.is_transposed), name, cutting)
+        packers: tuple[ExpertPacker, ...] = (packer,)
         if self.precision is not None:
             low_copy = low_copy_of(self.precision, self.kind, source, target, module, name)
-            makers = maker.with_copy(low_copy)
-        return PackLayer(name, end - first, 0, target, low_copy=low_copy), makers
+            packers = packer.with_copies(low_copy)
+        return PackLayer(name, end - first, 0, target, low_copy=low_copy), packers
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(min(self.done, self.total), self.total)
 
-    # ---- making
+    # ---- packing
 
     def make(self, folder: Path) -> int:
-        """Make the pack, or go on with it. Returns how many experts were made now."""
+        """Make or continue the pack; return the number of experts packed by this call."""
         more = "name another folder for the pack"
-        _check_free(folder, f"--repair mends a pack; {more}" if is_pack(folder) else more)
+        _check_free(folder, f"--repair repairs a pack; {more}" if is_pack(folder) else more)
         if not folder.parent.is_dir():
             raise OutputError(f"{folder}: there is no folder {folder.parent}")
         work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
         self._check_room(work)
         with write_errors(work):
             work.mkdir(exist_ok=True)
-        begun, made = (work / JOURNAL).exists(), 0
-        if not begun and is_pack(work):  # all but its name was done
+        begun, packed = (work / JOURNAL).exists(), 0
+        if not begun and is_pack(work):  # the pack is complete, but for its name
             self._check_same(read(work), work)
         elif not begun and any(work.iterdir()):
-            raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
+            raise OutputError(
+                f"{work}: is in the way: the unfinished pack must go there; delete or rename it"
+            )
         else:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
                 if not isinstance(self.checkpoint, GgufCheckpoint):
                     dense.copy_small(self.checkpoint.folder, work)
-                made = self._fill(work, journal, self.header.source)
+                packed = self._fill(work, journal, self.header.source)
                 journal.remove()
         with write_errors(folder):
             os.rename(work, folder)
             _sync_folder(folder.parent)
-        return made
+        return packed
 
     def _plan(self) -> dict[str, Any]:
-        """What must be the same for a half-made pack to be gone on with."""
+        """The values that must be equal for an unfinished pack to be continued."""
         files = sorted({*self.checkpoint.files, *self.catalog.files})
         stats = [(path, os.stat(path)) for path in files]
         return {
@@ -208,21 +217,22 @@ class _Job:
         source = replace(header.source, fingerprint=self.header.source.fingerprint)
         if replace(self.header, source=source).identity != header.identity:
             raise OutputError(
-                f"{folder}: is another pack: experts {header.kind}, made from {header.source.model}"
+                f"{folder}: is another pack: with {header.kind} experts, made from"
+                f" {header.source.model}"
             )
 
     def _check_room(self, work: Path) -> None:
-        there = _size(work) if work.is_dir() else 0
-        need = self.total + MARGIN - there
+        present = _size(work) if work.is_dir() else 0
+        need = self.total + MARGIN - present
         free = shutil.disk_usage(work.parent).free
         if need > free:
             raise OutputError(
-                f"{work.parent}: the pack needs {show_bytes(need)} there, {show_bytes(free)} are"
-                " free"
+                f"{work.parent}: the pack needs {show_bytes(need)} of disk space, but only"
+                f" {show_bytes(free)} are free"
             )
 
     def _fill(self, folder: Path, done: PackProgress, source: PackSource) -> int:
-        """Make what is not done. Returns how many experts that were."""
+        """Make the unfinished parts; return the number of experts packed."""
         files = tuple(self._dense_files(folder, done))
         dense = source.dense or fingerprint(dense_parts(folder, files))
         header = replace(self.header, source=replace(source, dense=dense), files=files)
@@ -239,7 +249,7 @@ class _Job:
         return len(todo)
 
     def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
-        """Whether what a journal says of an expert can be so, in a data file of `size` bytes."""
+        """True if a journal's entry of an expert is possible for a data file of `size` bytes."""
         if expert_id >= self.header.experts:
             return False
         layer, expert = self.header.layer_of(expert_id)
@@ -249,14 +259,14 @@ class _Job:
         for name, tensors in self.shards.items():
             file, path = done.files.get(name), folder / name
             if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
-                file = dense.write(path, dense.pieces_of(self.checkpoint, tensors), self._advance)
+                file = dense.write(path, dense.file_chunks(self.checkpoint, tensors), self._advance)
                 done.add_file(file)
             else:
                 self._advance(file.nbytes)
             yield file
 
     def repair(self, folder: Path) -> int:
-        """Make anew what is damaged in a pack. Returns how many experts that were."""
+        """Replace the damaged parts of a pack; return the number of experts packed."""
         if not is_pack(folder):
             raise UsageError(f"{folder}: holds no pack to repair")
         header = read(folder)
@@ -268,23 +278,23 @@ class _Job:
         return self._fill(folder, done, header.source)
 
     def _experts(
-        self, todo: list[int], folder: Path, header: PackHeader, note: PackProgress
+        self, todo: list[int], folder: Path, header: PackHeader, progress: PackProgress
     ) -> None:
-        """Make these experts; `note` is told of checksums when the experts are on disk."""
+        """Pack the experts `todo`, and add them to `progress` when they are on disk."""
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
         def flush() -> None:
             data.sync()
-            note.add_experts(done)
+            progress.add_experts(done)
             done.clear()
 
         with (
             ExpertsFile(folder / DATA, header) as data,
-            closing(write_experts(self.catalog, header.layers, self.makers, data, todo)) as made,
+            closing(write_experts(self.catalog, header.layers, self.packers, data, todo)) as packed,
         ):
             try:
-                for expert, crc in made:
+                for expert, crc in packed:
                     done[expert] = crc
                     stride = header.layer_of(expert)[0].stride
                     unsynced += stride
@@ -292,12 +302,12 @@ class _Job:
                     if unsynced >= SYNC_BYTES or time.monotonic() - at >= SYNC_S:
                         flush()
                         unsynced, at = 0, time.monotonic()
-            finally:  # what is done outlives an interruption
+            finally:  # an interrupt must not lose finished experts
                 flush()
 
 
 def _check_free(folder: Path, what: str) -> None:
-    """OutputError where `folder` is not empty, or something else."""
+    """Check that `folder` is empty or does not exist, or raise OutputError."""
     if folder.is_dir():
         if any(folder.iterdir()):
             raise OutputError(f"{folder}: is not empty: {what}")

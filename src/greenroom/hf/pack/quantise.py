@@ -1,16 +1,16 @@
-"""Plain weights to Greenroom's own encodings: `int8`, `int4` and `fp8` (runtime/encodings).
+"""Quantise plain weights to Greenroom's encodings `int8`, `int4` and `fp8` (runtime/encodings).
 
-Each function takes rows of a matrix in float32 and fills codes and scales, on one core and outside
-the interpreter's lock; it returns whether every weight was a finite number.
+Each function takes rows of a matrix in float32 and fills codes and scales, on one core and without
+the interpreter lock. It returns True if every weight was a finite number.
 
 int8  scale = largest / 127, in float16; codes are rounded to the nearest
-int4  the largest weight of a group has the code -8, or one near it, under a scale of its opposite
-      sign. Of some scales of about that size the one with the smallest squared error is taken.
-      Scales have 5 significant bits: times a code they are exact in bfloat16, which the compiled
-      kernels use; the steps of the search are those of such scales
-nested  int8 codes 16 h + l from -119 to 119, h and l in planes of their own: those of h are an int4
-      expert under 16 times the scale. The scale is the least of 5 significant bits that is at
-      least largest / 119, so that kernels multiply the copy fast
+int4  the scale has the opposite sign of a group's largest weight, whose code is -8 or near it. Of
+      some scales of about that size, the one with the smallest squared error is taken. Scales
+      have 5 significant bits: their product with a code is exact in bfloat16, which compiled
+      kernels use; the search steps through such scales
+nested  int8 codes 16 h + l from -119 to 119, with h and l in separate planes; the plane of h is an
+      int4 copy with 16 times the scale. The scale is the smallest one of 5 significant bits that
+      is at least largest / 119, so that kernels multiply the copy fast
 fp8   scale = largest / 448 of a block, in float32; codes are rounded to the nearest, ties to even
 """
 
@@ -24,26 +24,29 @@ from greenroom.core.compiling.compile_cache import jit
 F32 = NDArray[np.float32]
 
 FAST = {"reassoc", "contract", "nsz"}  # infinities and NaN keep their meaning, divisions are exact
-INFINITE = np.int32(0x7F800000)  # a float32 without its sign is finite where its bits are below
+INFINITE = np.int32(0x7F800000)  # bits of a float32 without sign; smaller ones are finite
 GROUP = 32  # weights that share a scale of int4 in a pack
 EXACT = 5  # significant bits of a scale of int4
 HALF = 11  # of a float16
-TRIES = 4  # scales of int4 that are looked at, one after another
-FIRST = np.float32(0.9 / 8)  # the least of them, as a share of the largest weight
-# One over a scale, by its 4 bits after the first: there is a division a try otherwise.
+TRIES = 4  # candidate scales of int4
+FIRST = np.float32(0.9 / 8)  # the smallest candidate, relative to the largest weight
+# Reciprocals of scales, by the 4 bits after the first one, instead of a division a candidate.
 OVER = np.array([16 / (16 + k) for k in range(16)], np.float32)
-SHIFT = np.float32(12582912.0)  # 1.5 * 2^23: in a sum with it, the nearest integer is in the bits
+SHIFT = np.float32(12582912.0)  # 1.5 * 2^23; the low bits of x + SHIFT are x rounded to an integer
 SHIFTED = np.int32(0x4B400000)
 TINY = np.float32(2.0**-14)  # the smallest normal float16
-STEP = np.float32(2.0**24)  # one over its smallest step
+STEP = np.float32(2.0**24)  # the reciprocal of the smallest float16 step
 LARGEST = np.float32(65504.0)
 HALF_OF_LARGEST = np.float32(32752.0)
 ONE, ZERO = np.float32(1), np.float32(0)
-NESTED, SIXTEEN = np.float32(119), np.float32(16)  # the largest nested code; what h counts in
+NESTED, SIXTEEN = (
+    np.float32(119),
+    np.float32(16),
+)  # the largest nested code; the weight of h in a code
 E4M3_LEAST = np.float32(2.0**-6)  # the smallest normal value; below it steps are 2^-9
 E4M3_SHIFT = np.float32(
     2.0**14
-)  # 2^23 steps: in a sum with it, the nearest multiple is in the bits
+)  # 2^23 steps; the low bits of x + E4M3_SHIFT are x rounded to a step
 E4M3_SHIFTED = np.int32(0x46800000)
 
 
@@ -55,13 +58,13 @@ def _nearest(x: np.float32) -> np.int32:
 
 @jit
 def _size(x: np.float32) -> np.int32:
-    """The bits of a number without its sign; in the order of sizes, infinities and NaN last."""
+    """The bits of |x|, which are ordered like magnitudes; infinities and NaN come last."""
     return np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF)
 
 
 @jit
 def _largest(x: F32) -> np.int32:
-    """The largest size."""
+    """The largest magnitude of a row, as bits."""
     largest = np.int32(0)
     for i in range(len(x)):
         largest = max(largest, _size(x[i]))
@@ -70,7 +73,7 @@ def _largest(x: F32) -> np.int32:
 
 @jit
 def _as_half(scale: np.float32, bits: int) -> np.float32:
-    """The nearest float16 of `bits` significant bits, as float32; not beyond the largest."""
+    """The nearest float16 of `bits` significant bits, as float32; at most LARGEST."""
     if scale < TINY:
         return np.float32(np.float32(_nearest(scale * STEP)) / STEP)
     drop = 24 - bits
@@ -81,7 +84,7 @@ def _as_half(scale: np.float32, bits: int) -> np.float32:
 
 @jit(fastmath=FAST)
 def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
-    """w, codes [n, columns], scales [n, columns / group]."""
+    """Quantise rows to int8: w, codes [n, columns], scales [n, columns / group]."""
     finite = True
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
@@ -99,7 +102,7 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
 
 @jit
 def _scale_up(scale: np.float32) -> np.float32:
-    """The least number of 5 significant bits, and a float16, that is no smaller."""
+    """The smallest float16 of 5 significant bits that is not below `scale`."""
     if scale < TINY:
         return np.float32(np.ceil(scale * STEP) / STEP)
     drop = 24 - EXACT
@@ -111,10 +114,11 @@ def _scale_up(scale: np.float32) -> np.float32:
 def nested(
     w: F32, group: int, high: NDArray[np.uint8], low: NDArray[np.uint8], scales: F32
 ) -> bool:
-    """w [n, columns], planes high, low [n, columns / 2], scales of the copy [n, columns / group].
+    """Quantise rows to int8 with a nested int4 copy, in two planes.
 
-    Two codes lie in a byte, the low half first, stored plus 8. False also where the copy's scale is
-    beyond float16.
+    w [n, columns]; planes high, low [n, columns / 2]; scales of the copy [n, columns / group]. A
+    byte holds two values plus 8, the low half first. Returns False also where a copy's scale
+    exceeds float16.
     """
     finite = True
     for row in range(w.shape[0]):
@@ -136,21 +140,21 @@ def nested(
 
 @jit
 def _nested(x: np.float32) -> np.int32:
-    """A code that has an h from -7 to 7."""
+    """A nested code, limited so that h is from -7 to 7."""
     return min(max(_nearest(x), np.int32(-119)), np.int32(119))
 
 
 @jit(fastmath=FAST)
 def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """w [n, columns], codes [n, columns / 2], scales [n, columns / group]."""
+    """Quantise rows to int4: w [n, columns], codes [n, columns / 2], scales as for int8."""
     finite = True
-    apart = np.empty(w.shape[1], np.uint8)  # a row's codes, one a byte
-    pairs = apart.view(np.uint16)
+    unpacked = np.empty(w.shape[1], np.uint8)  # a row's codes, one a byte
+    pairs = unpacked.view(np.uint16)
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
             x = w[row, g * group : (g + 1) * group]
-            out = apart[g * group : (g + 1) * group]
-            # Loops of a known length are vectors without a remainder.
+            out = unpacked[g * group : (g + 1) * group]
+            # A constant length lets the compiler vectorise loops without a remainder.
             scale = _int4_group(x, GROUP, out) if group == GROUP else _int4_group(x, group, out)
             scales[row, g] = scale
             finite &= np.isfinite(scale)
@@ -162,8 +166,8 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
 
 @jit(inline="always")
 def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
-    """Codes plus 8 of a group, and its scale: NaN where a weight is not finite."""
-    most, size = np.int32(0), np.int32(0)  # compared as integers: loops become vectors
+    """Fill the codes plus 8 of a group; return its scale, NaN where a weight is not finite."""
+    most, size = np.int32(0), np.int32(0)  # integer comparisons let the compiler vectorise
     for i in range(count):
         most = max(most, np.float32(x[i]).view(np.int32))
         size = max(size, _size(x[i]))
@@ -177,9 +181,11 @@ def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
         least_error = np.float32(np.inf)
         for k in range(TRIES):
             bits = np.int32(word + (k << (24 - EXACT)))
-            power = np.int32((254 << 23) - (bits & INFINITE)).view(np.float32)  # one over its own
+            power = np.int32((254 << 23) - (bits & INFINITE)).view(
+                np.float32
+            )  # the reciprocal of the scale's power of two
             scale, over = bits.view(np.float32), sign * power * OVER[bits >> 24 - EXACT & 15]
-            error = ZERO  # squared, of the group's codes under this scale
+            error = ZERO  # squared, of the group with this scale
             for i in range(count):
                 gap = x[i] - sign * scale * np.float32(_int4_code(x[i] * over))
                 error += gap * gap
@@ -199,7 +205,10 @@ def _int4_code(x: np.float32) -> np.int32:
 
 @jit(fastmath=FAST)
 def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """w, codes [n, K], scales [n / rows, K / columns], where a block is rows x columns."""
+    """Quantise rows to fp8: w, codes [n, K]; one scale a block of rows x columns.
+
+    scales [n / rows, K / columns].
+    """
     finite = True
     for down in range(w.shape[0] // rows):
         for across in range(w.shape[1] // columns):
@@ -220,7 +229,7 @@ def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) 
 
 @jit
 def _e4m3(x: np.float32) -> np.uint8:
-    """The code of the nearest float8_e4m3fn; 448 where it is larger."""
+    """The code of the nearest float8_e4m3fn; larger values become 448."""
     value = np.float32(min(abs(x), np.float32(448)))
     word = value.view(np.int32)
     code = np.int32((word + ((word >> 20) & 1) + 0x7FFFF >> 20) - (127 - 7 << 3))

@@ -1,4 +1,4 @@
-"""What a packed expert and its copy look like, and how they are made of an expert in a slot."""
+"""The layouts of packed experts and of their copies, and encoding them from a slot."""
 
 from __future__ import annotations
 
@@ -24,48 +24,52 @@ from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
 from greenroom.runtime.slots.cutting import Cutting
 
-SIDE = 128  # of a block of fp8
-VECTOR = 32  # inputs; what the compiled kernels want a scale to cover a multiple of
-ROOM = 1 << 20  # bytes of float32 at a time: they stay in the processor's cache
+SIDE = 128  # rows or columns of an fp8 block, at most
+VECTOR = 32  # inputs; compiled kernels need scales that cover a multiple of them
+BATCH = 1 << 20  # bytes of float32 rows at a time: they stay in the processor's cache
 
 Lookup = Callable[[TensorSpec], Tensor]
 
 
 def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) -> SlotLayout:
-    """The layout of an expert of this module packed to `kind`; UnsupportedModel where it cannot be.
+    """The layout of an expert packed to `kind`, or UnsupportedModel.
 
-    `layout` is that of the source's slots, `where` the module's name, for messages.
+    `layout` is that of the source's slots, `where` the experts module's name, for messages.
     """
     if kind == "same":
         return layout
-    made: list[tuple[str, tuple[int, ...], str]] = []
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
     names = [spec.name for spec in codes_of(layout)]
     for name in names:
         rows, columns = logical(layout.weight(name), bool(module.is_transposed))
         if kind == "fp8":
             gated = name == "gate_up_proj" and bool(module.is_concatenated)
             down, across = _side(rows // 2 if gated else rows, 1), _side(columns, VECTOR)
-            made.append((name, (rows, columns), "float8_e4m3fn"))
-            made.append((f"{name}.scale", (rows // down, columns // across), "float32"))
+            tensors.append((name, (rows, columns), "float8_e4m3fn"))
+            tensors.append((f"{name}.scale", (rows // down, columns // across), "float32"))
             continue
         group = gcd(columns, GROUP[kind])
         if kind == "int4" and columns % 2:
-            raise UnsupportedModel(f"{where}.{name} has {columns} inputs: int4 packs them in pairs")
+            raise UnsupportedModel(
+                f"{where}.{name} has {columns} inputs: int4 needs an even number"
+            )
         codes = ((rows, columns // 2), "uint8") if kind == "int4" else ((rows, columns), "int8")
-        made += [(name, *codes), (f"{name}.scale", (rows, columns // group), "float16")]
+        tensors += [(name, *codes), (f"{name}.scale", (rows, columns // group), "float16")]
     dtype = layout.weight(names[0]).dtype
-    return SlotLayout.pack(made, dict.fromkeys(names, kind), dtype)
+    return SlotLayout.pack(tensors, dict.fromkeys(names, kind), dtype)
 
 
 def logical(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
-    """(outputs, inputs) of a matrix."""
+    """(outputs, inputs) of a matrix, also where it is stored transposed."""
     rows, columns = weight.shape
     return (columns, rows) if transposed and weight.encoding == PLAIN else (rows, columns)
 
 
 def _side(length: int, unit: int) -> int:
-    """The longest side of a block of at most 128 that divides a matrix's, in multiples of `unit`;
-    the whole side where there is none."""
+    """The largest block side up to SIDE that divides `length`, in multiples of `unit`.
+
+    All of `length` where there is none.
+    """
     sides = range(SIDE - SIDE % unit, 0, -unit)
     return next((side for side in sides if length % side == 0), length)
 
@@ -73,8 +77,10 @@ def _side(length: int, unit: int) -> int:
 def low_copy_of(
     precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
 ) -> LowPrecisionCopy:
-    """The copies of a layer whose experts are packed to `kind`, which gives the layout `exact`.
-    UsageError where they would be no smaller."""
+    """The low-precision copies of a layer; UsageError where they are no smaller than experts.
+
+    The layer's experts are packed to `kind`, with the layout `exact`.
+    """
     nested = (kind, precision) == NESTED
     layout = (
         nested_copy_layout(exact) if nested else target_layout(precision, source, module, where)
@@ -82,57 +88,57 @@ def low_copy_of(
     low_copy = LowPrecisionCopy(precision, nested, layout)
     if low_copy.stride >= exact.nbytes:
         raise UsageError(
-            f"--miss-precision {precision}: a copy of an expert of {where} would take"
-            f" {low_copy.stride} bytes, the expert takes {exact.nbytes}: it must be smaller"
+            f"--miss-precision {precision}: a copy of an expert of {where} takes {low_copy.stride}"
+            f" bytes, which is not less than the expert's {exact.nbytes}: choose a lower precision"
         )
     return low_copy
 
 
 @dataclass(frozen=True)
 class ExpertPacker:
-    """Makes packed experts of one layer; `where` names it, for messages."""
+    """Packs the experts of one layer; `where` is the layer's name, for messages."""
 
     kind: str
     source: SlotLayout
     target: SlotLayout
     transposed: bool
     where: str
-    cutting: Cutting | None = None  # where the target lies in segments
+    cutting: Cutting | None = None  # where the target has segments
 
-    def with_copy(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
-        """What makes copies, and these experts behind them."""
+    def with_copies(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
+        """The packers of copies and of the experts that follow them."""
         if not low_copy.nested:
             copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
             return copy, replace(self, target=_moved(self.target, low_copy.stride))
-        rest = _moved(low_copy.remainder, low_copy.stride).tensors
-        planes = tuple(replace(spec, name=f"{spec.name}.rest") for spec in rest)
+        remainder = _moved(low_copy.remainder, low_copy.stride).tensors
+        planes = tuple(replace(spec, name=f"{spec.name}.rest") for spec in remainder)
         both = replace(low_copy.layout, tensors=low_copy.layout.tensors + planes)
         return (replace(self, kind="nested", target=both),)
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:
-        """Fill the target's tensors from the source's, some rows at a time.
+        """Fill the target's tensors from the source's, in batches of rows.
 
-        CheckpointError where a weight is not a finite number.
+        Raises CheckpointError where a weight is infinite or NaN.
         """
         if self.cutting is None:
-            self._whole(source, target, expert)
+            self._encode(source, target, expert)
             return
-        made = {
+        unsplit = {
             spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in self.target.tensors
         }
-        self._whole(source, made.__getitem__, expert)
+        self._encode(source, unsplit.__getitem__, expert)
         segments = self.target.segments
         ends = [*(segment.first for segment in segments[1:]), self.cutting.channels]
         for segment, end in zip(segments, ends, strict=True):
-            own_specs = _moved(segment.layout, segment.offset).tensors
-            for spec, own in zip(self.target.tensors, own_specs, strict=True):
-                target(own).copy_(self.cutting.part(spec, made[spec], segment.first, end))
+            parts = _moved(segment.layout, segment.offset).tensors
+            for spec, part in zip(self.target.tensors, parts, strict=True):
+                target(part).copy_(self.cutting.part(spec, unsplit[spec], segment.first, end))
 
-    def _whole(self, source: Lookup, target: Lookup, expert: int) -> None:
+    def _encode(self, source: Lookup, target: Lookup, expert: int) -> None:
         if self.kind == "same":
-            for spec, own in zip(self.source.tensors, self.target.tensors, strict=True):
-                target(own).copy_(source(spec))
+            for spec, copied in zip(self.source.tensors, self.target.tensors, strict=True):
+                target(copied).copy_(source(spec))
             return
         for spec in codes_of(self.source):
             self._matrix(spec.name, source, target, expert)
@@ -140,49 +146,49 @@ class ExpertPacker:
     def _matrix(self, name: str, source: Lookup, target: Lookup, expert: int) -> None:
         weight = self.source.weight(name)
         parts = [source(spec) for spec in weight.parts]
-        made = [target(spec) for spec in self.target.weight(name).parts]
+        outputs = [target(spec) for spec in self.target.weight(name).parts]
         rows, columns = logical(weight, self.transposed)
-        unit = lcm(*(rows // len(part) for part in (*made, *parts[1:])))
-        step = max(1, ROOM // (4 * columns * unit)) * unit
+        unit = lcm(*(rows // len(part) for part in (*outputs, *parts[1:])))
+        step = max(1, BATCH // (4 * columns * unit)) * unit
         for row in range(0, rows, step):
             stop = min(row + step, rows)
             w = self._rows(weight, parts, row, stop)
-            if not QUANTISERS[self.kind](w, *(_cut(part, row, stop, rows) for part in made)):
+            if not QUANTISERS[self.kind](w, *(_cut(part, row, stop, rows) for part in outputs)):
                 raise CheckpointError(
-                    f"expert {expert} of {self.where}: {name} has weights that are no finite"
+                    f"expert {expert} of {self.where}: {name} has weights that are not finite"
                     " numbers"
                 )
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
-        """Outputs row .. stop, [n, inputs] float32: the values that the model computes with."""
+        """Outputs `row` .. `stop` as the model computes with them, [n, inputs] float32."""
         if weight.encoding == PLAIN:
             w = parts[0][:, row:stop].T if self.transposed else parts[0][row:stop]
         else:
             rows, columns = weight.shape
             dtype: torch.dtype = getattr(torch, weight.dtype)
-            own = [_cut(part, row, stop, rows) for part in parts]
-            w = ENCODINGS[weight.encoding].decode(own, (stop - row, columns), dtype)
+            codes = [_cut(part, row, stop, rows) for part in parts]
+            w = ENCODINGS[weight.encoding].decode(codes, (stop - row, columns), dtype)
         return w.float().contiguous().numpy()
 
 
 def _moved(layout: SlotLayout, by: int) -> SlotLayout:
-    """The layout with its tensors so many bytes further on."""
+    """The layout with its tensors moved by so many bytes."""
     tensors = (replace(spec, offset=spec.offset + by) for spec in layout.tensors)
     return replace(layout, tensors=tuple(tensors))
 
 
 def _cut(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
-    """What of the codes or scales of a matrix stands for rows `row` .. `stop`."""
+    """The codes or scales of rows `row` .. `stop` of a matrix with `rows` rows."""
     return part[row * len(part) // rows : stop * len(part) // rows]
 
 
 def _grouped(
-    quantise: Callable[..., bool], w: np.ndarray, codes: Tensor, scale: Tensor, *rest: Tensor
+    quantise: Callable[..., bool], w: np.ndarray, codes: Tensor, scale: Tensor, *planes: Tensor
 ) -> bool:
-    made = np.empty(scale.shape, np.float32)
-    planes = [plane.numpy() for plane in (codes, *rest)]
-    finite = quantise(w, w.shape[1] // made.shape[1], *planes, made)
-    scale.copy_(torch.from_numpy(made))
+    scales = np.empty(scale.shape, np.float32)
+    outputs = [plane.numpy() for plane in (codes, *planes)]
+    finite = quantise(w, w.shape[1] // scales.shape[1], *outputs, scales)
+    scale.copy_(torch.from_numpy(scales))
     return finite
 
 
@@ -191,7 +197,8 @@ def _fp8(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
     return quantise.fp8(w, down, across, codes.view(torch.uint8).numpy(), scale.numpy())
 
 
-# Kind -> what fills codes, scales and more from rows, and says whether all were finite numbers.
+# Kind -> a function that fills codes and scales from rows; it returns False for weights that are
+# not finite.
 QUANTISERS: dict[str, Callable[..., bool]] = {
     "int8": partial(_grouped, quantise.int8),
     "int4": partial(_grouped, quantise.int4),

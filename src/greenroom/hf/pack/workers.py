@@ -1,4 +1,4 @@
-"""Threads that make experts: each reads one, encodes it and writes it to its place in a file."""
+"""Threads that pack experts: each reads one, encodes it and writes it to the data file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from greenroom.hf.pack.target import ExpertPacker
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Staging
 
-BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
+BUFFERS = 768 << 20  # bytes of experts in progress, unless a single one takes more
 
 
 def write_experts(
     catalog: Catalog,
     layers: Sequence[PackLayer],
-    makers: Sequence[Sequence[ExpertPacker]],
+    packers: Sequence[Sequence[ExpertPacker]],
     data: ExpertsFile,
     todo: Sequence[int],
 ) -> Generator[tuple[int, tuple[int, ...]], None, None]:
-    """(expert, checksums) of each of `todo`, in order, when it has been written.
+    """Encode and write the experts `todo`; yield (expert, checksums) in order.
 
-    `layers` say where experts go, `makers` how those of each layer are made. Each thread has room
-    for an expert as it was and one as it shall be.
+    `layers` give the position of experts, `packers` encode those of each layer. A thread has
+    buffers for one source expert and one packed expert.
     """
     stride = max(layer.stride for layer in layers)
     store = disk_store(catalog)
@@ -43,21 +43,21 @@ def write_experts(
     each = catalog.slot_bytes + stride + longest
     count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, catalog.experts))
     sources, targets = HostSlots(count, catalog.slot_bytes), HostSlots(count, stride)
-    slots, own = iter(range(count)), threading.local()
+    slots, local = iter(range(count)), threading.local()
 
     def begin() -> None:
-        own.slot, own.staging = next(slots), Staging()
+        local.slot, local.staging = next(slots), Staging()
 
     def make(expert_id: int) -> tuple[int, tuple[int, ...]]:
-        slot: int = own.slot
+        slot: int = local.slot
         for chunk in store.chunks(expert_id):
-            sources.write(slot, chunk.extent.copies, store.read(chunk, own.staging), chunk.start)
+            sources.write(slot, chunk.extent.copies, store.read(chunk, local.staging), chunk.start)
         number = catalog.layer_of(expert_id)
         layer, expert = layers[number], expert_id - catalog.offsets[number]
         target = targets.bytes(slot)[: layer.stride]
         target.fill(0)
-        for maker in makers[number]:
-            maker(partial(sources.tensor, slot), partial(targets.tensor, slot), expert)
+        for packer in packers[number]:
+            packer(partial(sources.tensor, slot), partial(targets.tensor, slot), expert)
         data.write(target, layer.place(expert))
         return expert_id, layer.checksums_of(target.data)
 
@@ -74,11 +74,13 @@ def write_experts(
 
 
 class ExpertsFile:
-    """The file of a pack's experts, written in any order; past the page cache where the file system
-    has that. Thread-safe."""
+    """The data file of a pack, written in any order. Thread-safe.
+
+    Writes bypass the page cache where the file system supports that.
+    """
 
     def __init__(self, path: Path, header: PackHeader) -> None:
-        """Open it and write the first block."""
+        """Open the file and write the first block."""
         self.path = path
         self._direct = True
         self._fd = self._open()
@@ -98,7 +100,7 @@ class ExpertsFile:
             return os.open(self.path, flags, 0o666)
 
     def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
-        """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
+        """Write complete blocks at a multiple of BLOCK, from memory that is aligned to BLOCK."""
         view, done = memoryview(data), 0  # type: ignore[arg-type]
         with write_errors(self.path, RESUME_HINT):
             while done < len(view):
@@ -109,7 +111,7 @@ class ExpertsFile:
                 done += n
 
     def sync(self) -> None:
-        """All that was written is on disk when this returns."""
+        """Flush everything that was written to disk."""
         with write_errors(self.path, RESUME_HINT):
             os.fdatasync(self._fd)
             if not self._direct:

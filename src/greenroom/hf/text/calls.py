@@ -1,8 +1,8 @@
-"""How a model writes a tool call: found by having its chat template write one.
+"""Format of a model's tool calls, learned from its chat template.
 
-The template renders an answer that is a call and one that is a mark; what the first has in place
-of the mark is the call. So no table of models is needed, and a template that writes calls in
-another way than as one JSON object of arguments is found out.
+The template renders an answer that calls a tool, and an answer that is a marker; the text in place
+of the marker is the call. So no table of models is needed, and templates are refused whose calls
+are not one JSON object of arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greenroom.errors import UsageError
 from greenroom.hf.text.dialogue import Dialogue, ReplyPart
 from greenroom.json_file import Malformed, parse
 
-# Words that no template writes by itself: a tool may be called "name", which many do write.
+# Names that no template contains: many contain "name", which a tool may be called.
 MARK, NAME, KEY, VALUE = "\u00a4", "some_tool", "some_key", "some value"
 ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 
@@ -26,7 +26,7 @@ ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 class CallFormat:
     """The text of a call: `before`, its name, `between`, its arguments as JSON, `after`.
 
-    free: an answer that does not call is its text alone, without a form of its own
+    free: an answer without a call is plain text
     """
 
     before: str
@@ -41,32 +41,34 @@ class CallFormat:
 def find_call_format(
     dialogue: Dialogue, prompt: Sequence[int], tools: list[dict[str, Any]]
 ) -> CallFormat | None:
-    """How a call is written in an answer to this prompt, which was told of `tools`.
+    """Find the format of calls in answers to a prompt that lists `tools`.
 
-    None where the template writes calls otherwise, or where the answer's reader would not find
-    such a call in it.
+    None where the template writes calls in another way, or where the reply parser does not
+    recognise such a call.
     """
     try:
-        called, marked = (_answer(dialogue, tools, call) for call in (True, False))
+        called, marked = (_render(dialogue, tools, call) for call in (True, False))
     except UsageError:
         return None
-    found = _between(called, marked)
-    return found if found and _is_read(dialogue, prompt, tools, found) else None
+    call_format = _compare_answers(called, marked)
+    if call_format is None or not _is_recognised(dialogue, prompt, tools, call_format):
+        return None
+    return call_format
 
 
-def _answer(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
-    """A conversation whose last turn calls, or is the mark."""
-    answer: dict[str, Any] = {"role": "assistant", "content": "" if call else MARK}
+def _render(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
+    """A rendered conversation whose last message is a call, or the marker."""
+    message: dict[str, Any] = {"role": "assistant", "content": "" if call else MARK}
     if call:
         function = {"name": NAME, "arguments": {KEY: VALUE}}
-        answer["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
-    messages = [{"role": "user", "content": "Hello"}, answer]
+        message["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
+    messages = [{"role": "user", "content": "Hello"}, message]
     return dialogue.decode(dialogue.chat(messages, tools, ends=True), special=True)
 
 
-def _between(called: str, marked: str) -> CallFormat | None:
-    start = _alike(called, marked)
-    stop = _alike(called[start:][::-1], marked[start:][::-1])
+def _compare_answers(called: str, marked: str) -> CallFormat | None:
+    start = _common_length(called, marked)
+    stop = _common_length(called[start:][::-1], marked[start:][::-1])
     call = called[start : len(called) - stop].lstrip()
     arguments = ARGUMENTS.search(call)
     at = call.find(NAME)
@@ -77,26 +79,26 @@ def _between(called: str, marked: str) -> CallFormat | None:
     return CallFormat(call[:at], between, call[arguments.end() :], free)
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+def _common_length(one: str, other: str) -> int:
+    """The length of the common prefix of two texts."""
     return sum(takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))
 
 
-def _is_read(
+def _is_recognised(
     dialogue: Dialogue,
     prompt: Sequence[int],
     tools: list[dict[str, Any]],
-    found: CallFormat,
+    call_format: CallFormat,
 ) -> bool:
     name = tools[0]["function"]["name"]
-    speaker = dialogue.reply_parser(prompt, tools)
-    said: list[ReplyPart] = []
-    text = found.call(name, "{}")
+    parser = dialogue.reply_parser(prompt, tools)
+    parts: list[ReplyPart] = []
+    text = call_format.call(name, "{}")
     for token in dialogue.tokenizer(text, add_special_tokens=False)["input_ids"]:
-        said += speaker.feed(token)
-    said += speaker.end()
-    calls = [part.call for part in said if part.call]
-    others = [part for part in said if not part.call and (part.text + part.reasoning).strip()]
+        parts += parser.feed(token)
+    parts += parser.end()
+    calls = [part.call for part in parts if part.call]
+    others = [part for part in parts if not part.call and (part.text + part.reasoning).strip()]
     if others or len(calls) != 1 or calls[0].name != name:
         return False
     try:

@@ -1,11 +1,12 @@
-"""What a model's tokens mean to people: its chat template, its text, and how its answers are read.
+"""Conversion between conversations and tokens: chat templates, text, parsing of answers.
 
     dialogue = Dialogue(tokenizer, "qwen3_moe")
     ids = dialogue.chat([{"role": "user", "content": "Hello"}])
-    spoken = dialogue.spoken(ids)            # of each token in turn: spoken.feed(token_id)
+    parser = dialogue.reply_parser(ids)
+    parts = parser.feed(token_id)               # for each token of the answer, then parser.end()
 
-Reasoning and tool calls are found by transformers' own response parsers, where the model has a
-response template; other models' answers are text.
+Transformers' own response parsers find reasoning and tool calls, where the model has a response
+template; other models' answers are text.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from greenroom.errors import UsageError
 from greenroom.hf.text.prompt_limit import PromptLimit, token_ids
 from greenroom.hf.text.templates import REASONING, Templates
 
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with a byte fallback write a byte
-HALF = "\ufffd"  # what tokenizers write for bytes that are no character
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the token of a byte, in tokenizers with byte fallback
+HALF = "\ufffd"  # in decoded text, for bytes that are no character
 MOST_HELD = 8  # tokens that wait for the rest of a character, which has at most four bytes
-MOST_TOKENS = 1 << 20  # of a prompt whose model has no limit of its own
+MOST_TOKENS = 1 << 20  # in a prompt, where the model has no limit
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called; `arguments` is JSON."""
+    """A call that the model asks for; `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -44,7 +45,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A part of an answer: text for people, reasoning, or a tool call. One of them is set."""
+    """A part of an answer: text, reasoning, or a tool call; one of them is set."""
 
     text: str = ""
     reasoning: str = ""
@@ -52,7 +53,7 @@ class ReplyPart:
 
 
 class Dialogue:
-    """A tokenizer, its templates, and the kind of model (`model_type` of its config) it is for."""
+    """A tokenizer with its chat template and response template."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Dialogue:
         model_type: str | None = None,
         context: int = MOST_TOKENS,
     ) -> None:
-        """Prompts of more than `context` tokens are refused, most of them before any work."""
+        """`model_type` is the model config's. Prompts of over `context` tokens are refused."""
         self.tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
         self._limit = PromptLimit(tokenizer, context)
@@ -73,23 +74,23 @@ class Dialogue:
 
     @cached_property
     def supports_tools(self) -> bool:
-        """Whether tools can be told to the model, and its calls be found in what it says."""
+        """True where the template lists tools, and answers are parsed for calls."""
         return self.template_uses("tools") and "tool_calls" in self._fields
 
     @property
     def supports_reasoning(self) -> bool:
-        """Whether the model has a way to reason before it answers."""
+        """True where the model's answers have a part for reasoning."""
         return any(name in self._fields for name in REASONING)
 
     @property
     def _fields(self) -> Any:
-        """What the model's answers are parsed into."""
+        """The fields of the response template; empty without one."""
         return self._response_template.fields if self._response_template else {}
 
     def template_uses(self, name: str) -> bool:
-        """Whether the chat template looks at this variable."""
-        found = self.tokenizer.chat_template or ""
-        texts = found.values() if isinstance(found, dict) else (found,)
+        """Check that the chat template refers to this variable."""
+        templates = self.tokenizer.chat_template or ""
+        texts = templates.values() if isinstance(templates, dict) else (templates,)
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
     def chat(
@@ -98,21 +99,22 @@ class Dialogue:
         tools: Tools | None = None,
         resume: bool = False,
         ends: bool = False,
-        **told: Any,
+        **variables: Any,
     ) -> list[int]:
-        """Ids of a conversation, up to where the model speaks, or goes on where `resume`, or to
-        its end where it `ends`.
+        """Token ids of a conversation, up to where the model's answer begins.
 
-        `told` are further variables of the template. UsageError where it cannot take the messages.
+        With `resume` the answer continues the last message; with `ends` the conversation is
+        complete. `variables` are further variables of the template. UsageError where the template
+        does not accept the messages.
         """
         if not self.has_template:
-            raise UsageError("this model has no chat template: it only completes text")
+            raise UsageError("this model has no chat template: use it to complete text")
         self._limit.check_messages(messages, tools)
-        text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **told)
+        text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **variables)
         return self.encode(text, special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text as it is, and of what the tokenizer puts around texts where `special`."""
+        """Token ids of a text; where `special`, with the tokenizer's own tokens around it."""
         self._limit.check_text(text)
         return token_ids(self.tokenizer, text, special)
 
@@ -121,13 +123,13 @@ class Dialogue:
         self.templates.close()
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of ids, with special tokens or without."""
+        """The text of token ids, with special tokens or without."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, also where that is half a character."""
+        """The bytes of one token, also where they are half a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token_id in self.tokenizer.added_tokens_decoder or token is None:
             return (token or "").encode()
@@ -138,68 +140,71 @@ class Dialogue:
         return self.decode([token_id]).encode()
 
     def reply_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> ReplyParser:
-        """A reader for the answer to this prompt."""
+        """A parser for the answer to this prompt."""
         if self._response_template is None:
             return ReplyParser(self)
-        # The parser must see what the template has begun to say, as "<think>".
+        # The template may have begun the answer, as with "<think>".
         prefix = self.decode(prompt, special=True)
         return ReplyParser(self, ResponseParser(self._response_template, prefix, tools=tools))
 
     @cached_property
     def _letters(self) -> dict[str, int]:
-        """The byte that each letter of a byte-level vocabulary is; empty for other vocabularies."""
+        """The byte of each letter in a byte-level vocabulary; empty for other vocabularies."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or "ByteLevel" not in repr(backend.decoder):
             return {}
         return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     def _find_response_template(self, model_type: str | None) -> Any:
-        """The tokenizer's own; that of its kind of model where its chat template fits; or None."""
-        own = getattr(self.tokenizer, "response_template", None)
-        if own is not None:
-            return load_response_template(own)
+        """The tokenizer's response template, or the model type's if its chat template fits."""
+        declared = getattr(self.tokenizer, "response_template", None)
+        if declared is not None:
+            return load_response_template(declared)
         config = type("Config", (), {"model_type": model_type})
-        found = serving.get_response_template(self.tokenizer, type("Model", (), {"config": config}))
-        if found is None or not self.has_template:
+        response_template = serving.get_response_template(
+            self.tokenizer, type("Model", (), {"config": config})
+        )
+        if response_template is None or not self.has_template:
             return None
-        template = load_response_template(found)
+        template = load_response_template(response_template)
         try:
-            begun = self.decode(self.chat([{"role": "user", "content": "Hello"}]), special=True)
+            prompt = self.decode(self.chat([{"role": "user", "content": "Hello"}]), special=True)
         except UsageError:
             return None
-        return template if template.start_anchor_re.search(begun) else None
+        return template if template.start_anchor_re.search(prompt) else None
 
 
 class ReplyParser:
-    """Turns tokens into text, reasoning and tool calls, by a response parser; without one, all is
-    text.
+    """Parses an answer's tokens into text, reasoning and tool calls; all text without a parser.
 
-    What the parser cannot read (a call that is no JSON) is text, and so is all that follows.
+    From an error of the response parser on (a call that is not JSON), the answer is text.
     """
 
     def __init__(self, dialogue: Dialogue, parser: ResponseParser | None = None) -> None:
         self._text = TextDecoder(dialogue, special=parser is not None)
         self._parser = parser
         self._raw = ""
-        self._shown = 0  # characters of `_raw` that are told, or were delimiters
-        # A region has ended, or one with a delimiter has begun: its first spaces say nothing.
-        self._between = False
+        self._shown = 0  # characters of `_raw` that were returned, or were delimiters
+        # After a region's end or an opening delimiter: leading spaces are dropped.
+        self._skip_spaces = False
         if parser is not None:
-            self._said(parser.initial_events)
+            self._parts(parser.initial_events)
             self._shown = 0
 
     def feed(self, token_id: int) -> list[ReplyPart]:
+        """The parts of the answer that are complete with this token."""
         return self._parse(self._text.feed(token_id))
 
     def end(self) -> list[ReplyPart]:
-        said = self._parse(self._text.end())
+        """The parts that are left at the end of the answer."""
+        parts = self._parse(self._text.end())
         if self._parser is None:
-            return said
+            return parts
         try:
             _, events = self._parser.finalize()
-        except Exception:  # whatever a content parser says of what the model wrote
-            return said + self._give_up()
-        return said + self._said(events)
+        except Exception:  # content parsers raise errors of any type
+            return parts + self._give_up()
+        return parts + self._parts(events)
 
     def _parse(self, text: str) -> list[ReplyPart]:
         if not text:
@@ -209,31 +214,31 @@ class ReplyParser:
         self._raw += text
         try:
             events = self._parser.feed(text)
-        except Exception:  # whatever a content parser says of what the model wrote
+        except Exception:  # content parsers raise errors of any type
             return self._give_up()
-        return self._said(events)
+        return self._parts(events)
 
-    def _said(self, events: list[dict[str, Any]]) -> list[ReplyPart]:
-        said: list[ReplyPart] = []
+    def _parts(self, events: list[dict[str, Any]]) -> list[ReplyPart]:
+        parts: list[ReplyPart] = []
         for event in events:
             if event["type"] == "region_close" or event.get("field") != "content":
-                self._between = self._between or event["type"] != "region_chunk"
+                self._skip_spaces = self._skip_spaces or event["type"] != "region_chunk"
             try:
-                parts = serving.response_events_to_chunks([event])
-            except (KeyError, TypeError):  # JSON, but no call
-                return said + self._give_up()
-            for part in parts:
-                said += self._part(part)
-        return said
+                chunks = serving.response_events_to_chunks([event])
+            except (KeyError, TypeError):  # JSON, but not a call
+                return parts + self._give_up()
+            for chunk in chunks:
+                parts += self._part(chunk)
+        return parts
 
-    def _part(self, part: Any) -> list[ReplyPart]:
-        if isinstance(part, serving.ToolCall):
+    def _part(self, chunk: Any) -> list[ReplyPart]:
+        if isinstance(chunk, serving.ToolCall):
             self._shown = len(self._raw)
-            return [ReplyPart(call=ToolCall(part.name, part.arguments))]
-        self._shown = self._raw.rfind(part) + len(part)
-        text = part.lstrip() if self._between else str(part)
-        self._between = self._between and not text
-        if isinstance(part, serving.ReasoningText):
+            return [ReplyPart(call=ToolCall(chunk.name, chunk.arguments))]
+        self._shown = self._raw.rfind(chunk) + len(chunk)
+        text = chunk.lstrip() if self._skip_spaces else str(chunk)
+        self._skip_spaces = self._skip_spaces and not text
+        if isinstance(chunk, serving.ReasoningText):
             return [ReplyPart(reasoning=text)] if text else []
         return _text(text)
 
@@ -243,30 +248,30 @@ class ReplyParser:
 
 
 class TextDecoder:
-    """Text of tokens as they come, whole characters at a time."""
+    """Decodes tokens to text one by one, in complete characters."""
 
     def __init__(self, dialogue: Dialogue, special: bool) -> None:
         self._dialogue, self._special = dialogue, special
-        self._ids: list[int] = []  # a little of what is told, for context, and what is not yet
-        self._told = 0  # of `_ids`
+        self._ids: list[int] = []  # the last tokens returned, for context, and those held back
+        self._returned = 0  # how many of `_ids` were returned
 
     def feed(self, token_id: int) -> str:
-        """What is complete now; "" in the middle of a character."""
+        """The text that is complete with this token; "" in the middle of a character."""
         self._ids.append(token_id)
         text = self._dialogue.decode(self._ids, self._special)
-        half = text.endswith(HALF) and len(self._ids) - self._told < MOST_HELD
+        half = text.endswith(HALF) and len(self._ids) - self._returned < MOST_HELD
         return "" if half else self._take(text)
 
     def end(self) -> str:
-        """What is left, complete or not."""
+        """The remaining text, complete or not."""
         return self._take(self._dialogue.decode(self._ids, self._special))
 
     def _take(self, text: str) -> str:
-        """What the text of all tokens has that is not yet told."""
-        before = self._dialogue.decode(self._ids[: self._told], self._special)
+        """The part of this text that was not returned before."""
+        before = self._dialogue.decode(self._ids[: self._returned], self._special)
         # Tokenizers that write a space before words need to see the tokens just before.
-        self._ids = self._ids[self._told :]
-        self._told = len(self._ids)
+        self._ids = self._ids[self._returned :]
+        self._returned = len(self._ids)
         return text[len(before) :]
 
 

@@ -1,4 +1,4 @@
-"""Answer one prompt: tokens as they come, and how long each of them took."""
+"""Generate an answer to one prompt, and measure the time of each token."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
 @dataclass(slots=True)
 class Answer:
-    """Times in seconds. `gaps` are the times between tokens; `tpot_s` is their median."""
+    """A generated answer with its times in seconds; `gaps` lie between its tokens."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     ttft_s: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    cut_short: bool = False  # by the context, not by the model or --max-new-tokens
+    cut_short: bool = False  # the context ended it, not the model or --max-new-tokens
 
     @property
     def new_tokens(self) -> int:
@@ -39,6 +39,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
+        """The median time per output token."""
         return float(np.median(self.gaps)) if self.gaps else None
 
     @property
@@ -51,17 +52,17 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of decoding: the prompt's time is TTFT."""
+        """Decoding speed, without the prompt."""
         return len(self.gaps) / sum(self.gaps) if self.gaps else None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False) -> torch.Tensor:
-    """Token ids [1, T]; a chat template is applied where the tokenizer has one.
+    """Token ids [1, T] of a prompt, with the tokenizer's chat template if any.
 
-    A text is taken as it is if `raw`; messages need a template.
+    With `raw` a text has no template applied; messages need a template.
     """
     if not isinstance(prompt, str) and not tokenizer.chat_template:
-        raise UsageError("the model has no chat template: give prompts that are text")
+        raise UsageError("the model has no chat template: give each prompt as a text")
     if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with closing(Templates()) as templates:
@@ -84,9 +85,9 @@ def answer(
     on_text: OnText = lambda text: None,
     to_the_end: bool = False,
 ) -> Answer:
-    """Generate an answer; `on_text` is given each piece of text when it is complete.
+    """Generate an answer; `on_text` is called with each piece of text.
 
-    `to_the_end` has it go on to all tokens of `sampling`: the model may not end it before.
+    With `to_the_end` the model cannot end its answer before the number of tokens in `sampling`.
     """
     ids = encode(tokenizer, prompt, raw)
     room = context - ids.shape[1]
@@ -119,17 +120,17 @@ def answer(
 
 
 def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
-    """What the user set; what is unset is left to the model's generation config."""
+    """Options of `generate` that the user set; others come from the generation config."""
     options: dict[str, Any] = {}
     if sampling.temperature is not None and bounded_temperature(sampling.temperature) == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
         names = ("temperature", "top_p", "top_k")
-        given = {n: getattr(sampling, n) for n in names if getattr(sampling, n) is not None}
-        if "temperature" in given:
-            given["temperature"] = bounded_temperature(given["temperature"])
-        if given:
-            options |= {"do_sample": True, **given}
+        sampled = {n: getattr(sampling, n) for n in names if getattr(sampling, n) is not None}
+        if "temperature" in sampled:
+            sampled["temperature"] = bounded_temperature(sampled["temperature"])
+        if sampled:
+            options |= {"do_sample": True, **sampled}
     if model.generation_config.pad_token_id is None:
         end = model.generation_config.eos_token_id
         options["pad_token_id"] = end[0] if isinstance(end, list) else end
@@ -137,7 +138,7 @@ def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]
 
 
 class _Clock(TextStreamer):
-    """Notes when each token came, and passes text on as soon as whole words are there."""
+    """Records the time of each token, and passes on text in complete words."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

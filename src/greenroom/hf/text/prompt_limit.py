@@ -1,4 +1,4 @@
-"""Refusing prompts that have no room before they cost anything.
+"""Limits of prompts, checked before templates and tokenizers do work.
 
 limit = PromptLimit(tokenizer, context=4096)
 limit.check_messages(messages, tools)      # TooLong, by characters, before they are rendered
@@ -11,13 +11,13 @@ from typing import Any
 
 from greenroom.errors import TooLong, UsageError
 
-PIECE = 1 << 14  # characters that are tokenised at a time, while it is unsure whether a text fits
-DENSE = 8  # characters a token, above which a text is tokenised piece by piece first
-SPARE = 1 << 10  # characters beside those of the prompt's tokens: of messages that templates drop
+PIECE = 1 << 14  # characters that are tokenised at a time to check a long text
+DENSE = 8  # characters a token; longer texts are checked piece by piece first
+SPARE = 1 << 10  # further characters, for parts of messages that templates drop
 
 
 class PromptLimit:
-    """What a prompt of at most `context` tokens can be made of."""
+    """Limits on the characters and messages of a prompt of at most `context` tokens."""
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
@@ -25,22 +25,25 @@ class PromptLimit:
         self.most_chars = context * longest + SPARE
 
     def check_messages(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
-        """TooLong where messages and tools have more characters than any prompt, or where there
-        are more messages than tokens."""
+        """Raise TooLong for messages that cannot fit.
+
+        They have more characters with their tools than any prompt, or more messages than tokens.
+        """
         if len(messages) > self._context:
-            raise TooLong(f"{len(messages):,} messages: there is room for {self._context} tokens")
+            raise TooLong(
+                f"{len(messages):,} messages do not fit: there is room for {self._context} tokens"
+            )
         self._check(count_chars(messages) + count_chars(tools))
 
     def check_text(self, text: str) -> None:
-        """TooLong where a text has more tokens than there is room for, as far as that shows
-        without tokenising much more than would fit."""
+        """Raise TooLong for a text of too many tokens, without tokenising much more than fits."""
         self._check(len(text))
         if len(text) <= max(PIECE, DENSE * self._context):
             return
         tokens = 0
         for start in range(0, len(text), PIECE):
             tokens += len(token_ids(self._tokenizer, text[start : start + PIECE], special=False))
-            # Where a text is cut, it may have some tokens more than as a whole.
+            # Pieces may have some tokens more than the entire text.
             if tokens > 2 * self._context:
                 raise TooLong(
                     f"the prompt has more than {self._context} tokens: there is no room for it"
@@ -54,16 +57,18 @@ class PromptLimit:
 
 
 def token_ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """The tokens of a text. UsageError where it is no Unicode."""
+    """The token ids of a text; UsageError where it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError("the prompt has half a surrogate pair, which is no character") from error
+        raise UsageError(
+            "the prompt is not valid Unicode: it contains half a surrogate pair"
+        ) from error
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def count_chars(value: Any) -> int:
-    """Characters of all texts in a value made of JSON's types."""
+    """The number of characters in all texts of a JSON value."""
     count, left = 0, [value]
     while left:
         one = left.pop()

@@ -1,11 +1,11 @@
 """The process that renders chat templates: `python template_worker.py BYTES SECONDS PATH...`.
 
-A template is a program of whoever made the checkpoint: it may loop, or write without end. Here it
-can be ended by the kernel. BYTES are all the address space that this process may have, SECONDS are
-of CPU time for each rendering, PATH is where modules lie. Only jinja2 and the standard library are
-imported, so that it stays small.
+A template is a program by the author of the checkpoint: it may loop, or write without end. The
+kernel limits this process: to BYTES of address space, and SECONDS of CPU time for each rendering.
+PATH is the path of modules. Only jinja2 and the standard library are imported, so that it stays
+small.
 
-It reads requests from standard input and writes one answer to each, in lines of JSON:
+It reads requests from standard input and writes one answer to each, as lines of JSON:
 
     request: [template, variables, most characters of the result]
     answer:  [whether it is rendered, whether this process ends, the text or what is wrong]
@@ -19,7 +19,7 @@ import sys
 from datetime import datetime
 from functools import lru_cache
 
-RETIRE_BYTES = 40 << 20  # a process that has become so large makes way for a new one
+RETIRE_BYTES = 40 << 20  # a process that has become this large is replaced by a new one
 
 
 class Dict:
@@ -33,14 +33,14 @@ class Dict:
 
 
 def environment():
-    """What transformers gives to chat templates (`_compile_jinja_template` of 5.23)."""
+    """The Jinja environment of transformers (`_compile_jinja_template` of 5.23)."""
     import jinja2
     import jinja2.ext
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} marks the model's own words: here it is its content alone."""
+        """The block {% generation %}, which marks the model's own text; it renders its content."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -57,10 +57,10 @@ def environment():
         """A namespace without names that begin with an underscore."""
 
         def __init__(*args, **kwargs):  # `self` may be one of the names
-            found = dict(*args[1:], **kwargs)
-            for name in found:
+            attributes = dict(*args[1:], **kwargs)
+            for name in attributes:
                 check(name)
-            jinja2.utils.Namespace.__init__(args[0], found)
+            jinja2.utils.Namespace.__init__(args[0], attributes)
 
         def __setitem__(self, name, value):
             check(name)
@@ -78,18 +78,18 @@ def environment():
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    made.globals["dict"], made.globals["namespace"] = Dict(), Namespace
-    return made
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    sandbox.globals["dict"], sandbox.globals["namespace"] = Dict(), Namespace
+    return sandbox
 
 
-def rendered(compiled, source, variables, most):
-    """What a template writes."""
+def render(compiled, source, variables, most):
+    """Render a template; TemplateError beyond `most` characters."""
     from jinja2.exceptions import TemplateError
 
     pieces, left = [], most
@@ -102,22 +102,22 @@ def rendered(compiled, source, variables, most):
 
 
 def answer(compiled, request):
-    """(whether it is rendered, whether memory ran out, text)"""
+    """Answer a request: whether it is rendered, whether memory ran out, and the text."""
     from jinja2.exceptions import TemplateError
 
     try:
-        return True, False, rendered(compiled, *json.loads(request))
+        return True, False, render(compiled, *json.loads(request))
     except MemoryError:
         return False, True, "it needs too much memory"
     except TemplateError as error:
         return False, False, str(error) or type(error).__name__
-    except BaseException as error:  # templates may raise whatever Python does
+    except BaseException as error:  # a template may raise any exception
         return False, False, f"{type(error).__name__}: {error}"
 
 
 def main(limit, seconds, path):
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     compiled = lru_cache(1)(environment().from_string)
     for kind, most in (("AS", limit), ("CORE", 0), ("FSIZE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
@@ -135,8 +135,7 @@ def main(limit, seconds, path):
 
 
 def resident_bytes():
-    """Memory that this process holds. (The largest it had, which the system counts, is that of
-    whoever started it.)"""
+    """Resident memory of this process. (Its peak would include that of the parent before exec.)"""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 

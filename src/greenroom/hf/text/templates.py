@@ -1,10 +1,10 @@
-"""Chat templates, rendered in a process of their own that may be ended.
+"""Chat templates, rendered in a separate process with limits.
 
 with closing(Templates()) as templates:
     text = templates.chat(tokenizer, messages)
 
 The text is that of `tokenizer.apply_chat_template`. A template that loops, writes without end or
-takes too much memory is a UsageError of one line; the next rendering has a new process.
+takes too much memory is a UsageError of one line; the next rendering starts a new process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from greenroom.errors import UsageError
 from greenroom.hf.text import template_worker
 
-CPU_S = 2  # of one rendering
-WALL_S = 10.0  # without an answer, on a machine with other work
+CPU_S = 2  # CPU seconds of one rendering
+WALL_S = 10.0  # seconds until an answer, on a busy machine
 MOST_CHARS = 4 << 20
 BASE_BYTES = 64 << 20  # address space of the process, most of it never touched
-CHAR_BYTES = 24  # for each character of a result: its parts, copies, and encoding
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call it, in this order
-END = "GREENROOM_RESUMES_HERE "  # a template that trims contents takes the space, and so shows it
+CHAR_BYTES = 24  # for each character of a result: its pieces, copies and encoding
+REASONING = ("reasoning_content", "thinking", "reasoning")  # clients' names for it, first to last
+END = "GREENROOM_RESUMES_HERE "  # templates that trim contents drop the space
 
 Messages = list[dict[str, Any]]
 
@@ -58,8 +58,11 @@ class Templates:
         ends: bool = False,
         **variables: Any,
     ) -> str:
-        """A conversation up to where the model speaks, or goes on where `resume`, or to its end
-        where it `ends`. UsageError where the template does not take it."""
+        """Render a conversation, up to where the model's answer begins.
+
+        With `resume` the answer continues the last message; with `ends` the conversation is
+        complete. UsageError where the template does not accept it.
+        """
         if not messages:
             raise UsageError("the conversation is empty")
         try:
@@ -83,11 +86,13 @@ class Templates:
         return _to_the_mark(text, str(messages[-1]["content"])) if resume else text
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """What a template writes. UsageError where it fails, or takes too much."""
+        """Render a template; UsageError where it fails, or takes too much time or memory."""
         try:
             request = json.dumps([template, variables, self.most_chars], default=_plain)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"the chat template cannot be given these messages: {error}") from None
+            raise UsageError(
+                f"these messages cannot be sent to the chat template as JSON: {error}"
+            ) from None
         with self._lock:
             try:
                 done, last, text = self._answer(f"{request}\n".encode())
@@ -113,7 +118,7 @@ class Templates:
         except TimeoutError:
             raise _refused(f"it takes longer than {CPU_S} seconds") from None
         except (json.JSONDecodeError, ConnectionError):
-            # The kernel ends a process that is out of its time; nothing else is expected to.
+            # The kernel ends a process beyond its limits; nothing else is expected to.
             raise _refused(f"it takes longer than {CPU_S} seconds, or too much memory") from None
 
     def _start(self) -> None:
@@ -138,7 +143,7 @@ class Templates:
 
 
 def _refused(why: str) -> UsageError:
-    return UsageError(f"the chat template does not take these messages: {why}")
+    return UsageError(f"the chat template does not accept these messages: {why}")
 
 
 def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -148,10 +153,12 @@ def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
 
 
 def _turn(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to templates: without what is None, its reasoning under
-    the names that templates read."""
+    """A message as transformers passes it to templates.
+
+    It has no fields that are None, and its reasoning under the names that templates read.
+    """
     if not isinstance(message, Mapping):
-        raise UsageError("a message is an object with a role and a content")
+        raise UsageError("a message must be an object with a role and a content")
     turn = {key: one for key, one in message.items() if one is not None}
     reasoning = next((turn[name] for name in REASONING if name in turn), None)
     if reasoning is None:
@@ -160,20 +167,20 @@ def _turn(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in place of a value that is none of its types."""
+    """A JSON value in place of an object of another type."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 def _mark(last: dict[str, Any], template: str) -> None:
-    """Note where the last message ends: there the model goes on."""
+    """Mark the end of the last message, where the model's answer continues."""
     if not isinstance(last.get("content"), str) or "content" not in template:
-        raise UsageError("the chat template cannot go on with the last message")
+        raise UsageError("the chat template cannot continue the last message")
     last["content"] += END
 
 
 def _to_the_mark(text: str, content: str) -> str:
-    """The text up to the mark, without spaces that the template cut off before it."""
+    """The text up to the mark, without spaces that the template trims."""
     at = text.rfind(END.strip())
     if at < 0 or content.strip() not in text:
-        raise UsageError("the chat template cannot go on with the last message: it changes it")
+        raise UsageError("the chat template cannot continue the last message: it changes its text")
     return text[:at] if text.startswith(END, at) else text[:at].rstrip()

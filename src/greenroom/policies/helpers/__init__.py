@@ -1,1 +1,1 @@
-"""What several policies are made of: lists, buckets, bit sets, pools and scans over arrays."""
+"""Data structures that policies share: lists, buckets, bit sets, pools and scans."""

@@ -1,6 +1,7 @@
-"""A set of whole numbers below N as bits, with bits over bits: finds the next lower in a few steps.
+"""Bit sets of integers below N; levels of summary bits find the next lower member.
 
-Level 0 has a bit for each number; a bit of level k + 1 says that a word of level k is not zero.
+Level 0 has a bit for each number; a bit of level k + 1 says that a block of 64 bits of level k is
+not zero.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ ONE = np.uint64(1)
 
 
 class Bits(NamedTuple):
-    words: NDArray[np.uint64]  # all levels, one after another
+    """The arrays of a bit set."""
+
+    blocks: NDArray[np.uint64]  # all levels, one after another
     level: Ints  # [levels + 1] level k has words[level[k] : level[k + 1]]
 
 
 def empty(size: int) -> Bits:
-    """The empty set, for numbers below `size`."""
+    """An empty set for numbers below `size`."""
     counts = [max(1, -(-size // 64))]
     while counts[-1] > 1:
         counts.append(-(-counts[-1] // 64))
@@ -33,8 +36,8 @@ def empty(size: int) -> Bits:
 
 
 @intrinsic
-def _leading_zeros(typingctx: Any, word: Any) -> Any:
-    """Zeros above the highest bit of a word that is not zero."""
+def _leading_zeros(typingctx: Any, block: Any) -> Any:
+    """The number of zero bits above the highest set bit of a block that is not zero."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctlz(args[0], context.get_constant(types.boolean, True))
@@ -43,26 +46,26 @@ def _leading_zeros(typingctx: Any, word: Any) -> Any:
 
 
 @compiled
-def add(bits: Bits, number: int) -> None:
-    """Take a number in."""
+def insert(bits: Bits, number: int) -> None:
+    """Insert a number."""
     i = number
     for k in range(bits.level.size - 1):
-        word = bits.level[k] + (i >> 6)
-        before = bits.words[word]
-        bits.words[word] = before | (ONE << np.uint64(i & 63))
-        if before != 0:
+        block = bits.level[k] + (i >> 6)
+        previous = bits.blocks[block]
+        bits.blocks[block] = previous | (ONE << np.uint64(i & 63))
+        if previous != 0:
             return
         i >>= 6
 
 
 @compiled
 def discard(bits: Bits, number: int) -> None:
-    """Take a number out that is in."""
+    """Remove a member."""
     i = number
     for k in range(bits.level.size - 1):
-        word = bits.level[k] + (i >> 6)
-        left = bits.words[word] & ~(ONE << np.uint64(i & 63))
-        bits.words[word] = left
+        block = bits.level[k] + (i >> 6)
+        left = bits.blocks[block] & ~(ONE << np.uint64(i & 63))
+        bits.blocks[block] = left
         if left != 0:
             return
         i >>= 6
@@ -70,16 +73,16 @@ def discard(bits: Bits, number: int) -> None:
 
 @compiled
 def below(bits: Bits, number: int) -> int:
-    """The largest member that is smaller than a number, or -1."""
+    """The largest member smaller than a number, or -1."""
     i = number  # look for a bit before bit i of the level
     for k in range(bits.level.size - 1):
-        rest = bits.words[bits.level[k] + (i >> 6)] if (i & 63) else np.uint64(0)
-        rest &= (ONE << np.uint64(i & 63)) - ONE
-        if rest != 0:
-            i = (i & ~63) | (63 - int(_leading_zeros(rest)))
+        lower = bits.blocks[bits.level[k] + (i >> 6)] if (i & 63) else np.uint64(0)
+        lower &= (ONE << np.uint64(i & 63)) - ONE
+        if lower != 0:
+            i = (i & ~63) | (63 - int(_leading_zeros(lower)))
             for j in range(k - 1, -1, -1):
-                word = bits.words[bits.level[j] + i]
-                i = (i << 6) | (63 - int(_leading_zeros(word)))
+                block = bits.blocks[bits.level[j] + i]
+                i = (i << 6) | (63 - int(_leading_zeros(block)))
             return i
         i >>= 6
     return -1

@@ -1,7 +1,7 @@
-"""Residents in buckets of equal whole keys, the buckets in a list by key: for policies that count.
+"""Buckets of residents with equal integer keys, in a list by key: for policies that count.
 
-To move a piece costs a walk over the keys between, which are few where keys rise by little. In a
-bucket the least recently placed piece comes first, so that ties go to the least recently requested.
+Moving a piece walks over the keys in between, which are few where keys rise by little. In a bucket
+the piece placed least recently comes first, so that ties go to the least recently requested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class Buckets(NamedTuple):
-    """P pieces, G groups, at most P buckets at a time."""
+    """The arrays of buckets: P pieces, G groups, at most P buckets at a time."""
 
     key: Ints  # [P] of each bucket
     order: Lists  # of buckets, one a group, the one of the lowest key in front
@@ -28,7 +28,7 @@ class Buckets(NamedTuple):
 
 
 def empty(setup: PolicySetup) -> Buckets:
-    """No bucket in use."""
+    """Empty buckets."""
     pieces = setup.pieces
     return Buckets(
         key=np.zeros(pieces, np.int64),
@@ -42,8 +42,9 @@ def empty(setup: PolicySetup) -> Buckets:
 
 @compiled
 def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
-    """Place a piece, walking up from a node whose key is not above the piece's: a bucket or the
-    head."""
+    """Place a piece, walking up from a node with a key not above the piece's.
+
+    The node is a bucket or the head."""
     higher = b.order.after
     bucket = below if below != head and b.key[below] == key else higher[below]
     while bucket != head and b.key[bucket] < key:
@@ -60,7 +61,7 @@ def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
 
 @compiled
 def drop(b: Buckets, piece: int) -> int:
-    """Take a piece out. The bucket, or node, below which it was, to walk up from."""
+    """Remove a piece; the node (its bucket, or the one below) from which `_put` may walk up."""
     bucket = b.bucket_of[piece]
     lists.unlink(b.members, piece)
     head = b.key.size + bucket
@@ -75,18 +76,18 @@ def drop(b: Buckets, piece: int) -> int:
 
 @compiled
 def place(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Take a piece in."""
+    """Insert a piece."""
     head = b.key.size + group
     _put(b, head, head, piece, key)
 
 
 @compiled
 def rise(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Give a piece a key that is not below the one it has."""
+    """Raise a piece's key, to one that is not below the present one."""
     head, bucket, members = b.key.size + group, b.bucket_of[piece], b.members
     above = b.order.after[bucket]
-    alone = members.before[piece] == members.after[piece]  # both are the bucket's head
-    if alone and (above == head or b.key[above] > key):
+    only_member = members.before[piece] == members.after[piece]  # both are the bucket's head
+    if only_member and (above == head or b.key[above] > key):
         b.key[bucket] = key
     else:
         below = drop(b, piece)
@@ -95,7 +96,7 @@ def rise(b: Buckets, group: int, piece: int, key: int) -> None:
 
 @compiled
 def lowest(b: Buckets, group: int, cache: CacheState) -> int:
-    """The piece with the smallest key that is not pinned, or -1."""
+    """The unpinned piece with the smallest key, or -1."""
     pieces = b.key.size
     bucket = b.order.after[pieces + group]
     while bucket < pieces:

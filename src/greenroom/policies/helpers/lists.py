@@ -1,6 +1,6 @@
-"""Circular doubly linked lists in two flat arrays: what queue-like policies keep.
+"""Circular doubly linked lists in two flat arrays, for queue-like policies.
 
-Nodes 0 .. P-1 are pieces, node P + i is the head of list i. A piece is in one list at most.
+Nodes 0 .. P-1 are pieces; node P + i is the head of list i. A piece is in one list at most.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Lists(NamedTuple):
-    """P pieces and N lists; the node after a head is the front of its list, the one before it the
-    back."""
+    """The arrays of N lists of P pieces.
+
+    The node after a head is the front of its list, the node before it the back."""
 
     before: Ints  # [P + N]
     after: Ints  # [P + N]
 
 
 def empty(pieces: int, lists: int) -> Lists:
-    """Lists with nothing in them: every node points at itself."""
+    """Empty lists, in which every node points at itself."""
     return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
 
 
 def one_a_group(setup: PolicySetup) -> Lists:
-    """The memory of a policy that keeps the residents of each group in one list."""
+    """The state of a policy with one list of residents a group."""
     return empty(setup.pieces, setup.groups)
 
 
 @compiled
 def unlink(lists: Lists, piece: int) -> None:
-    """Take a piece out of its list."""
+    """Remove a piece from its list."""
     before, after = lists.before[piece], lists.after[piece]
     lists.after[before] = after
     lists.before[after] = before
@@ -41,7 +42,7 @@ def unlink(lists: Lists, piece: int) -> None:
 
 @compiled
 def push(lists: Lists, head: int, piece: int) -> None:
-    """Put a piece at the front of the list with that head."""
+    """Insert a piece at the front of the list with that head."""
     first = lists.after[head]
     lists.before[piece], lists.after[piece] = head, first
     lists.after[head] = piece
@@ -50,7 +51,7 @@ def push(lists: Lists, head: int, piece: int) -> None:
 
 @compiled
 def last(lists: Lists, head: int, cache: CacheState) -> int:
-    """The piece nearest the back of the list that is not pinned, or -1."""
+    """The unpinned piece nearest to the back of a list, or -1."""
     piece = lists.before[head]
     while piece != head:
         if cache.pinned[piece] == 0:
@@ -59,20 +60,21 @@ def last(lists: Lists, head: int, cache: CacheState) -> int:
     return -1
 
 
-QUEUES = 4  # that a group has at most
+QUEUES = 4  # of a group, at most
 
 
 class Queues(NamedTuple):
-    """Several queues a group, numbered 0 .. QUEUES - 1, the newest in front; each knows its size.
-    Residents are in them, and pieces that a policy remembers."""
+    """Queues with sizes, several a group, numbered 0 .. QUEUES - 1, the newest piece in front.
+
+    They hold residents, and evicted pieces (ghosts) that a policy remembers."""
 
     lists: Lists
-    inside: Ints  # [P] the queue that a piece is in, or -1
+    queue_of: Ints  # [P] the queue of a piece, or -1
     size: Ints  # [G, QUEUES]
 
 
 def empty_queues(setup: PolicySetup) -> Queues:
-    """Queues with nothing in them."""
+    """Empty queues."""
     return Queues(
         empty(setup.pieces, QUEUES * setup.groups),
         np.full(setup.pieces, -1, np.int64),
@@ -83,32 +85,32 @@ def empty_queues(setup: PolicySetup) -> Queues:
 @compiled
 def head_of(queues: Queues, group: int, which: int) -> int:
     """The head of a queue's list."""
-    return int(queues.inside.size + QUEUES * group + which)
+    return int(queues.queue_of.size + QUEUES * group + which)
 
 
 @compiled
-def leave(queues: Queues, group: int, piece: int) -> None:
-    """Take a piece out of its queue."""
-    queues.size[group, queues.inside[piece]] -= 1
-    queues.inside[piece] = -1
+def dequeue(queues: Queues, group: int, piece: int) -> None:
+    """Remove a piece from its queue."""
+    queues.size[group, queues.queue_of[piece]] -= 1
+    queues.queue_of[piece] = -1
     unlink(queues.lists, piece)
 
 
 @compiled
-def enter(queues: Queues, group: int, piece: int, which: int) -> None:
-    """Put a piece that is in no queue at the front of one."""
+def enqueue(queues: Queues, group: int, piece: int, which: int) -> None:
+    """Insert a piece that is in no queue at the front of a queue."""
     queues.size[group, which] += 1
-    queues.inside[piece] = which
+    queues.queue_of[piece] = which
     push(queues.lists, head_of(queues, group, which), piece)
 
 
 @compiled
-def forget_oldest(queues: Queues, group: int, which: int) -> None:
-    """Take the oldest piece out of a queue that is not empty."""
-    leave(queues, group, queues.lists.before[head_of(queues, group, which)])
+def drop_oldest(queues: Queues, group: int, which: int) -> None:
+    """Remove the oldest piece of a queue that is not empty."""
+    dequeue(queues, group, queues.lists.before[head_of(queues, group, which)])
 
 
 @compiled
 def oldest(queues: Queues, group: int, which: int, cache: CacheState) -> int:
-    """The oldest piece of a queue that is not pinned, or -1."""
+    """The oldest unpinned piece of a queue, or -1."""
     return int(last(queues.lists, head_of(queues, group, which), cache))

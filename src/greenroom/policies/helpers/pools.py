@@ -1,4 +1,4 @@
-"""Sets of pieces to draw from at random, one a group, as an array with the members in front."""
+"""Pools of pieces for random draws, one a group: an array with the members in front."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Pools(NamedTuple):
-    """The pool of group g is `members[base[g] : base[g] + size[g]]`."""
+    """The arrays of pools; group g's is `members[base[g] : base[g] + size[g]]`."""
 
     members: Ints  # [P]
-    at: Ints  # [P] where in its group's part a piece is, -1 where it is not
+    at: Ints  # [P] a piece's position in its group's pool, or -1
     base: Ints  # [G]
     size: Ints  # [G]
-    dice: NDArray[np.uint64]  # [1] splitmix64, the same everywhere
+    random_state: NDArray[np.uint64]  # [1] splitmix64, equal on every platform
 
 
 def empty(setup: PolicySetup) -> Pools:
-    """Pools with nothing in them; each has room for all pieces of its group."""
+    """Empty pools, each with room for all pieces of its group."""
     sizes = np.bincount(setup.group_of, minlength=setup.groups)
     return Pools(
         members=np.zeros(setup.pieces, np.int64),
         at=np.full(setup.pieces, -1, np.int64),
         base=(np.cumsum(sizes) - sizes).astype(np.int64),
         size=np.zeros(setup.groups, np.int64),
-        dice=np.array([setup.seed & 0xFFFFFFFFFFFFFFFF], np.uint64),
+        random_state=np.array([setup.seed & 0xFFFFFFFFFFFFFFFF], np.uint64),
     )
 
 
 @compiled
 def add(pools: Pools, group: int, piece: int) -> None:
-    """Take a piece in that is not in."""
+    """Insert a piece that is not in the pool."""
     i = pools.size[group]
     pools.members[pools.base[group] + i] = piece
     pools.at[piece] = i
@@ -44,7 +44,7 @@ def add(pools: Pools, group: int, piece: int) -> None:
 
 @compiled
 def swap(pools: Pools, group: int, i: int, j: int) -> None:
-    """Exchange two members' places."""
+    """Exchange the positions of two members."""
     base = pools.base[group]
     a, b = pools.members[base + i], pools.members[base + j]
     pools.members[base + i], pools.members[base + j] = b, a
@@ -52,8 +52,8 @@ def swap(pools: Pools, group: int, i: int, j: int) -> None:
 
 
 @compiled
-def take(pools: Pools, group: int, piece: int) -> None:
-    """Take a piece out, if it is in."""
+def discard(pools: Pools, group: int, piece: int) -> None:
+    """Remove a piece, if it is in the pool."""
     if pools.at[piece] >= 0:
         swap(pools, group, pools.at[piece], pools.size[group] - 1)
         pools.size[group] -= 1
@@ -61,10 +61,10 @@ def take(pools: Pools, group: int, piece: int) -> None:
 
 
 @compiled
-def below(dice: Any, n: int) -> int:
-    """A whole number from 0 to n - 1, n < 2 ** 32."""
-    dice[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = dice[0]
+def random_below(random_state: Any, n: int) -> int:
+    """A random integer from 0 to n - 1, n < 2 ** 32."""
+    random_state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = random_state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
@@ -73,13 +73,13 @@ def below(dice: Any, n: int) -> int:
 
 @compiled
 def draw(pools: Pools, group: int, cache: CacheState) -> int:
-    """One of those that are not pinned, each as likely as the others; -1 where there is none."""
+    """Draw an unpinned member, each with equal probability; -1 where there is none."""
     base, left = pools.base[group], pools.size[group]
     while left > 0:
-        i = below(pools.dice, left)
+        i = random_below(pools.random_state, left)
         piece = pools.members[base + i]
         if cache.pinned[piece] == 0:
             return int(piece)
-        left -= 1  # put the pinned ones behind those that are still drawn from
+        left -= 1  # move pinned members behind those that may still be drawn
         swap(pools, group, i, left)
     return -1

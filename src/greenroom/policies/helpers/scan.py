@@ -1,4 +1,4 @@
-"""Policies that look at every resident: the one with the smallest score is evicted."""
+"""Scans over all residents, for policies that evict the one with the smallest score."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from greenroom.core.policy import CacheState, Floats, LogicalTime, PolicySetup, 
 
 
 def layer_starts(setup: PolicySetup) -> Ints:
-    """[L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1."""
+    """The first piece of each layer, [L + 1]: layer l has begin[l] .. begin[l + 1] - 1."""
     return np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
 
 
 @compiled
 def on_use(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
-    """Note the index of the piece's last request."""
+    """Record the index of a piece's last request."""
     state.index[piece] = now.index
 
 
 @compiled
 def lowest(cache: CacheState, group: int, score: Floats, index: Ints) -> int:
-    """The resident with the smallest score [P] that is not pinned, or -1. Of equal scores the one
-    with the smallest index [P]."""
+    """The unpinned resident with the smallest score [P], or -1; ties by smallest index [P]."""
     best, least = -1, np.inf
     for slot in range(cache.first[group], cache.first[group + 1]):
         resident = cache.piece_in[slot]

@@ -1,1 +1,1 @@
-"""What several predictors are made of: kinds, saved state, places, what compiles them."""
+"""Parts that predictors share: kinds, saved states, the token table and compilation."""

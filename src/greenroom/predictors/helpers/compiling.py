@@ -1,4 +1,4 @@
-"""Compile what a predictor calls before the first token, which else waits for it."""
+"""Compilation of a predictor's functions before the first token, which would wait for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorChoice, PredictorSetup
 
-LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more than this call functions of their own
+LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more call compiled functions of their own
 
 
 def compile_predictor(choice: PredictorChoice) -> None:
-    """Run a second predictor of this kind over invented routing; it is dropped afterwards.
+    """Compile a predictor's functions: run a second one over invented routing, and drop it.
 
-    Machine code depends on types alone, so a few experts do. Kinds that ask routers, files or
-    traces compile nothing but the ranking.
+    Machine code depends on types only, so a few experts are enough. Kinds that need routers, files
+    or traces compile only the ranking.
     """
     scores = np.zeros((1, 1), np.float32)
     top(scores, 1)

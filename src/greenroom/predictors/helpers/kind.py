@@ -1,4 +1,4 @@
-"""What is known of a predictor before it is made: its kind, the choice of one, and its setting."""
+"""Kinds of predictors, the user's choice of one, and the arguments to build it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Gates, Predictor, Shape
 from greenroom.errors import UnknownName, UsageError
 
-# What a driver has to give: `token_ids` with each pass, `inputs` with each layer seen, and in the
-# setting the model's `gates`, the weights of a `file`, a `trace`.
+# Inputs that a driver has to supply: `token_ids` of a pass, `inputs` of a layer, and in the setup
+# the model's `gates`, the tensors of a `file`, or a `trace`.
 Need = Literal["token_ids", "inputs", "gates", "file", "trace"]
 
 
 @dataclass(frozen=True)
 class PredictorSetup:
-    """What predictors are made from; what a kind does not need may be left out."""
+    """Arguments to build a predictor; a kind's unneeded ones may be left out."""
 
     shape: Shape
     seed: int = 0
@@ -27,12 +27,12 @@ class PredictorSetup:
     routed_experts: NDArray[Any] | None = None  # the trace's, [tokens, layers, top_k]
     predictions: Mapping[str, Any] = field(default_factory=dict)  # the trace's predictions
     tensors: Mapping[str, NDArray[Any]] | None = None  # the tensors of a predictor's file
-    distance: int | None = None  # this and the options are filled in by `Choice.make`
+    distance: int | None = None  # it and the options are set by `PredictorChoice.build`
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ahead(self) -> int:
-        """The distance, 0 for kinds that have none. UsageError where the model has fewer layers."""
+        """The distance, 0 where there is none. UsageError where the model has fewer layers."""
         distance = self.distance or 0
         if distance > self.shape.layers:
             raise UsageError(
@@ -47,10 +47,10 @@ Builder = Callable[[PredictorSetup], Predictor]
 
 @dataclass(frozen=True)
 class PredictorKind:
-    """A predictor by name: how one is made, and what that needs.
+    """A kind of predictor: its name, how to build one, and what it needs.
 
-    `distance` is the default; None where a predictor does not choose one: it predicts whole passes
-    before they begin, or its recording says.
+    `distance` is the default; None where it cannot be chosen: the predictor predicts complete
+    passes before they begin, or its recording or file has a distance.
     """
 
     name: str
@@ -61,27 +61,29 @@ class PredictorKind:
     options: tuple[PolicyOption, ...] = ()
 
     def choose(self, text: str = "") -> PredictorChoice:
-        """This kind with `[distance][,option=value...]`. UsageError where one cannot be right."""
-        first, *rest = text.split(",") if text else [""]
-        known = {option.name: option for option in self.options}
+        """Choose this kind with `[distance][,option=value...]`. UsageError for a wrong one."""
+        first, *items = text.split(",") if text else [""]
+        options = {option.name: option for option in self.options}
         distance = self.distance
         if first and "=" not in first:
             distance = self._distance(first)
         elif first:
-            rest = [first, *rest]
-        elif rest:
-            raise UsageError(f"{self.name} is followed by a distance or options: {text!r}")
+            items = [first, *items]
+        elif items:
+            raise UsageError(
+                f"a distance or options must follow the colon of predictor {self.name}: {text!r}"
+            )
         values: dict[str, Any] = {}
-        for item in rest:
+        for item in items:
             name, equals, value = item.partition("=")
-            if name not in known:
-                if not known:
+            if name not in options:
+                if not options:
                     raise UsageError(f"predictor {self.name} has no options: {item!r}")
-                raise UnknownName(f"option of {self.name}", name, known)
+                raise UnknownName(f"option of {self.name}", name, options)
             if not equals or name in values:
                 raise UsageError(f"options of {self.name} are given once, as name=value: {item!r}")
-            values[name] = known[name].parse(self.name, value)
-        defaults = {name: option.default for name, option in known.items()}
+            values[name] = options[name].parse(self.name, value)
+        defaults = {name: option.default for name, option in options.items()}
         return PredictorChoice(
             self, f"{self.name}:{text}" if text else self.name, distance, defaults | values
         )
@@ -96,13 +98,13 @@ class PredictorKind:
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """A kind, and how far and in which manner it shall look. `name` is what the user wrote."""
+    """A kind of predictor with its distance and options; `name` is the user's text."""
 
     kind: PredictorKind
     name: str
     distance: int | None
     options: Mapping[str, Any]
 
-    def build(self, setting: PredictorSetup) -> Predictor:
-        """One predictor, new. UsageError where the setting lacks what it needs."""
-        return self.kind.build(replace(setting, distance=self.distance, options=self.options))
+    def build(self, setup: PredictorSetup) -> Predictor:
+        """Build a predictor. UsageError where the setup lacks what the kind needs."""
+        return self.kind.build(replace(setup, distance=self.distance, options=self.options))

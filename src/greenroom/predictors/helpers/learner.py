@@ -1,4 +1,4 @@
-"""What the predictors that learn from routing have in common: saved states, paths, guesses."""
+"""Base classes of predictors that learn from routing: saved states and token paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from greenroom.core.predictor import Ids, LayerPrediction, PassStart
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorSetup
-from greenroom.predictors.helpers.token_table import TokenTable, filled
+from greenroom.predictors.helpers.token_table import TokenTable, fill
 from greenroom.predictors.none import NullPredictor
 
 Floats = NDArray[np.float32]
@@ -20,20 +20,20 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Learner(NullPredictor):
-    """A predictor whose state is `_arrays`, and what it knows of token ids."""
+    """A predictor whose saved state is `_arrays` and the table of token ids."""
 
-    _of_distance = False  # whether what was learned holds for one distance only
-    _known: TokenTable | None = None
+    _of_distance = False  # whether the state is valid for one distance only
+    _token_table: TokenTable | None = None
 
     @abstractmethod
     def _arrays(self) -> Arrays:
-        """What is learned, in place."""
+        """The learned arrays themselves."""
 
     def state(self) -> Arrays:
-        found = {name: array.copy() for name, array in self._arrays().items()}
+        state = {name: array.copy() for name, array in self._arrays().items()}
         if self._of_distance:
-            found["distance"] = np.array([self._ahead])
-        return found if self._known is None else {**found, **self._known.state()}
+            state["distance"] = np.array([self._ahead])
+        return state if self._token_table is None else {**state, **self._token_table.state()}
 
     def restore(self, state: Arrays) -> None:
         if self._of_distance:
@@ -41,46 +41,47 @@ class Learner(NullPredictor):
             if distance is None or distance.tolist() != [self._ahead]:
                 raise ValueError(f"distance is {distance}, not [{self._ahead}]")
         for name, array in self._arrays().items():
-            filled(name, state, array)
-        if self._known is not None:
-            self._known.restore(state)
+            fill(name, state, array)
+        if self._token_table is not None:
+            self._token_table.restore(state)
 
 
 class PathLearner(Learner):
-    """A learner that knows the path of every token of the pass, and of the token before it.
+    """A learner that records the experts of every token of the pass, in all layers.
 
-    `_path` [T + 1, layers, top_k]: row 0 is the token before; -1 where nothing is known.
+    `_path` [T + 1, layers, top_k]: row 0 is the token before the pass; -1 is unknown.
     """
 
     _of_distance = True
 
-    def __init__(self, setting: PredictorSetup) -> None:
-        super().__init__(setting)
+    def __init__(self, setup: PredictorSetup) -> None:
+        super().__init__(setup)
         self._path = np.full((2, self._shape.layers, self._shape.top_k), -1, np.int64)
         self._request = -1
 
     def begin(self, at: PassStart) -> None:
         before = self._path[-1]
         self._path = np.full((at.tokens + 1, *before.shape), -1, np.int64)
-        if at.request == self._request:  # nothing follows from another request's last token
+        if at.request == self._request:  # another request's last token says nothing
             self._path[0] = before
         self._request = at.request
 
 
-def guesses_of_pass(scores: Floats, layers: int, width: int, above: float) -> list[LayerPrediction]:
-    """A guess for every layer; `scores` [layers * T, E]: those of a layer's T tokens lie
-    together."""
+def predictions_of_pass(
+    scores: Floats, layers: int, width: int, above: float
+) -> list[LayerPrediction]:
+    """Predictions of all layers from `scores` [layers * T, E], layer by layer."""
     named = top(scores, width, above)
     return [LayerPrediction(i, rows) for i, rows in enumerate(named.reshape(layers, -1, width))]
 
 
-def for_all(one: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
-    """A guess of one row for all tokens of its pass, where that is the pass under way."""
-    if one.layer >= layers or tokens == 1:
-        return one
-    return LayerPrediction(one.layer, np.repeat(one.experts, tokens, axis=0))
+def repeat_for_tokens(prediction: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
+    """Repeat a one-row prediction for all tokens, unless it is for the next pass."""
+    if prediction.layer >= layers or tokens == 1:
+        return prediction
+    return LayerPrediction(prediction.layer, np.repeat(prediction.experts, tokens, axis=0))
 
 
-def as_ids(experts: Ids) -> Ids:
-    """In the one layout that compiled functions are compiled for."""
+def as_contiguous(experts: Ids) -> Ids:
+    """Copy ids to the memory layout of compiled functions, unless they have it."""
     return np.ascontiguousarray(experts, np.int64)

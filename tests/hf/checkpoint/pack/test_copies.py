@@ -172,7 +172,9 @@ def test_what_cannot_be(kind, options, said, tmp_path):
 
 def test_packs_of_packs_and_other_types(tmp_path):
     folder = with_copies("same", "int4")
-    with pytest.raises(UsageError, match="is a pack with copies: make another one of its source"):
+    with pytest.raises(
+        UsageError, match="is a pack with copies, which cannot be packed again: pack its source"
+    ):
         pack(str(folder), tmp_path / "pack", "int4")
     with pytest.raises(UsageError, match="a pack with copies computes in bfloat16"):
         ModelSkeleton.of(open_checkpoint(folder), "float32")
