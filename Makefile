@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
-	@echo "make check   formatting, lint, types, import rules, tests"
+	@echo "make check   formatting, lint, spelling, types, import rules, tests"
 	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
 	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
@@ -80,6 +80,7 @@ format: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell src tests docs benchmarks examples *.md Makefile
 
 types: $(READY)
 	$(BIN)/mypy
