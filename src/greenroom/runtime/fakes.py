@@ -1,6 +1,6 @@
-"""Fakes that ship: a device that poisons what is stale, and a store that is slow or fails.
+"""Fakes: slots that poison stale bytes, and a store that is slow or fails.
 
-`device="fake"` uses both, to show that nothing depends on when and in which order bytes arrive.
+`device="fake"` uses both to show that results do not depend on the times and order of arrivals.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, Staging
 from greenroom.runtime.store.throttle import Throttle
 
-POISON = 0xFF  # every floating-point type reads NaN
+POISON = 0xFF  # NaN in every floating-point type
 
 
 class FakeSlots(HostSlots):
-    """Host slots that hold NaN until the bytes of a piece have arrived."""
+    """Host slots that are filled with NaN until the bytes of a piece arrive."""
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
@@ -34,11 +34,11 @@ class FakeSlots(HostSlots):
 
 
 class FakeStore:
-    """Another store, seen through a slow and unreliable line.
+    """Another store, behind a slow and unreliable link.
 
-    A read takes `latency` seconds, up to `jitter` more by chance, and its turn on a line of
-    `bandwidth` bytes a second.
-    `fails(n)` is asked before the n-th read, counted from 1; True raises StoreError.
+    latency, jitter: each read takes `latency` seconds, plus a random part of `jitter`
+    bandwidth: bytes a second that all reads share
+    fails: called with the number of each read, from 1; if True, the read raises StoreError
     """
 
     def __init__(

@@ -159,7 +159,7 @@ def test_a_file_that_changes_ends_the_answer_and_all_after_it(tmp_path: Path) ->
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
     for _ in range(2):
-        with pytest.raises(CheckpointChanged, match="was changed while it was served") as caught:
+        with pytest.raises(CheckpointChanged, match="changed while it was in use") as caught:
             model.generate(PROMPT, **GREEDY)
         assert one_line(caught)
     model.greenroom.detach()

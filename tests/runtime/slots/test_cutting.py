@@ -49,19 +49,19 @@ def test_what_is_cut_is_joined_again(of, whole, count):
     for spec in whole.tensors:
         tensor = torch.arange(spec.nbytes // 2).view(spec.shape)
         parts = [
-            cutting.part(spec, tensor, segment.first, end)
+            cutting.cut(spec, tensor, segment.first, end)
             for segment, end in zip(made.segments, ends, strict=True)
         ]
         for part, segment in zip(parts, made.segments, strict=True):
             assert tuple(part.shape) == segment.layout[spec.name].shape
-        assert torch.equal(cutting.joined(spec, parts), tensor)
+        assert torch.equal(cutting.join(spec, parts), tensor)
 
 
 def test_gate_and_up_keep_together():
     """Segment 1 has channels 64..128 of the gate, then of up."""
     cutting = Cutting.of(module(), layout())
     rows = torch.arange(2 * INNER)[:, None].expand(2 * INNER, HIDDEN)
-    part = cutting.part(layout().tensors[0], rows, 64, 128)
+    part = cutting.cut(layout().tensors[0], rows, 64, 128)
     assert part[:, 0].tolist() == [*range(64, 128), *range(INNER + 64, INNER + 128)]
 
 

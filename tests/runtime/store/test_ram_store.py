@@ -82,7 +82,7 @@ def test_several_caches_one_after_another(disk):
 def test_a_file_cut_short_is_an_error_of_the_store(disk):
     catalog = disk()
     os.truncate(catalog.files[0], 30_000)
-    with pytest.raises(StoreError, match="ends early"):
+    with pytest.raises(StoreError, match="is truncated"):
         RamStore(catalog)
 
 

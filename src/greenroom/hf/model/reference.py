@@ -243,7 +243,7 @@ def _matrix(
             each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
             segments = [_tensor(stream, begin + at, part) for at, part in each]
             if segments:
-                parts.append(cutting.joined(spec, segments))
+                parts.append(cutting.join(spec, segments))
             else:
                 parts.append(_tensor(stream, begin, spec))
     if weight.encoding == PLAIN:

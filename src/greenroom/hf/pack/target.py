@@ -133,7 +133,7 @@ class ExpertPacker:
         for segment, end in zip(segments, ends, strict=True):
             parts = _moved(segment.layout, segment.offset).tensors
             for spec, part in zip(self.target.tensors, parts, strict=True):
-                target(part).copy_(self.cutting.part(spec, unsplit[spec], segment.first, end))
+                target(part).copy_(self.cutting.cut(spec, unsplit[spec], segment.first, end))
 
     def _encode(self, source: Lookup, target: Lookup, expert: int) -> None:
         if self.kind == "same":

@@ -47,7 +47,7 @@ class JoinedSlots:
             for offset, layout in segments:
                 part = layout[spec.name]
                 pieces.append(slots.tensor(at, replace(part, offset=offset + part.offset)))
-        return self._cutting.joined(spec, pieces)
+        return self._cutting.join(spec, pieces)
 
 
 class SegmentedExperts(LayerExperts):

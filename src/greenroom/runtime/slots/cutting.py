@@ -1,4 +1,4 @@
-"""How an expert's matrices are cut along its intermediate dimension, and joined again."""
+"""Cutting an expert's matrices along its intermediate dimension, and joining them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ BLOCK = 64  # channels: the down projection is summed in such blocks, so bits do
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The cuts of one module's experts: which side of a tensor are channels, and in how many runs
-    (two where gate and up follow one another)."""
+    """The way in which one module's experts are cut into segments.
+
+    runs: 2 where the gate's channels are followed by those of up, else 1
+    """
 
     transposed: bool
     runs: int
@@ -26,7 +28,7 @@ class Cutting:
 
     @classmethod
     def of(cls, module: nn.Module, layout: SlotLayout) -> Cutting:
-        """For experts of a module that lie in this layout, as a whole."""
+        """Make the cutting of a module's experts, whose uncut layout this is."""
         return cls(bool(module.is_transposed), _runs(module), layout)
 
     @property
@@ -37,34 +39,37 @@ class Cutting:
         return rows if plain and self.transposed else columns
 
     def segments(self, count: int, where: str) -> SlotLayout:
-        """The layout of the same experts in (up to) so many segments, of about equal size.
+        """The layout of the experts in at most `count` segments, of about equal size.
 
-        UnsupportedModel where there is nothing to cut.
+        UnsupportedModel if they are too small to be cut.
         """
         unit, channels = self._unit(where), self.channels
         blocks = -(-channels // unit)
         if blocks < 2:
             raise UnsupportedModel(
                 f"{where}: its experts have {channels} intermediate channels, in blocks of {unit}:"
-                " they cannot be cut"
+                " too few to be cut into segments"
             )
         count = min(count, blocks)
         ends = [min(round(k * blocks / count) * unit, channels) for k in range(count + 1)]
-        made, offset = [], 0
+        segments, offset = [], 0
         for first, end in pairwise(ends):
             specs = [(s.name, self._shape(s, first, end), s.dtype) for s in self.layout.tensors]
             layout = SlotLayout.pack(specs, self.layout.encodings, self.layout.dtype)
-            made.append(Segment(first, offset, layout))
+            segments.append(Segment(first, offset, layout))
             offset += layout.nbytes
-        whole = self.layout
-        return SlotLayout(whole.tensors, offset, whole.encodings, whole.dtype, tuple(made))
+        uncut = self.layout
+        return SlotLayout(uncut.tensors, offset, uncut.encodings, uncut.dtype, tuple(segments))
 
     def _unit(self, where: str) -> int:
-        """Channels at whose multiples every tensor can be cut."""
+        """The number of channels at whose multiples every tensor can be cut."""
         for unit in range(BLOCK, self.channels + BLOCK, BLOCK):
             if all(self._divides(spec, unit) for spec in self.layout.tensors):
                 return unit
-        raise UnsupportedModel(f"{where}: its experts' scales cannot be cut")
+        raise UnsupportedModel(
+            f"{where}: the scales of its experts do not align with channels, so these cannot be cut"
+            " into segments"
+        )
 
     def _divides(self, spec: TensorSpec, unit: int) -> bool:
         encoding = self.layout.encodings.get(_matrix(spec.name), PLAIN)
@@ -73,16 +78,16 @@ class Cutting:
         per = spec.shape[self._axis(spec)] // self._runs(spec)
         return unit >= self.channels or unit * per % self.channels == 0
 
-    def part(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Channels first .. end of a tensor of the whole expert."""
+    def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
+        """Cut channels first .. end out of a tensor of the uncut expert."""
         axis, runs = self._axis(spec), self._runs(spec)
         per = tensor.shape[axis] // runs
         a, b = (n * per // self.channels for n in (first, end))
         cuts = [tensor.narrow(axis, run * per + a, b - a) for run in range(runs)]
         return cuts[0] if runs == 1 else torch.cat(cuts, axis)
 
-    def joined(self, spec: TensorSpec, parts: Sequence[Tensor]) -> Tensor:
-        """A tensor of the whole expert from those of its segments."""
+    def join(self, spec: TensorSpec, parts: Sequence[Tensor]) -> Tensor:
+        """Join a tensor of the uncut expert from those of its segments."""
         axis, runs = self._axis(spec), self._runs(spec)
         each = [part.chunk(runs, axis) for part in parts]
         return torch.cat([part[run] for run in range(runs) for part in each], axis)
@@ -104,7 +109,7 @@ class Cutting:
 
 
 def _matrix(name: str) -> str:
-    """The matrix that a tensor belongs to."""
+    """The name of the matrix that a tensor belongs to."""
     return name.partition(".")[0]
 
 

@@ -1,8 +1,8 @@
-"""Slots: the fast tier's memory, one anonymous reservation cut into slots of equal size.
+"""Slots in host memory: one anonymous reservation, divided into slots of equal size.
 
-Address space is reserved for as many slots as the cache may ever have, and costs nothing until a
-slot is written; a smaller cache gives the pages of the slots it loses back at once. So a resize
-moves no address that a kernel may know, and a kernel takes a base, a stride and slot numbers.
+Address space is reserved for the largest capacity, and takes no memory until a slot is written. A
+smaller cache returns the pages of its last slots at once. A resize therefore changes no address,
+and kernels address slots by a base, a stride and slot numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 
 
 class HostSlots(SlotPool):
-    """Slots in host memory. `stride` bytes each; slot s begins at `base + s * stride`."""
+    """Slots of `stride` bytes in host memory; slot s begins at `base + s * stride`."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class HostSlots(SlotPool):
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write as `SlotPool.write`; after the last bytes of a nested expert join its planes."""
+        """Write a chunk as `SlotPool.write` does; join the planes of a complete nested expert."""
         target = self.bytes(slot)
         _copy(target, copies, data, start)
         if self._plane_joiner is not None:
-            self._plane_joiner.arrived(slot, target, copies, data.size)
+            self._plane_joiner.count_bytes(slot, target, copies, data.size)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Put a copy's planes to their places; the rest is yet to come."""
+        """Copy the planes of a low-precision copy into its expert's slot; the rest is read."""
         assert self._plane_joiner is not None
-        _copy(self.bytes(slot), self._plane_joiner.copied(layer), copy, 0)
+        _copy(self.bytes(slot), self._plane_joiner.from_copy(layer), copy, 0)
 
     def clear(self, slot: int) -> None:
         if self._plane_joiner is not None:
@@ -78,9 +78,11 @@ class HostSlots(SlotPool):
         self.bytes(target)[:] = self.bytes(source)
 
     def trim(self, capacity: int) -> None:
-        """Have this many slots; the pages of those above go back to the system."""
+        """Set the number of slots; the pages of dropped slots return to the system."""
         if not 1 <= capacity <= self.reserve:
-            raise DeviceError(f"between 1 and {self.reserve} slots can be had, not {capacity}")
+            raise DeviceError(
+                f"the cache can have between 1 and {self.reserve} slots, not {capacity}"
+            )
         if capacity < self.capacity:
             page = mmap.PAGESIZE
             begin = -(-capacity * self.stride // page) * page
@@ -90,18 +92,18 @@ class HostSlots(SlotPool):
         self.capacity = capacity
 
     def close(self) -> None:
-        """Give the pages back now; the address range goes with the last view of it."""
+        """Return the pages now; the address range is freed with its last view."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0
 
 
 def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-    """See `SlotPool.write`."""
+    """Write a chunk into a slot's bytes (see `SlotPool.write`)."""
     for copy in copies:
         if not copy.contiguous:
             _transform(data, slot, copy)
-        elif found := overlap(copy, start, data.size):
-            slot[found[1]] = data[found[0]]
+        elif ranges := overlap(copy, start, data.size):
+            slot[ranges[1]] = data[ranges[0]]
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
@@ -119,7 +121,7 @@ def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
 def _strided(
     data: np.ndarray, dtype: str, shape: tuple[int, int], strides: tuple[int, int]
 ) -> np.ndarray:
-    """Bytes as a two-dimensional block of integers as wide as the dtype."""
+    """View bytes as a two-dimensional block of integers as wide as the dtype."""
     width = {1: np.int8, 2: np.int16, 4: np.int32}[ITEMSIZE[dtype]]
-    whole = data[: data.size // ITEMSIZE[dtype] * ITEMSIZE[dtype]].view(width)
-    return np.lib.stride_tricks.as_strided(whole, shape, strides)
+    items = data[: data.size // ITEMSIZE[dtype] * ITEMSIZE[dtype]].view(width)
+    return np.lib.stride_tricks.as_strided(items, shape, strides)

@@ -1,9 +1,9 @@
-"""Slots of experts that are stored as two planes of four bits, the first of them an int4 copy.
+"""Joining nested experts, which are stored as two planes of four bits.
 
-A nested int8 expert has codes 16 h + l, where h is what the int4 copy says, in steps of 16 scales,
-and l from -8 to 7 is what it lacks. Bytes arrive plane by plane, in any order: h goes to the first
-half of the place of the codes, l to the second. When all of them are there the planes are joined in
-place, by the thread that has brought the last: then the slot holds an int8 expert like any other.
+A nested int8 expert has codes 16 h + l: h is the code of its int4 copy, in steps of 16 scales, and
+l, from -8 to 7, is the remainder. Bytes arrive plane by plane, in any order: h goes to the first
+half of the memory for the codes, l to the second. The thread that delivers the last byte joins the
+planes in place; then the slot holds an ordinary int8 expert.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.layout import Copy
 
-STEP = 16  # what h counts in
+STEP = 16  # scales of the int8 expert in one step of h
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlanes:
-    """Where one matrix lies in the slot of an exact expert: its codes and scales."""
+    """Offsets and sizes of one matrix's codes and scales in an exact expert's slot."""
 
     codes: int
     nbytes: int
@@ -34,51 +34,53 @@ class MatrixPlanes:
 
 @dataclass(frozen=True)
 class NestedLayout:
-    """How experts of a layer are joined.
+    """The layout of the nested experts of a layer.
 
     planes: of each matrix
-    copied: what goes from a copy's slot to an expert's, where only the rest is fetched
-    totals: bytes that are to come, by the copies that an extent is read with
+    from_copy: copies from a low-precision copy's slot to its expert's, if only the rest is fetched
+    totals: expected bytes, by the copies with which an extent is read
     """
 
     planes: tuple[MatrixPlanes, ...]
-    copied: tuple[Copy, ...]
+    from_copy: tuple[Copy, ...]
     totals: Mapping[tuple[Copy, ...], int]
 
 
 class PlaneJoiner:
-    """What is still to come into each slot; joins planes when the last byte is there. Thread-safe
-    for different slots, and for different chunks of one."""
+    """Counter of the missing bytes of each slot, which joins the planes of complete slots.
+
+    Thread-safe for different slots, and for different chunks of one.
+    """
 
     def __init__(self, nestings: Sequence[NestedLayout]) -> None:
-        """`nestings` are those of each layer."""
+        """`nestings` has one layout for each layer."""
         self._nestings = nestings
         self._by_copies = {c: (each, n) for each in nestings for c, n in each.totals.items()}
-        self._left: dict[int, int] = {}  # slot -> bytes that are still to come
+        self._missing: dict[int, int] = {}  # slot -> missing bytes
         self._lock = threading.Lock()
 
-    def copied(self, layer: int) -> tuple[Copy, ...]:
-        """What goes from a copy's slot to an expert's."""
-        return self._nestings[layer].copied
+    def from_copy(self, layer: int) -> tuple[Copy, ...]:
+        """Copies from a low-precision copy's slot to its expert's."""
+        return self._nestings[layer].from_copy
 
-    def arrived(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
-        """So many bytes of an extent that is read with these copies are in a slot's memory."""
+    def count_bytes(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
+        """Count bytes that arrived in a slot; join its planes if they are the last."""
         nesting, total = self._by_copies[copies]
         with self._lock:
-            left = self._left[slot] = self._left.get(slot, total) - nbytes
-            if left == 0:
-                del self._left[slot]
-        if left == 0:
+            missing = self._missing[slot] = self._missing.get(slot, total) - nbytes
+            if missing == 0:
+                del self._missing[slot]
+        if missing == 0:
             join(memory, nesting.planes)
 
     def clear(self, slot: int) -> None:
-        """A new piece is about to come into this slot."""
+        """Forget the bytes counted in a slot, before a new piece is read into it."""
         with self._lock:
-            self._left.pop(slot, None)
+            self._missing.pop(slot, None)
 
 
 def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
-    """Make int8 codes and their scales of planes and the copy's scales, in place."""
+    """Join planes to int8 codes, and divide the copy's scales, in place."""
     for each in planes:
         codes = slot[each.codes : each.codes + each.nbytes]
         _join(codes, codes[: each.nbytes // 2].copy())
@@ -88,7 +90,7 @@ def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
 
 @jit
 def _join(codes: Bytes, high: Bytes) -> None:
-    """codes [n]: the lower plane is its second half, which is overwritten behind what is read."""
+    """Join the planes; the lower one is the second half of `codes` [n], read before overwritten."""
     half = high.size
     for i in range(half):
         h, low = high[i], codes[half + i]

@@ -1,4 +1,4 @@
-"""The tables of the all-resident path by their addresses in memory, for compiled code."""
+"""Addresses of the all-resident path's tables, for compiled code."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
 
-# For compiled code, int64 each: a layer's first expert; addresses of every expert's slot (the
-# cache's numbers), of the step that used it last, of how often it was asked for; that of the
-# tier's slot of each of the cache's; the number of this step.
+# Arguments of compiled code, int64 each: a layer's first expert; the addresses of four tables: each
+# expert's slot in the cache, the step of its last use, its number of requests, and the tier's slot
+# of each slot of the cache; the number of this step.
 SlotTables: TypeAlias = "array[int]"
 
 
 class ResidentTables:
-    """Steps of compiled code on a scheduler's all-resident path.
+    """Tables with which compiled code serves steps of a scheduler's all-resident path.
 
-    `asked` counts the requests of each expert.
+    `request_counts` has the number of requests of each expert.
     """
 
-    def __init__(self, scheduler: Scheduler, asked: Ints) -> None:
-        self._scheduler, self._asked = scheduler, asked
-        self._path: AllResident | None = None  # whose tables these are
+    def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
+        self._scheduler, self._request_counts = scheduler, request_counts
+        self._path: AllResident | None = None  # that owns the tables
         self._tables: SlotTables
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """As `AllResident.step` for consecutive steps from a layer's on: `find(tables)` looks the
-        slots of their experts up, notes their use in these tables, which are those of the first
-        step, and returns how many experts each step had, up to the first one without a slot. How
-        many steps were done; None, and nothing noted, where the scheduler has to decide."""
+        """Serve consecutive steps from a layer's on, while all their experts are resident.
+
+        `find(tables)` looks up the slots of the experts, records their use in the tables, which
+        are those of the first step, and returns each step's number of experts, up to the first
+        step with an expert that is not resident. Returns the number of steps served; None, and no
+        record, if the scheduler has to decide. See `AllResident.step`.
+        """
         if (path := self._scheduler.all_resident) is None:
             return None
         if path is not self._path:
-            arrays = path.slot_of, path.used, self._asked, path.tier_slots
+            arrays = path.slot_of, path.used, self._request_counts, path.tier_slots
             self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
             self._path = path
         tables = self._tables
         tables[0], tables[5] = self._scheduler.view.pieces.offsets[layer], path.steps + 1
-        found = find(tables)
-        for experts in found:
+        counts = find(tables)
+        for experts in counts:
             path.count(experts)
-        return len(found)
+        return len(counts)

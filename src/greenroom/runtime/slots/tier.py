@@ -1,4 +1,4 @@
-"""What a tier is: memory that experts are computed from, in one or several pools of equal slots."""
+"""Tiers: memory that experts are computed from, in one or several pools of equal slots."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from greenroom.errors import DeviceError
 
 
 class Slots(Protocol):
-    """What a kernel needs to address a slot: of `stride` bytes; in host memory they follow one
-    another."""
+    """Addresses of slots of `stride` bytes, for kernels; in host memory they are consecutive."""
 
     stride: int
 
     def address(self, slot: int) -> int:
-        """Where a slot begins."""
+        """The address of a slot's first byte."""
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A tensor of the expert in a slot, as a view."""
+        """A view of one tensor of the expert in a slot."""
 
 
 class SlotPool(Slots):
-    """A tier of one memory; its `capacity` is how many slots there are."""
+    """A tier of one memory, with `capacity` slots."""
 
     capacity: int
-    # Is told of the slots of each group, where the device computes it later.
+    # Called with the slots of each group on devices that compute it asynchronously.
     mark_computed: Callable[[Sequence[int]], None] | None = None
 
     @property
@@ -37,39 +36,44 @@ class SlotPool(Slots):
         return (self,)
 
     def at(self, slot: int) -> tuple[SlotPool, int]:
-        """The pool of a slot of the tier, and its number there."""
+        """The pool of a tier's slot, and the slot's number in that pool."""
         return self, slot
 
     def bytes(self, slot: int) -> Any:
-        """A slot's bytes, [stride] uint8: of NumPy in host memory, of torch on a device."""
+        """A slot's bytes, [stride] uint8: a NumPy array in host memory, a tensor on a device."""
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
+        """Write a chunk into a slot: `data` are the bytes of an extent from `start` on.
+
+        `copies` say where an extent's bytes go in the slot.
+        """
 
     def clear(self, slot: int) -> None:
-        """A new piece is about to come into this slot."""
+        """Prepare a slot for a new piece."""
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot to another."""
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Put what a low-precision copy has of its expert to its places in the expert's slot."""
+        """Copy the bytes that a low-precision copy shares with its expert to the expert's slot."""
         raise AssertionError("experts here contain no copy")
 
     def trim(self, capacity: int) -> None:
-        """Have this many slots; memory of those above goes back to the system."""
+        """Set the number of slots; the memory of dropped slots is freed."""
 
     def fitting_capacity(self, capacity: int) -> int:
-        """The most slots that take the memory of no more than `capacity`."""
+        """The largest number of slots that needs no more memory than `capacity` slots."""
         return capacity
 
     def close(self) -> None:
-        """Give the memory back now."""
+        """Free the memory now."""
 
 
 def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
-    """Of a contiguous copy, what bytes `start .. start + nbytes` of the extent have: where it lies
-    in these bytes, and in the slot."""
+    """The part of a contiguous copy in bytes `start .. start + nbytes` of an extent.
+
+    Returns its ranges within these bytes and within the slot; None if there is no overlap.
+    """
     begin, end = max(copy.source, start), min(copy.source + copy.nbytes, start + nbytes)
     if begin >= end:
         return None
@@ -78,18 +82,18 @@ def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
 
 
 def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
-    """Which of these slots each of so many pools has, as places in the list."""
-    found: dict[int, list[int]] = {}
+    """Indices into `slots`, grouped by the pool that each slot belongs to."""
+    indices: dict[int, list[int]] = {}
     for i, slot in enumerate(slots):
-        found.setdefault(slot % pools, []).append(i)
-    return found
+        indices.setdefault(slot % pools, []).append(i)
+    return indices
 
 
 class MultiPoolTier:
-    """Several pools as one tier, of different sizes or on different devices: where there are n,
-    slot s is number s // n of pool s % n.
+    """A tier of several pools, of different sizes or on different devices.
 
-    `sizes(capacity)` says how many slots each of them has in the room of so many experts.
+    With n pools, slot s is number s // n of pool s % n. `sizes(capacity)` is the number of slots in
+    each pool of a cache with room for `capacity` experts.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class MultiPoolTier:
                 mark([slots[i] // len(self.pools) for i in places])
 
     def trim(self, capacity: int) -> None:
-        """Have room for this many experts; where a pool has no room, all are as they were."""
+        """Resize all pools to room for `capacity` experts, or none if one of them fails."""
         before = [pool.capacity for pool in self.pools]
         try:
             for pool, size in zip(self.pools, self._sizes(capacity), strict=True):

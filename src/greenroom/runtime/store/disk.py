@@ -1,8 +1,8 @@
-"""The store: a read-only mapping from piece to bytes, over the checkpoint's own files.
+"""The disk store reads pieces from the checkpoint's own files.
 
-Reads are direct (O_DIRECT) into an aligned staging buffer, so that the page cache holds no second
-copy of the experts and the budget is kept; where the file system refuses direct reads they are
-buffered, and what was read is dropped from the page cache at once.
+Reads are direct (O_DIRECT) into an aligned staging buffer, so that no second copy of the experts
+in the page cache exceeds the budget. Where the file system refuses direct reads they are buffered,
+and the pages are dropped from the page cache at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
 from greenroom.runtime.memory.system import LARGE_PAGE, advise_large_pages, reserve_memory
 from greenroom.runtime.store.stamps import Stamp, stamp_of
 
-BLOCK = 4096  # bytes; what direct reads are aligned to: offset, length and memory
+BLOCK = 4096  # bytes; alignment of direct reads: offset, length and memory
 CHUNK_BYTES = 4 << 20  # 1 to 4 MiB reach the disk's speed and keep a new demand's wait short
 
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
-    """An extent in chunks of about equal size; one that must be transformed stays whole."""
+    """Cut an extent into chunks of about equal size; an extent to be transformed is one chunk."""
     parts = -(-extent.length // chunk_bytes) if extent.divisible else 1
     size = -(-extent.length // parts // BLOCK) * BLOCK if parts > 1 else extent.length
     return [
@@ -42,7 +42,10 @@ def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
 
 
 def open_direct(path: str) -> int:
-    """A file past the page cache. OSError; some file systems take O_DIRECT and refuse the read."""
+    """Open a file for reads past the page cache; OSError if the file system refuses.
+
+    Some file systems accept O_DIRECT when opening and refuse the read, so one is tried.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         with mmap.mmap(-1, BLOCK) as block:
@@ -54,10 +57,10 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A page-aligned buffer: of its own, which grows to what is asked of it, or `memory`.
+    """A page-aligned read buffer that grows to its largest request, or the given `memory`.
 
-    Its own lies in pages of 2 MiB where the system has them: the disk then writes to a few long
-    runs of memory and not to a thousand short ones, and is read up to twice as fast (docs/log/).
+    Its own memory lies in pages of 2 MiB where the system has them: the disk then writes to a few
+    long runs of memory and not to a thousand short ones, up to twice as fast (docs/log/).
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Staging:
             self.array, self.view = memory, memoryview(memory)  # type: ignore[arg-type]
 
     def _allocate(self, nbytes: int) -> None:
-        """What is left over after the last large page is in small ones, and takes no more."""
+        """Reserve a buffer in large pages; the remainder after the last one lies in small pages."""
         nbytes = -(-nbytes // BLOCK) * BLOCK
         space = reserve_memory(nbytes + LARGE_PAGE)
         at = -np.frombuffer(space, np.uint8).ctypes.data % LARGE_PAGE
@@ -78,29 +81,29 @@ class Staging:
         self.array = np.frombuffer(self.view, np.uint8)
 
     def take(self, nbytes: int) -> memoryview:
-        """The first `nbytes` (a multiple of the block size)."""
+        """The first `nbytes` of the buffer, a multiple of the block size."""
         if nbytes > len(self.view):
             self._allocate(nbytes)
         return self.view[:nbytes]
 
 
 class DiskStore:
-    """Experts of a catalog, read in chunks. Thread-safe: every reader brings its own staging.
+    """A reader of a catalog's experts, in chunks; thread-safe, with one staging per thread.
 
-    A file that is changed while it is open ends all reading: bytes of two states of a checkpoint
-    are no expert's. After each chunk the stamp of its file is compared (one fstat beside a read of
-    up to CHUNK_BYTES), so no chunk is given out that was read after a change.
+    A file that changes while it is open ends all reading: an expert must not mix two states of a
+    checkpoint. The file's stamp is compared after each chunk (one fstat for a read of up to
+    CHUNK_BYTES), so no chunk is returned that was read after a change.
     """
 
     def __init__(
         self, catalog: Catalog, *, chunk_bytes: int = CHUNK_BYTES, direct: str = "auto"
     ) -> None:
-        """`direct`: "auto" turns to buffered reads where the file system refuses; "on" fails."""
+        """`direct`: "on" or "off", or "auto" for buffered reads where direct ones fail."""
         self.catalog, self.chunk_bytes = catalog, chunk_bytes
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
         self._files: list[int] = []
         self._stamps: list[Stamp] = []
-        self._changed: str | None = None  # what is said of a file that has changed
+        self._changed: str | None = None  # the error message, once a file has changed
         self.direct: bool = direct != "off" and hasattr(os, "O_DIRECT")
         try:
             for path in catalog.files:
@@ -118,20 +121,20 @@ class DiskStore:
                 except OSError as error:
                     if error.errno not in (errno.EINVAL, errno.ENOTSUP) or strict:
                         raise
-                    self._all_buffered()
+                    self._reopen_buffered()
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
-    def _all_buffered(self) -> None:
-        """One mode for all files: reopen those that were opened directly."""
+    def _reopen_buffered(self) -> None:
+        """Reopen for buffered reads the files that are open for direct ones."""
         self.direct = False
         for i, fd in enumerate(self._files):
             os.close(fd)
             self._files[i] = os.open(self.catalog.files[i], os.O_RDONLY | os.O_CLOEXEC)
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
-        """An expert's chunks, in the order in which they are read."""
+        """The chunks of an expert, in the order in which they are read."""
         chunks = self._chunks.get(expert_id)
         if chunks is None:
             extents = self.catalog.extents(expert_id)
@@ -140,10 +143,10 @@ class DiskStore:
         return chunks
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """A chunk's bytes: [length] uint8, a view of the staging buffer, valid until its next use.
+        """Read a chunk: [length] uint8, a view of the staging buffer, valid until its next use.
 
-        StoreError where the disk fails; CheckpointChanged where a file was changed since it was
-        opened, also by every read after that.
+        StoreError if the disk fails; CheckpointChanged if a file changed since it was opened, then
+        by every later read too.
         """
         if self._changed is not None:
             raise CheckpointChanged(self._changed)
@@ -166,10 +169,10 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"cannot read {path} at byte {begin}: {error.strerror}") from error
         if not same:
-            self._changed = f"{path} was changed while it was served: load the model again"
+            self._changed = f"{path} changed while it was in use: load the model again"
             raise CheckpointChanged(self._changed)
         if first + done < end:
-            raise StoreError(f"{path} ends early: byte {end} is not there")
+            raise StoreError(f"{path} is truncated: it ends before byte {end}")
         return staging.array[begin - first : end - first]
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Notice that a checkpoint's file was changed while it is served.
+"""Detection of changes to a checkpoint's files while they are in use.
 
-A `Stamp` is compared, never interpreted. An open file that is overwritten or cut short gets another
-size or time of modification; an open file whose path was given to another file (a rename over it)
-keeps its bytes and its stamp, and reading it stays right.
+A `Stamp` is compared, never interpreted. An open file that is overwritten or truncated gets another
+size or modification time. An open file whose path is replaced by another file (a rename) keeps its
+bytes and its stamp, and can still be read.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ import os
 
 from greenroom.errors import CheckpointChanged, CheckpointError
 
-Stamp = tuple[int, ...]  # what says that a file is the one that it was, unchanged
+Stamp = tuple[int, ...]  # device, inode, size and modification time
 
 
 def stamp_of(file: str | int) -> Stamp:
     """The stamp of a path (links are followed) or of an open file. OSError."""
-    found = os.stat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    stat = os.stat(file)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Stamps:
     """The stamps of a checkpoint's paths, to be compared later."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
-        """CheckpointError where a file is not there."""
+        """CheckpointError if a file cannot be found."""
         self._of = {path: _stamp(path) for path in paths}
 
     def check(self, when: str) -> None:
-        """Raise CheckpointChanged where a path is another file now, or a changed one; `when` says
-        since what."""
+        """Raise CheckpointChanged if a file was changed or replaced.
+
+        `when` completes the message: "since the model was loaded".
+        """
         for path, before in self._of.items():
             if _stamp(path) != before:
                 raise CheckpointChanged(f"{path} changed {when}: load the model again")

@@ -1,45 +1,45 @@
-"""A line: what a link of a set bandwidth would take, for stores that stand in for one."""
+"""A throttle makes transfers take as long as a link of a given bandwidth."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-OVERSLEPT = 0.001  # seconds; a thread that wakes later than this was kept from running
+MOST_OVERSLEPT = 0.001  # seconds; a later wake-up means that the thread was not scheduled
 
 
 class Throttle:
-    """Carries one chunk after another at `bandwidth` bytes a second, for any number of threads.
+    """A link that carries one chunk after another at `bandwidth` bytes a second.
 
-    The line keeps its own clock: a chunk is due when those before it and it itself have been
-    carried, and its thread sleeps until then. Sleep lasts longer than it was asked to; what a
-    thread overslept is taken off the time at which it asks next, so that the line never drifts and
-    one thread alone reaches the bandwidth too. `bandwidth` may be set while nothing is carried.
+    Thread-safe. The throttle keeps its own clock: a chunk is due when it and all chunks before it
+    have been carried, and its thread sleeps until then. Sleeps last too long; the excess is
+    subtracted from the time of the thread's next request, so that the clock does not drift and a
+    single thread reaches the bandwidth too. `bandwidth` may be set while nothing is carried.
     """
 
     def __init__(self, bandwidth: float = float("inf")) -> None:
         self.bandwidth = bandwidth
         self._lock, self._local = threading.Lock(), threading.local()
-        self._free = 0.0  # when the last chunk so far has been carried
+        self._free = 0.0  # time at which the last chunk has been carried
 
     def carry(self, nbytes: int, early: float = 0.0) -> None:
-        """Return when the bytes have been carried, or `early` seconds before.
+        """Sleep until the bytes have been carried, or until `early` seconds before.
 
-        What the caller does in these seconds (copying the bytes) is then part of the chunk's time
-        on the line, as it is with a link that writes as it carries.
+        Work that the caller does in these seconds (copying the bytes) then counts as part of the
+        transfer, as with a link that writes while it carries.
         """
         if self.bandwidth == float("inf"):
             return
         with self._lock:
-            asked = time.perf_counter() - getattr(self._local, "overslept", 0.0)
-            self._free = max(asked, self._free) + nbytes / self.bandwidth
+            request_time = time.perf_counter() - getattr(self._local, "overslept", 0.0)
+            self._free = max(request_time, self._free) + nbytes / self.bandwidth
             due = self._free - early
         self._local.overslept = self._sleep_until(due)
 
     def _sleep_until(self, due: float) -> float:
-        """Seconds too many that were slept; 0 where there was no need to sleep."""
+        """Sleep until a time; return the seconds slept too long, 0 without a sleep."""
         left, slept = due - time.perf_counter(), False
         while left > 0:
             time.sleep(left)
             left, slept = due - time.perf_counter(), True
-        return min(-left, OVERSLEPT) if slept else 0.0
+        return min(-left, MOST_OVERSLEPT) if slept else 0.0
