@@ -201,7 +201,9 @@ def plot(results: Results, measured: dict[str, Any], variants: list[str], path: 
     for n, variant in enumerate(variants):
         ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
         if ours:
-            bound = 1 / pass_seconds(measured, median_of(ours, lambda r: per_token(r, "bytes_read")))
+            bound = 1 / pass_seconds(
+                measured, median_of(ours, lambda r: per_token(r, "bytes_read"))
+            )
             axes.plot([n - 0.42, n + 0.42], [bound, bound], color="#333333", linestyle=":",
                       label="floor: memory and disk, not overlapped" if n == 0 else None)  # fmt: skip
     axes.set_xticks(range(len(variants)), [f"routing {variant}" for variant in variants])
