@@ -132,7 +132,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
     assert ran.code == 0, ran.err
     for name, said in {
         "adapmoe": "sizes by a dynamic programme over the warm-up",
-        "static": "6 experts stay, those asked for most in the warm-up",
+        "static": "6 pinned experts, those used most in the warm-up",
         "llru": "its policy alone",
         "fiddler is left out": "need a GPU",
         "hobbit is left out": "misses in int4, which change the output (--miss-precision)",

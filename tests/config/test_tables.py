@@ -61,7 +61,7 @@ REFUSED = [
     (["--prefetch", "learned"], "needs --predictor FILE"),
     (["--predictor", "/nowhere"], "/nowhere: cannot be read"),
     (["--pin", "/nowhere"], "cannot read /nowhere"),
-    (["--kernels", "triton", "--device", "cpu"], "triton is for a GPU"),
+    (["--kernels", "triton", "--device", "cpu"], "triton needs a GPU"),
     (["--kv", "offloaded", "--device", "cpu"], "it is there already"),
 ]
 

@@ -113,7 +113,7 @@ def test_a_description_is_what_a_run_finds(folder: Path):
         assert found.fingerprint == parts.fingerprint
         dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
         assert found.dense_bytes == dense
-        assert found.kv_bytes == parts.keys_values.total(parts.context)
+        assert found.kv_bytes == parts.keys_values.total_bytes(parts.context)
         assert found.context == parts.context == 64
         embedding = model.get_input_embeddings().weight.nbytes
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

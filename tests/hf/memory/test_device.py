@@ -132,7 +132,7 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "eager"
     assert "greenroom[gpu]" in caplog.text
-    with pytest.raises(UsageError, match="--kernels triton is for a GPU"):
+    with pytest.raises(UsageError, match="--kernels triton needs a GPU"):
         resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
 
 

@@ -294,7 +294,7 @@ def test_copies_have_their_share_of_the_memory():
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
         (("same", "int4"), {"device": "fake,fake"}, "work in one CPU's memory only"),
-        (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one host memory"),
+        (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one CPU's memory"),
         (
             ("same", "int4"),
             {"device": "fake", "host_memory": "50%"},
@@ -310,5 +310,5 @@ def test_what_cannot_be(of, options, said):
 
 
 def test_biases_cannot_be_replaced():
-    with pytest.raises(UsageError, match="this model's experts have biases beside them"):
+    with pytest.raises(UsageError, match="the experts of this model have biases too"):
         greenroom.load(str(source("gpt_oss")), cache="30%", substitute_below=0.3)

@@ -48,5 +48,7 @@ def on_a_gpu(config: LoadConfig) -> bool:
             "--host-memory is for a GPU: on a CPU, --memory is the budget of the process"
         )
     if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
-        raise UsageError("--kernels triton is for a GPU: use numba or eager, or --device cuda")
+        raise UsageError(
+            "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
+        )
     return chosen

@@ -1,1 +1,1 @@
-"""Settings of one loaded model measured in turns, its routing recorded, a dry run of a machine."""
+"""Measurements: benchmark rounds of settings, recorded routing, a dry run of a machine."""

@@ -1,8 +1,8 @@
-"""Calibration: sizes, splits and pinned sets of systems, from the routing of the warm-up prompt.
+"""Calibration: sizes, splits and pinned sets, from the routing of a warm-up prompt.
 
-The prompt that is played before the first round is recorded in memory. AdapMoE's sizes come from a
-dynamic programme over it, MoEpic's budgets and splits from Algorithm 1, and a pinned set is what it
-asked for most.
+A prompt is answered and recorded before the first round. AdapMoE's sizes come from a dynamic
+programme over its routing, MoEpic's budgets and splits from Algorithm 1, and a pinned set has the
+experts that it used most.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from greenroom.trace.segments import Header
 
 @dataclass(frozen=True)
 class Calibration:
-    """The routing of a warm-up, with the predictions that were recorded beside it, and the seconds
-    that its tokens took, where any was decoded."""
+    """The routing of a warm-up with predictions, and its latencies if tokens were decoded."""
 
     trace: Trace
     latency: TokenLatency | None
@@ -47,53 +46,52 @@ class Calibration:
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
         """Set an entry's `calibrated_options` from this routing.
 
-        Sizes and splits share out `capacity` slots. A pinned set may have the `least` slots that
-        there will be, but for those of a token; BudgetError where none is left.
+        Sizes and splits divide `capacity` slots. A pinned set has the `least` slots that there will
+        be, without those of a token; BudgetError where none is left.
         """
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if "split" in entry.calibrated_options:
-            found = self._configured(entry, capacity)
+            options = self._moepic_options(entry, capacity)
         elif "scope" in entry.calibrated_options:
             requests = stream(self.trace, "runtime")
-            found = {
-                "scope": _said(slots_with_fewest_misses(requests, self.trace.offsets, capacity))
-            }
-            entry.notes.append(f"sizes by a dynamic programme over the {self._what}")
+            slots = slots_with_fewest_misses(requests, self.trace.offsets, capacity)
+            options = {"scope": _as_option(slots)}
+            entry.notes.append(f"sizes by a dynamic programme over the {self._source}")
         if "pin" in entry.calibrated_options:
-            entry.pins = self._hot(entry.config.scope, least)
-            kept = next(iter(entry.pins.tasks.values())).experts.size
-            entry.notes.append(f"{kept} experts stay, those asked for most in the {self._what}")
-        entry.config = replace(entry.config, **found)
+            entry.pins = self._hot_set(entry.config.scope, least)
+            count = next(iter(entry.pins.tasks.values())).experts.size
+            entry.notes.append(f"{count} pinned experts, those used most in the {self._source}")
+        entry.config = replace(entry.config, **options)
 
     @property
-    def _what(self) -> str:
+    def _source(self) -> str:
         return f"warm-up ({self.trace.tokens} tokens)"
 
-    def _configured(self, entry: Entry, capacity: int) -> dict[str, str]:
-        """Algorithm 1's splits, and its budgets where they are wanted."""
+    def _moepic_options(self, entry: Entry, capacity: int) -> dict[str, str]:
+        """Algorithm 1's splits, and its budgets where `scope` is calibrated too."""
         if self.latency is None:
-            raise UsageError("Algorithm 1 needs seconds of decoded tokens: give longer --tokens")
+            raise UsageError("Algorithm 1 needs the times of decoded tokens: give more --tokens")
         activity = recorded_activity(self.trace)
         chosen = CacheConfiguration.of(activity, capacity, self.latency)
         ratios = chosen.split or (1.0,) * self.trace.layers
         entry.notes.append(
-            f"budgets by Algorithm 1 over the {self._what}, tops {min(ratios):.2f} to"
+            f"budgets by Algorithm 1 over the {self._source}, tops {min(ratios):.2f} to"
             f" {max(ratios):.2f} of an expert"
         )
-        found = {"split": _said(ratios)}
-        return found | (
-            {"scope": _said(chosen.scope)} if "scope" in entry.calibrated_options else {}
-        )
+        options = {"split": _as_option(ratios)}
+        if "scope" in entry.calibrated_options:
+            options["scope"] = _as_option(chosen.scope)
+        return options
 
-    def _hot(self, scope: str, least: int) -> Pins:
-        """What was asked for most, but for the slots that a token needs."""
+    def _hot_set(self, scope: str, least: int) -> Pins:
+        """The experts used most, in the slots that a token does not need."""
         trace, offsets = self.trace, self.trace.offsets.tolist()
         groups = 1 if scope == "shared" else trace.layers
         room = least - trace.top_k * groups
         if room < groups:
             raise BudgetError(
-                f"{least} slots leave none to a set that stays: a token needs {trace.top_k} of"
-                f" {groups} groups"
+                f"{least} slots leave none for pinned experts: a token needs {trace.top_k} slots in"
+                f" each of {groups} groups"
             )
         experts = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
         uses = np.bincount(experts.reshape(-1), minlength=offsets[-1])
@@ -101,22 +99,22 @@ class Calibration:
         return Pins({"warm-up": Task(hot, uses / trace.tokens)}, tuple(offsets))
 
 
-def _said(numbers: Sequence[float]) -> str:
-    """As an option says them."""
+def _as_option(numbers: Sequence[float]) -> str:
+    """Numbers in the form of a command line option."""
     return ",".join(f"{number:.6f}".rstrip("0").rstrip(".") for number in numbers)
 
 
 def record_warm_up(
-    harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: ModelPredictors
+    harness: Harness, prompt: Prompt, tokens: int, raw: bool, predictors: ModelPredictors
 ) -> Calibration:
-    """Play the warm-up and record it, with what predictors that run `by` its side say.
+    """Answer the warm-up prompt, and record its routing with the predictors' predictions.
 
     TraceError where this model's passes cannot be recorded.
     """
-    model, catalog, made = harness.model, harness.setup.catalog, by.predictors
+    model, catalog = harness.model, harness.setup.catalog
     header = Header(
         catalog.experts_per_layer,
-        predictions={name: distance_of(each) for name, each in made.items()},
+        predictions={name: distance_of(each) for name, each in predictors.predictors.items()},
     )
     length, head = encode(harness.tokenizer, prompt.content, raw).shape[1], HeadTimer(model)
     with (
@@ -125,7 +123,7 @@ def record_warm_up(
         closing(Journal(Path(folder) / "warm-up", header)) as journal,
     ):
         with (
-            recorder_of(model, catalog, journal, by) as recorder,
+            recorder_of(model, catalog, journal, predictors) as recorder,
             recorder.request(0, prompt.label, length),
         ):
             harness.play([prompt], tokens, raw=raw)
@@ -134,14 +132,15 @@ def record_warm_up(
 
 
 def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
-    """What an entry that splits will be prefetched by; nothing for others.
+    """The predictors of an entry whose split is calibrated; none for other entries.
 
-    UsageError or PredictorError where it cannot run beside this model, or no routing be recorded.
+    UsageError or PredictorError where they cannot run with this model, or its routing cannot be
+    recorded.
     """
     model, catalog = harness.model, harness.setup.catalog
     if model.config.is_encoder_decoder:
-        raise UsageError("its parts are found from routing, and a pass of an encoder-decoder goes"
-                         " through a part of the layers")  # fmt: skip
+        raise UsageError("it is calibrated from routing, and the passes of an encoder-decoder skip"
+                         " layers")  # fmt: skip
     name = entry.config.prefetch if "split" in entry.calibrated_options else OFF
     if predictor(name).kind is AUTO:
         name = AUTOMATIC[0]
@@ -153,35 +152,40 @@ def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
 def calibrate(
     harness: Harness, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
 ) -> None:
-    """Play a prompt that is not counted, with the settings that the model was loaded with. Entries
-    that want what its routing says have it then; of one that cannot, `skip_reason` says why."""
-    made = harness.attach(harness.config)
-    wanting = [entry for entry in entries if entry.calibrated_options and not entry.skip_reason]
-    by: ModelPredictors | None = None
-    for entry in wanting:
-        with _or_without(entry):
-            mine = entry_predictors(harness, entry)
-            by = mine if by is None or mine.predictors else by
-    found = None
+    """Answer an uncounted prompt, and calibrate entries from its routing.
+
+    The cache has the config that the model was loaded with. An entry that cannot be calibrated gets
+    a `skip_reason`.
+    """
+    attached = harness.attach(harness.config)
+    calibrated = [entry for entry in entries if entry.calibrated_options and not entry.skip_reason]
+    predictors: ModelPredictors | None = None
+    for entry in calibrated:
+        with _or_skip(entry):
+            candidate = entry_predictors(harness, entry)
+            if predictors is None or candidate.predictors:
+                predictors = candidate
+    calibration = None
     try:
-        if by is not None:
-            found = record_warm_up(harness, prompt, tokens, raw, by)
+        if predictors is not None:
+            calibration = record_warm_up(harness, prompt, tokens, raw, predictors)
     except TraceError as error:
-        for entry in wanting:
+        for entry in calibrated:
             entry.skip_reason = entry.skip_reason or str(error)
-    if found is None:
+    if calibration is None:
         harness.play([prompt], tokens, raw=raw)
         return
-    least = made.slot_budget.full_context_slots if made.slot_budget is not None else made.capacity
-    for entry in wanting:
+    budget = attached.slot_budget
+    least = attached.capacity if budget is None else budget.full_context_slots
+    for entry in calibrated:
         if not entry.skip_reason:
-            with _or_without(entry):
-                found.fill(entry, made.capacity, least)
+            with _or_skip(entry):
+                calibration.fill(entry, attached.capacity, least)
 
 
 @contextmanager
-def _or_without(entry: Entry) -> Iterator[None]:
-    """An entry that cannot have something says why."""
+def _or_skip(entry: Entry) -> Iterator[None]:
+    """Set an entry's `skip_reason` to the error in this context."""
     try:
         yield
     except (UsageError, PredictorError) as error:

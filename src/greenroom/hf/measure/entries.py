@@ -1,4 +1,4 @@
-"""Settings that are measured, with what each did in every round, and which of them wins."""
+"""Entries of a benchmark: settings with their measured rounds, and the winner."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from greenroom.hf.measure.harness import Measurement
 from greenroom.plan import intervals
 from greenroom.plan.costs import RunMeasurement
 
-LEAST = 2  # rounds, however long they take
-PAIRED = 8  # tokens that are compared together
+LEAST = 2  # rounds that are measured, however long they take
+PAIRED = 8  # tokens whose total time is one sample of a comparison
 
 
 @dataclass
 class Entry:
-    """A setting by name, and what it did in each round.
+    """A setting of a benchmark by name, with its measured rounds.
 
-    wants:   options that the routing of the warm-up gives it
-    pins:    the set that stays, where that was one of them
-    notes:   what it stands for, and what was found for it
-    without: why it is not measured, where it is not
+    calibrated_options: options that are set from the routing of the warm-up
+    pins:        the pinned set, where that is one of them
+    notes:       its description, and its calibrated values in words
+    skip_reason: why it is not measured; "" where it is
     """
 
     name: str
@@ -41,7 +41,7 @@ class Entry:
         return [session.tpot_s for session in self.rounds]
 
     def as_row(self, of: Entry) -> dict[str, Any]:
-        """Means over the rounds with their intervals; `ratio` is of the TPOT to that of another."""
+        """Means over the rounds with intervals; `ratio` is its TPOT over that of another entry."""
         tokens = sum(len(session.gaps) for session in self.rounds)
         requests = sum(session.requests for session in self.rounds)
         return {
@@ -62,7 +62,7 @@ class Entry:
         }
 
     def observed(self, expert_bytes: int) -> list[RunMeasurement]:
-        """Each round, as a plan takes it; none of a guarded predictor, which may be off."""
+        """The rounds as a plan reads them; none of a guarded predictor, which may be off."""
         ahead = self.config.prefetch != "off"
         if ahead and not self.config.no_guard:
             return []
@@ -80,8 +80,10 @@ class Entry:
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
-    """The fastest, if it is surely faster than plain LRU; else plain LRU. Sure is what holds over
-    pairs of the same PAIRED tokens, in no fewer than LEAST rounds."""
+    """The fastest entry if it is significantly faster than plain LRU; else plain LRU.
+
+    Significance is that of a ratio over pairs of the same PAIRED tokens, in LEAST rounds or more.
+    """
     best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
     if best is plain or min(len(best.rounds), len(plain.rounds)) < LEAST:
         return plain
@@ -90,11 +92,11 @@ def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
 
 
 def _pairs(one: Entry, other: Entry) -> tuple[list[float], list[float]]:
-    """Seconds that both took for the same tokens, PAIRED at a time."""
-    ones, others = [], []
+    """Pairs of seconds that both entries took for the same PAIRED tokens."""
+    first_seconds, second_seconds = [], []
     for a, b in zip(one.rounds, other.rounds, strict=False):
         n = min(len(a.gaps), len(b.gaps))
         for i in range(0, max(1, n - PAIRED + 1), PAIRED):
-            ones.append(sum(a.gaps[i : i + PAIRED]))
-            others.append(sum(b.gaps[i : i + PAIRED]))
-    return ones, others
+            first_seconds.append(sum(a.gaps[i : i + PAIRED]))
+            second_seconds.append(sum(b.gaps[i : i + PAIRED]))
+    return first_seconds, second_seconds

@@ -1,7 +1,7 @@
-"""One loaded model whose cache is exchanged, so that many settings are measured with one load.
+"""Benchmark harness: a model that is loaded once, and measured with many settings.
 
-Settings have the model's slots one after another, and answer the same prompts with the same seeds.
-Lossless settings give the same tokens and do the same work; they differ in their waits.
+Each setting gets a new expert cache, and answers the same prompts with the same seeds. Lossless
+settings give the same tokens and do the same work; they differ in their waits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from greenroom.policies import choose
 from greenroom.trace.prompts import Prompt
 
 Floats = NDArray[np.float64]
-SETTLE = 8  # tokens after a prompt that are not counted: the cache still holds the prompt's
-WARM_S = 10.0  # for filling a cache with what was asked for most before
+SETTLE = 8  # uncounted tokens after a prompt: the cache still has the prompt's experts
+WARM_S = 10.0  # seconds for filling a cache with the experts used most before
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one setting did with some prompts. Times in seconds; counts are of the decode passes
-    that were counted.
+    """The measurement of one setting on some prompts; times in seconds.
 
-    ttft: of each prompt; gaps: between tokens, without the first ones after a prompt
-    tokens: what was answered, to be the same with every lossless setting
+    ttft:   times to the first token, of each prompt
+    gaps:   times between tokens, without the first ones after a prompt
+    tokens: the answers, which must be the same with every lossless setting
+    requests, misses and bytes are those of the decode passes in `gaps`
     """
 
     ttft: tuple[float, ...]
@@ -49,11 +50,11 @@ class Measurement:
     misses: int
     bytes_read: int
     stall_s: float
-    busy_s: float  # of the link, with those bytes
+    busy_s: float  # of the link, with these bytes
 
     @property
     def tpot_s(self) -> float:
-        """The mean: slow tokens count."""
+        """The mean time per output token, in which slow tokens count."""
         return float(np.mean(self.gaps))
 
     @property
@@ -62,18 +63,16 @@ class Measurement:
 
 
 class Harness:
-    """A model that was loaded once, and what it is attached to now."""
+    """A loaded model and its present expert cache."""
 
     def __init__(
         self, source: str, config: LoadConfig, progress: Progress = lambda share, what: None
     ) -> None:
-        """Loads it. Nothing is remembered of earlier runs, nor left to later ones."""
+        """Load the model, without state of earlier runs, and without saving any."""
         self.model: Any
         self.source, self._progress = source, progress
         self._load(config)
-        self.request_counts = np.zeros(
-            self.experts, np.int64
-        )  # of each expert, by what was learned
+        self.request_counts = np.zeros(self.experts, np.int64)  # of each expert, up to `learn`
         self._pending = self.request_counts.copy()
 
     def _load(self, config: LoadConfig) -> None:
@@ -84,21 +83,23 @@ class Harness:
         self.setup = self.model.greenroom.setup
         self.capacity = int(self.model.greenroom.capacity)  # slots that the budget leaves
         self.experts = self.setup.catalog.experts
-        self._growth = self.model.greenroom.slot_budget
+        self._slot_budget = self.model.greenroom.slot_budget
         self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     def learn(self) -> None:
-        """From here on, caches begin with what was asked for most in all that was played."""
+        """Fill further caches by all requests so far."""
         self.request_counts += self._pending
         self._pending[:] = 0
 
     def attach(
         self, config: LoadConfig, capacity: int | None = None, pins: Pins | None = None
     ) -> Greenroom:
-        """Exchange the cache for an empty one of this policy, scope and predictor, with so many
-        slots (those of the budget without it), filled with what was asked for most so far. A model
-        whose experts are cut otherwise, or whose misses are served otherwise, is loaded again.
-        `pins` stay, in place of those of a file. After an error there is none, until the next."""
+        """Replace the cache by one of this config, filled with the experts used most.
+
+        It has `capacity` slots, or those of the budget. The model is loaded again for another split
+        or other approximations. `pins` replace those of a file. After an error there is no cache
+        until the next call.
+        """
         self.close()
         cut = {name: getattr(config, name) for name in ("split", *APPROXIMATION_OPTIONS)}
         if any(getattr(self.config, name) != value for name, value in cut.items()):
@@ -123,37 +124,37 @@ class Harness:
             if self.setup.approximation is not None
             else config.without_approximation(),
         )
-        self.model.greenroom = made = Greenroom(self.model, setup)
-        if self._growth is not None and capacity is None:
-            made.use_slot_budget(self._growth)
-        made.pin()
-        self._warm(made)
-        return made
+        self.model.greenroom = attached = Greenroom(self.model, setup)
+        if self._slot_budget is not None and capacity is None:
+            attached.use_slot_budget(self._slot_budget)
+        attached.pin()
+        self._warm(attached)
+        return attached
 
-    def _warm(self, made: Greenroom) -> None:
-        """Fill its cache with what was asked for most so far; nothing of that is counted."""
-        view, offsets = made.driver.scheduler.view, self.setup.catalog.offsets
+    def _warm(self, attached: Greenroom) -> None:
+        """Fill a cache with the experts used most so far; these reads are not counted."""
+        view, offsets = attached.driver.scheduler.view, self.setup.catalog.offsets
         hot = RoutingHistory.of_counts(self.request_counts).hot_set(offsets, view.slots, view.scope)
         if hot.size:
-            warm_up(made.driver, hot, WARM_S)
-        made.driver.request_counts[:] = 0
+            warm_up(attached.driver, hot, WARM_S)
+        attached.driver.request_counts[:] = 0
 
     def fill(self) -> None:
-        """Have every expert in a cache that has a slot for each."""
+        """Load every expert into a cache that has a slot for each."""
         warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
 
     def close(self) -> None:
-        """End the threads and free the slots, where there are any."""
+        """Detach the cache, if there is one: end its threads and free its slots."""
         if (attached := getattr(self.model, "greenroom", None)) is not None:
             attached.detach()
 
     def play(
         self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False
     ) -> Measurement:
-        """Have the model answer with what it is attached to. Tokens are drawn by fixed seeds."""
+        """Answer the prompts with the present cache, and measure it. Sampling has fixed seeds."""
         greenroom: Greenroom = self.model.greenroom
-        ttft, gaps, said = [], [], []
-        counted = np.zeros(5)
+        ttft, gaps, answers = [], [], []
+        totals = np.zeros(5)
         for number, prompt in enumerate(prompts):
             sampling = SamplingConfig(max_new_tokens=tokens, temperature=1.0, seed=number)
             with _decodes(self.model, settle) as before:
@@ -163,25 +164,27 @@ class Harness:
                 )  # fmt: skip
             ttft.append(done.ttft_s)
             gaps += done.gaps[settle:]
-            said.append(tuple(done.token_ids))
+            answers.append(tuple(done.token_ids))
             if before:
-                counted += _counters(greenroom) - before[0]
+                totals += _counters(greenroom) - before[0]
         if not gaps:
             raise UsageError(
                 f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
                 f" --context {self.setup.context} has no room for more after the prompt: raise it"
             )
-        self._pending += greenroom.driver.request_counts[: self.experts]  # of what is cut, the tops
+        self._pending += greenroom.driver.request_counts[
+            : self.experts
+        ]  # of split experts, the tops
         greenroom.driver.request_counts[:] = 0
-        requests, misses, nbytes, stall, busy = counted.tolist()
+        requests, misses, nbytes, stall, busy = totals.tolist()
         return Measurement(
-            tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall,
-            busy,
+            tuple(ttft), tuple(gaps), tuple(answers), int(requests), int(misses), int(nbytes),
+            stall, busy,
         )  # fmt: skip
 
 
 def _counters(greenroom: Greenroom) -> Floats:
-    """[5]: requests, misses, bytes read, seconds stalled, seconds of the link, so far."""
+    """Totals [5]: requests, misses, bytes read, seconds stalled, seconds of the link."""
     counts, meter = greenroom.driver.scheduler.view.counted(), greenroom.driver.meter.copy()
     busy = meter.links[0].busy_s
     return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s, busy])
@@ -189,20 +192,22 @@ def _counters(greenroom: Greenroom) -> Floats:
 
 @contextmanager
 def _decodes(model: Any, settle: int) -> Iterator[list[Floats]]:
-    """Leaves the counters as they were when an answer's first `settle` decode passes were over;
-    nothing where there were fewer."""
-    found: list[Floats] = []
+    """Yields a list that gets the totals after an answer's first `settle` decode passes.
+
+    It stays empty where there are fewer passes.
+    """
+    snapshots: list[Floats] = []
     passed = 0
 
     def ended(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         nonlocal passed
         ids = kwargs.get("input_ids")
         passed += ids is not None and ids.shape[1] == 1
-        if passed == settle and not found:
-            found.append(_counters(model.greenroom))
+        if passed == settle and not snapshots:
+            snapshots.append(_counters(model.greenroom))
 
     hook = model.register_forward_hook(ended, with_kwargs=True)
     try:
-        yield found
+        yield snapshots
     finally:
         hook.remove()

@@ -23,7 +23,7 @@ from greenroom.interrupts import undo_on_interrupt
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the small model: in the middle of what is measured of kernels."""
+    """The shape of a small random model; the default is typical of measured kernels."""
 
     hidden: int = 1024
     inner: int = 512
@@ -47,7 +47,7 @@ class Shape:
 
 @contextmanager
 def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
-    """A folder of a random Qwen3-MoE, gone afterwards. OutputError where it cannot be written."""
+    """A temporary folder with a random Qwen3-MoE; OutputError where it cannot be written."""
     try:
         with (
             TemporaryDirectory(prefix=".greenroom-", dir=folder) as name,
@@ -60,7 +60,7 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
 
 
 def write(folder: Path, shape: Shape) -> None:
-    """Config, tokenizer of whole words, weights; all experts of a layer are alike."""
+    """Write config, word tokenizer and weights; all experts of a layer have equal weights."""
     config = Qwen3MoeConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,

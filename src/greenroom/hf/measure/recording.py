@@ -1,4 +1,4 @@
-"""Record the routing of real prompts: a loaded model, a recorder, one request after another."""
+"""Record the routing of prompts that a loaded model answers one after another."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def record(
     name: str,
     on_request: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
-    """Answer every prompt, and leave the trace at `path`. Returns the tokens recorded now.
+    """Answer every prompt, and write the trace to `path`; returns the tokens recorded now.
 
     Of an encoder-decoder model the decoder is recorded: its passes go through all of its layers.
-    While it runs, the trace grows in a journal beside `path`; what was recorded by an earlier run
-    with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
-    is called after every request, and at the start with those of the earlier run.
+    The trace grows in a journal beside `path`; an unfinished journal of the same arguments is
+    continued. `on_request(done, tokens)` is called after every request, and at the start with the
+    requests that the journal already has.
     """
     setup, catalog = model.greenroom.setup, model.greenroom.setup.catalog
     context = setup.context
@@ -52,26 +52,26 @@ def record(
         )
     encoded = model.config.is_encoder_decoder
     skipped = _encoders(model, catalog) if encoded else 0
-    running = build_predictors(
+    predictors = build_predictors(
         model, catalog, parse_predictors(recording.predict) if recording.predict else [],
         file=setup.predictor, fingerprint=setup.fingerprint, inputs=recording.gate_inputs > 0,
     )  # fmt: skip
     about = {**_sizes(model), "fingerprint": setup.fingerprint}
     header = Header(
-        running.shape.experts_per_layer[skipped:],
+        predictors.shape.experts_per_layer[skipped:],
         recording.weights,
         recording.token_ids,
         recording.gate_inputs,
         {**_meta(name, prompts, sampling, recording), **about},
-        {name: distance_of(made) for name, made in running.predictors.items()},
+        {name: distance_of(each) for name, each in predictors.predictors.items()},
     )
     journal = Journal(journal_path(path), header)
     try:
         on_request(journal.requests, 0)
-        with recorder_of(model, catalog, journal, running, skipped) as recorder:
+        with recorder_of(model, catalog, journal, predictors, skipped) as recorder:
             for number in range(journal.requests, len(prompts)):
                 prompt = prompts[number]
-                prefill = 1 if encoded else lengths[number]  # what begins the answer
+                prefill = 1 if encoded else lengths[number]  # the decoder's start token
                 with recorder.request(number, prompt.label, prefill):
                     answer(
                         model, tokenizer, prompt.content, sampling, raw=recording.raw,
@@ -88,29 +88,33 @@ def recorder_of(
     model: PreTrainedModel,
     catalog: Catalog,
     sink: SegmentSink,
-    running: ModelPredictors,
+    predictors: ModelPredictors,
     skipped: int = 0,
 ) -> Recorder:
-    """A recorder of the layers after the first `skipped`, and of predictors that run beside them;
-    `sink` takes its segments."""
+    """A recorder of a model's layers, but the first `skipped`, and of its predictors.
+
+    Its segments are written to `sink`.
+    """
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]
-    forecasts = ForecastRecorder(running.predictors, running.shape) if running.predictors else None
+    forecasts = None
+    if predictors.predictors:
+        forecasts = ForecastRecorder(predictors.predictors, predictors.shape)
     return Recorder(
-        modules, decoder.get_input_embeddings(), sink, 0, running.capture_inputs(), forecasts
+        modules, decoder.get_input_embeddings(), sink, 0, predictors.capture_inputs(), forecasts
     )
 
 
 def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
-    """How many of the MoE layers are the encoder's; they come first."""
+    """The number of MoE layers in the encoder, which come first."""
     inside = {id(module) for module in model.get_encoder().modules()}
     return sum(id(model.get_submodule(name)) in inside for name in catalog.layers)
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
-    """Bytes that a simulated machine moves and reads: of an expert, and of the rest of a layer.
+    """Bytes of an expert, and of a layer's share of the dense parts, for simulated machines.
 
-    The rest is what is in memory but the input embedding, of which a token reads one row.
+    The input embedding does not count: a token reads one row of it.
     """
     catalog = model.greenroom.setup.catalog
     embedding, head = weight_matrix(model.get_input_embeddings()), model.get_output_embeddings()
@@ -127,12 +131,12 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
 def _meta(
     name: str, prompts: Sequence[Prompt], sampling: SamplingConfig, recording: RecordConfig
 ) -> dict[str, Any]:
-    """What the trace says of itself; an earlier run is gone on with only if all of it is equal."""
-    asked = json.dumps([[prompt.content, prompt.label] for prompt in prompts])
+    """Metadata of the trace; an earlier journal is continued only if all of it is equal."""
+    contents = json.dumps([[prompt.content, prompt.label] for prompt in prompts])
     return {
         "model": name,
         "requests": len(prompts),
-        "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "prompts_sha256": hashlib.sha256(contents.encode()).hexdigest(),
         "sampling": asdict(sampling),
         "raw": recording.raw,
     }

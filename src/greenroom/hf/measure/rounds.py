@@ -1,5 +1,7 @@
-"""Benchmark rounds: settings of one model take turns on real tokens, so that a machine that slows
-down slows all of them."""
+"""Benchmark rounds: settings of one model take turns on real tokens.
+
+A machine that slows down then slows all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +40,34 @@ def run_rounds(
     raw: bool,
     report: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Rounds of all entries, each on the next prompt, begun by another entry each time. No round
-    is begun after `seconds`, but the first LEAST. What a round asked for is what caches begin with
-    in the next one; the last prompt, which is not counted, is played for the first.
+    """Measure all entries in rounds, each on the next prompt and in another order.
 
-    Of several entries those that this model or machine cannot have are left out, and say why; the
-    error of a single one is raised.
+    No round begins after `seconds`, except the first LEAST. Caches begin with the experts that
+    rounds before used most; for the first round the last prompt is answered, uncounted.
+
+    Of several entries, those that this model or machine cannot run get a `skip_reason`; the error
+    of a single entry is raised. `report` is called with each stage.
     """
     end = time.perf_counter() + seconds
     report("warming up")
     calibrate(harness, entries, prompts[-1], tokens, raw)
     harness.learn()
-    alone = len(entries) == 1
-    if alone and entries[0].skip_reason:
+    single = len(entries) == 1
+    if single and entries[0].skip_reason:
         raise UsageError(entries[0].skip_reason)
     for number in range(rounds):
-        there = [entry for entry in entries if not entry.skip_reason]
-        if not there or (number >= LEAST and time.perf_counter() > end):
+        active = [entry for entry in entries if not entry.skip_reason]
+        if not active or (number >= LEAST and time.perf_counter() > end):
             break
         prompt = prompts[number % len(prompts)]
-        turn = number % len(there)
-        for entry in (*there[turn:], *there[:turn]):
+        turn = number % len(active)
+        for entry in (*active[turn:], *active[:turn]):
             report(f"round {number + 1}: {entry.name}")
             try:
-                _check_both(harness, entry, alone)
+                _check_co_compute(harness, entry, single)
                 harness.attach(entry.config, pins=entry.pins)
             except (UsageError, ModelError, PredictorError) as error:
-                if alone or number:
+                if single or number:
                     raise
                 entry.skip_reason = str(error)
                 continue
@@ -72,10 +75,12 @@ def run_rounds(
         harness.learn()
 
 
-def _check_both(harness: Harness, entry: Entry, alone: bool) -> None:
-    """UsageError where an entry beside others would have misses computed by a second processor, and
-    there is none: its row would say nothing of that. Alone it is told so by its run."""
-    if entry.config.uses_host() and not alone and (why := co_compute_obstacle(harness.setup)):
+def _check_co_compute(harness: Harness, entry: Entry, single: bool) -> None:
+    """UsageError where one of several entries needs a second processor, and there is none.
+
+    Its row would be misleading. A single entry's run prints a warning instead.
+    """
+    if entry.config.uses_host() and not single and (why := co_compute_obstacle(harness.setup)):
         raise UsageError(
-            f"misses computed where they are need a GPU, and room for experts in host memory: {why}"
+            f"computing misses on the host needs a GPU, and room for experts in host memory: {why}"
         )
