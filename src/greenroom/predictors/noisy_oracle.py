@@ -7,7 +7,7 @@ every distance and in every layer.
 
 Without `accuracy=`, it is that of distance d in ProMoE (section 4.2 and figure 8a, DeepSeek-V2),
 whose text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
-prediction (next gates applied to earlier inputs), and 54 % for the token's id at any distance. Between them we
+prediction (next gates applied to earlier inputs), and 54 % for the token's id. Between them we
 interpolate by a constant factor a layer: 0.905 * (0.545 / 0.905) ** ((d - 1) / 7). Beyond that we
 use 54 %, since the paper says that skip-based prediction falls below the token's. The figure's
 curve of the learned predictor is higher; the text gives no number for it: use `accuracy=`.

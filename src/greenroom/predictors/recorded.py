@@ -33,7 +33,7 @@ class ReplayPredictor(NullPredictor):
         if at.first + at.tokens > len(self._rows):
             raise UsageError(
                 f"{self.name} has {len(self._rows)} tokens,"
-                f" but token {at.first + at.tokens - 1} was asked for: this is not the trace's own run"
+                f" but token {at.first + at.tokens - 1} was asked for: this is another run"
             )
         self._predicts_first_layers = at.tokens > 1 or self._at.tokens == 0
         self._at = at
