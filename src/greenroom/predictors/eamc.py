@@ -3,8 +3,7 @@
 An EAM (expert activation matrix) counts the tokens routed to each expert; the collection (EAMC)
 holds the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (`iteration`,
 figure 5 of the paper), or of this request so far (`request`), is matched with the collection. pEAM
-is the sum of the EAMs at the smallest cosine distance. The likelihood of expert e of a layer i > l
-is
+is the sum of the EAMs at the smallest cosine distance. Expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
@@ -34,7 +33,8 @@ from greenroom.predictors.none import NullPredictor
 class Collection(NamedTuple):
     """A collection of EAMs of past prompts or answers, and the current one.
 
-    P experts; C places, of which the first `size` are in use."""
+    P experts; C places, of which the first `size` are in use.
+    """
 
     counts: Ids  # [P, C]
     dots: Ids  # [C] dot products with `eam`

@@ -29,7 +29,7 @@ from greenroom.predictors.next_gate import InputPredictor
 
 Floats = NDArray[np.float32]
 BFloat16 = NDArray[np.uint16]  # bfloat16: the upper 16 bits of float32
-FEW = 4  # tokens; NumPy multiplies more
+FEW = 4  # tokens; for more, NumPy multiplies
 
 
 class Network(NamedTuple):

@@ -97,5 +97,8 @@ class MarkovPredictor(PathLearner):
 
 
 markov = PredictorKind(
-    "markov", MarkovPredictor, "what followed the experts just used, layer to layer", distance=1
+    "markov",
+    MarkovPredictor,
+    "the experts used most after those just used, layer to layer",
+    distance=1,
 )

@@ -7,10 +7,10 @@ every distance and in every layer.
 
 Without `accuracy=`, it is that of distance d in ProMoE (section 4.2 and figure 8a, DeepSeek-V2),
 whose text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
-prediction (the next gates, fed early), and 54 % for the token's id, which knows no distance.
-Between them we put the same factor on each layer: 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and
-54 % beyond, where the paper says that skip-based prediction falls below the token's. The figure's
-curve of its learned predictor lies higher; the text gives no number for it: use `accuracy=`.
+prediction (next gates applied to earlier inputs), and 54 % for the token's id. Between them we
+interpolate by a constant factor a layer: 0.905 * (0.545 / 0.905) ** ((d - 1) / 7). Beyond that we
+use 54 %, since the paper says that skip-based prediction falls below the token's. The figure's
+curve of the learned predictor is higher; the text gives no number for it: use `accuracy=`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def promoe_accuracy(distance: int) -> float:
 
 
 @jit
-def disturb(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
+def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
     """Write to `named` a noisy copy of `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
@@ -69,7 +69,7 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
         accuracy = promoe_accuracy(setup.ahead)
     named = np.empty(routed.shape, np.int16)
     sizes = np.array(setup.shape.experts_per_layer, np.int64)
-    disturb(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, named)
+    add_errors(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, named)
     return ReplayPredictor("noisy-oracle", named, NO_ID, setup)
 
 

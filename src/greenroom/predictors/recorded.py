@@ -27,22 +27,26 @@ class ReplayPredictor(NullPredictor):
     def __init__(self, name: str, rows: NDArray[Any], nothing: int, setup: PredictorSetup) -> None:
         super().__init__(setup)
         self.name, self._rows, self._nothing = name, rows, nothing
-        self._at, self._known_late = PassStart(-1, 0, 0, False), True
+        self._at, self._predicts_first_layers = PassStart(-1, 0, 0, False), True
 
     def begin(self, at: PassStart) -> None:
         if at.first + at.tokens > len(self._rows):
             raise UsageError(
                 f"{self.name} has {len(self._rows)} tokens,"
-                f" but token {at.first + at.tokens - 1} was asked for: not the trace's own run"
+                f" but token {at.first + at.tokens - 1} was asked for: this is another run"
             )
-        self._known_late = at.tokens > 1 or self._at.tokens == 0
+        self._predicts_first_layers = at.tokens > 1 or self._at.tokens == 0
         self._at = at
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if self.distance is None:
             return [self._inside(i) for i in range(self._shape.layers)] if layer < 0 else []
         if layer < 0:
-            return [self._inside(i) for i in range(self.distance)] if self._known_late else []
+            return (
+                [self._inside(i) for i in range(self.distance)]
+                if self._predicts_first_layers
+                else []
+            )
         target = layer + self.distance
         if target < self._shape.layers:
             return [self._inside(target)]

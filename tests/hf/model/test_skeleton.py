@@ -160,7 +160,7 @@ def change_config(folder: Path, **values: Any) -> Path:
         (
             {"model_type": "nonesuch", "auto_map": {"AutoConfig": "x.Y"}},
             UnsupportedModel,
-            "the repository's own code",
+            "needs code from the model's repository",
         ),
         ({"model_type": "bert"}, CheckpointError, ""),
         ({"model_type": "clip_text_model"}, UnsupportedModel, "no class that generates text"),
@@ -245,7 +245,7 @@ def test_tensors_without_a_place_are_told_in_one_line(
     save_file(tensors, folder / "model.safetensors")
     ModelSkeleton.of(folder)
     (record,) = [r for r in caplog.records if r.name.startswith("greenroom")]
-    assert "no place for 1 tensors of the checkpoint, such as model.extra.weight" in record.message
+    assert "does not use 1 tensors of the checkpoint, such as model.extra.weight" in record.message
 
 
 def test_the_config_of_a_caller_is_not_shared() -> None:

@@ -122,8 +122,8 @@ def test_a_grammar_is_followed(plain: Served) -> None:
     ("request_", "error", "said"),
     [
         ({"ids": []}, UsageError, "the prompt is empty"),
-        ({"ids": [5, 9999]}, UsageError, r"tokens that the model has not \(0 to 319\)"),
-        ({"ids": [-1]}, UsageError, "tokens that the model has not"),
+        ({"ids": [5, 9999]}, UsageError, r"token ids that the model does not have \(0 to 319\)"),
+        ({"ids": [-1]}, UsageError, "token ids that the model does not have"),
         ({"ids": [5], "new": -1}, UsageError, "max_new_tokens must be at least 0, got -1"),
         ({"ids": [5], "timeout_s": 0.0}, UsageError, "timeout_s must be above 0"),
         ({"ids": [5] * 300}, TooLong, "300 tokens and 8 new ones: there is room for 300"),

@@ -29,14 +29,14 @@ class SchedulerConfig(
     """Settings of the scheduler, for every command that runs or simulates one."""
 
     scope: str = option(
-        "shared", "one cache for all layers, one a layer of equal size, or sizes as the numbers"
-        " (one a layer) or the file of `greenroom trace budgets` say",
+        "shared", "one cache for all layers, one of equal size for each layer, or sizes: numbers"
+        " (one a layer) or a file of `greenroom trace budgets`",
         "shared|per-layer|N,N,...|FILE", group=CACHE, check=lambda value, name: scope_of(value),
     )  # fmt: skip
     split: str = option(
-        "off", "of packed experts keep a top part and fetch the rest when it is needed: a share of"
-        " the expert as 0.5, or those of each layer as numbers or the file of `greenroom trace"
-        " budgets` say; auto sets budgets and shares by what earlier runs recorded (MoEpic's"
+        "off", "cache a top part of packed experts and fetch the rest when it is needed. The top's"
+        " share of an expert: one as 0.5, numbers (one a layer), or a file of `greenroom trace"
+        " budgets`; auto sets budgets and shares from what earlier runs recorded (MoEpic's"
         " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
         group=CACHE, check=lambda value, name: split_of(value),
     )  # fmt: skip

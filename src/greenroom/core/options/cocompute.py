@@ -19,9 +19,9 @@ class CoComputeConfig(OptionConfig):
     """Settings of co-compute, by which the host's processor computes some misses."""
 
     co_compute: str = option(
-        "off", "with a GPU, have the host's processor compute experts that are missing there, where"
-        " that is sooner than to move them; answers may then differ in their last bits from run to"
-        " run, by what was in the cache", None, ("auto", "off"), group=MACHINE,
+        "off", "with a GPU, let the host's processor compute missing experts where that is sooner"
+        " than moving them to the GPU; answers may then differ in their last bits from run to run,"
+        " depending on what was in the cache", None, ("auto", "off"), group=MACHINE,
     )  # fmt: skip
 
     def uses_host(self) -> bool:

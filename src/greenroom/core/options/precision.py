@@ -31,8 +31,8 @@ class PrecisionConfig(OptionConfig):
     """Settings of approximated misses."""
 
     miss_precision: str = option(
-        "off", "serve misses of small gate weight from the low-precision copies of a pack that has"
-        " them (pack --miss-precision): faster, but THE OUTPUT CHANGES, and depends on what the"
+        "off", "compute misses with a low gate weight from the low-precision copies of a pack that"
+        " has them (pack --miss-precision): faster, but THE OUTPUT CHANGES, and depends on what the"
         " cache holds", None, PRECISIONS, group=INEXACT,
     )  # fmt: skip
     low_below: float | None = option(
@@ -41,11 +41,11 @@ class PrecisionConfig(OptionConfig):
         "SHARE", group=INEXACT, needs="miss_precision", check=check_gate_share,
     )  # fmt: skip
     low_share: str = option(
-        "12.5%", "with --miss-precision: share of the cache's memory that copies have", "SHARE",
+        "12.5%", "with --miss-precision: share of the cache's memory for copies", "SHARE",
         group=INEXACT, needs="miss_precision", check=parse_share,
     )  # fmt: skip
     low_follow: bool = option(
-        False, "with --miss-precision: the exact expert follows a copy that was used, while the"
+        False, "with --miss-precision: fetch the exact expert after its copy was used, while the"
         " link is idle, so that more is exact; tokens take longer",
         group=INEXACT, needs="miss_precision",
     )  # fmt: skip
@@ -54,8 +54,8 @@ class PrecisionConfig(OptionConfig):
         " HOBBIT's T2 = 0.9 is 0.1 (default: none)", "SHARE", group=INEXACT, check=check_gate_share,
     )  # fmt: skip
     substitute_below: float = option(
-        0.0, "replace misses below this share of the gate weights by the expert that is there and"
-        " was most often chosen with them, which changes the output (default: none)", "SHARE",
+        0.0, "compute misses below this share of the gate weights with the resident expert most"
+        " often chosen with them, which changes the output (default: none)", "SHARE",
         group=INEXACT, check=check_gate_share,
     )  # fmt: skip
 

@@ -137,21 +137,29 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header's entry for {name} is damaged") from error
+        raise _bad_entry(path, name) from error
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise CheckpointError(f"{path}: the header's entry for {name} is damaged")
+        raise _bad_entry(path, name)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} has an unknown dtype {show_value(dtype)}")
     torch_name = DTYPES[dtype]
     bits = BITS.get(dtype) or getattr(torch, torch_name).itemsize * 8
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
-        raise CheckpointError(f"{path}: {name} is larger than any tensor, or has too many axes")
+        raise CheckpointError(
+            f"{path}: damaged: {name} is larger than any tensor, or has over {MOST_AXES} axes"
+        )
     expected = -(-prod(shape) * bits // 8)
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs {expected}"
         )
     return StoredTensor(file, torch_name, shape, data + begin, expected)
+
+
+def _bad_entry(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the header's entry for {name} is damaged: it needs dtype, shape and data_offsets"
+    )
 
 
 def check_name(path: Path, name: str) -> None:
@@ -167,9 +175,9 @@ def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> Non
         if tensor.nbytes == 0:
             continue
         if tensor.offset < end:
-            raise CheckpointError(f"{path}: the bytes of {before} and {name} overlap")
+            raise CheckpointError(f"{path}: damaged: the bytes of {before} and {name} overlap")
         end, before = tensor.offset + tensor.nbytes, name
     if end > size:
         raise CheckpointError(
-            f"{path}: truncated: {before} ends at byte {end}, but the file has {size}"
+            f"{path}: truncated: {before} ends at byte {end}, but the file has {size} bytes"
         )

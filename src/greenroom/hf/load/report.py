@@ -88,7 +88,7 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     )
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
-    lesser = f" · {_lesser(greenroom)}" if setup.approximation is not None else ""
+    approximation = f" · {_approximation(greenroom)}" if setup.approximation is not None else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     chosen = f" · settings {setup.chosen}" if setup.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
@@ -101,7 +101,7 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
-        f"{lesser}{left}{chosen} · same again: {' '.join(_flags(greenroom, stats, config))}"
+        f"{approximation}{left}{chosen} · same again: {' '.join(_flags(greenroom, stats, config))}"
     )
 
 
@@ -132,7 +132,7 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     ]
 
 
-def _lesser(greenroom: Greenroom) -> str:
+def _approximation(greenroom: Greenroom) -> str:
     """What misses are served with, and what that means."""
     setup, at = greenroom.setup, greenroom.setup.approximation
     assert at is not None

@@ -1,4 +1,4 @@
-"""Who is let in next, and with which keys and values to begin."""
+"""Admission of waiting requests, and their first keys and values from the prefix cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from greenroom.server.engine.prefixes import (
 )
 from greenroom.server.engine.sequence import Sequence
 
-WORTH = 64  # tokens that are worth waiting for, where somebody is about to read them
+WORTH = 64  # shared tokens for which it pays to wait until another request has computed them
 
 
 class Admission:
-    """Places and memory for requests, in the order in which they came.
+    """Admits requests in their order of arrival, while there are places and memory.
 
-    Those that run have room for their keys and values at their longest; what is left of `limit`
-    bytes may hold what earlier ones read.
+    Each running request reserves the keys and values of its greatest length. The rest of `limit`
+    bytes is for the prefix cache.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Admission:
         self.prefixes = PrefixCache(0 if config.no_prefix_reuse else share)
         self.reserved = 0
 
-    # ---- who
+    # ---- admission
 
     def admit(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
-        """Take from the queue those that can begin; the first that cannot keeps the others back."""
+        """Take requests that can begin from the queue; the first that cannot blocks the others."""
         chosen: list[Sequence] = []
         while waiting and self.can_begin(waiting[0], (*running, *chosen)):
             each = waiting.popleft()
@@ -59,7 +59,7 @@ class Admission:
         return chosen
 
     def can_begin(self, sequence: Sequence, running: Many[Sequence]) -> bool:
-        """Is there a place, and memory, if need be that of prefixes?"""
+        """Is there a place and memory for a request? Memory of cached prefixes counts as free."""
         if len(running) >= self._config.max_batch:
             return False
         if running and self.reserved + sequence.max_kv_bytes > self.limit:
@@ -67,45 +67,48 @@ class Admission:
         return not self._waits_for_prefix(sequence, running)
 
     def _waits_for_prefix(self, sequence: Sequence, running: Many[Sequence]) -> bool:
-        """Does a prompt that is being read begin like this one? Then it is worth the wait."""
+        """Is a running request about to compute a long prefix of this prompt?"""
         reading = [each for each in running if each.computed < each.prompt]
         if not reading or not self._reuses(sequence) or not self._batch.has_dynamic_cache:
             return False
         ids = as_ids(sequence.request.ids)
-        there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
+        cached = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
         coming = max(common_prefix(as_ids(each.request.ids), ids) for each in reading)
-        return self._cut(min(coming, ids.size - 1)) >= there + WORTH
+        return self._cut(min(coming, ids.size - 1)) >= cached + WORTH
 
     def ready_sequences(self, running: Many[Sequence]) -> list[Sequence]:
-        """Those that take part in the next passes. Prompts that have not begun wait for others, to
-        be read together, as long as `delay` says."""
+        """Return the sequences of the next passes.
+
+        Prompts that have not begun wait for others for `delay_s`, to be computed together.
+        """
         if self.delay_s(running) <= 0:
             return list(running)
         return [each for each in running if each.begun]
 
     def delay_s(self, running: Many[Sequence]) -> float:
-        """Seconds for which prompts still wait for others, whose experts are mostly theirs: until
-        `--batch-delay` is over, no place is free, or one is being read anyway."""
+        """Return the seconds for which new prompts still wait for others, which share experts.
+
+        They wait until `--batch-delay` is over, no place is free, or another prompt is under way.
+        """
         fresh = [each.admitted or 0.0 for each in running if not each.begun]
         reading = any(each.begun and each.computed < each.prompt for each in running)
         if not fresh or reading or len(running) >= self._config.max_batch:
             return 0.0
         return min(fresh) + self._config.batch_delay / 1e3 - time.monotonic()
 
-    # ---- with what
+    # ---- keys and values
 
     def prepare(self, sequence: Sequence, running: Many[Sequence]) -> None:
-        """Give a sequence its keys and values: those of the prompt's first tokens that are there
-        already, and room for its own."""
+        """Give a sequence its cache, which begins with the longest cached prefix."""
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
-        tokens, over = self._usable(best, ids), best in self.prefixes
-        takes_over = over and tokens == best.ids.size
+        tokens, is_cached = self._usable(best, ids), best in self.prefixes
+        takes_over = is_cached and tokens == best.ids.size
         if takes_over:
             sequence.cache = self.prefixes.pop(best)
-        elif over:
+        elif is_cached:
             self.prefixes.touch(best)
         self._make_room()
         if not tokens:
@@ -121,7 +124,7 @@ class Admission:
             self._journal.events.append(PrefixReuse(sequence.number, best.number, tokens))
 
     def _reuses(self, sequence: Sequence) -> bool:
-        """Keys and values that were computed before have no logits, which scores are made of."""
+        """May a sequence reuse keys and values? They come without logits, which scores need."""
         return sequence.scores is None and not self._config.no_prefix_reuse
 
     def _sources(self, running: Many[Sequence]) -> Iterator[PrefixEntry]:
@@ -131,8 +134,10 @@ class Admission:
         yield from self.prefixes
 
     def _usable(self, source: PrefixEntry, ids: Ids) -> int:
-        """Tokens of a prompt whose keys and values can be had from a source. The last one is
-        computed anyhow: its logits are wanted."""
+        """Return how many tokens' keys and values a prompt can take from a source.
+
+        The last token is always computed, for its logits.
+        """
         tokens = min(common_prefix(source.ids, ids), ids.size - 1)
         if self._config.batch_invariant:
             tokens = self._cut(min(tokens, source.exact))
@@ -147,12 +152,12 @@ class Admission:
         )
 
     def _cut(self, tokens: int) -> int:
-        """As many of so many tokens as a request alone would have read in whole chunks."""
+        """Round a number of tokens down to complete chunks, as a request alone computes them."""
         chunk = self._config.prefill_chunk if self._config.batch_invariant else 1
         return tokens // chunk * chunk
 
     def release(self, sequence: Sequence, keep: bool) -> None:
-        """A sequence has ended: its room is free, and what it read is kept for others."""
+        """Free the memory of a sequence that has ended; keep its prefix for others."""
         self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None
         if keep and cache is not None and sequence.computed:

@@ -1,8 +1,8 @@
-"""Which tokens go into the next passes.
+"""Batch composition: which tokens the next passes compute.
 
-Every answer that runs takes part with its one token; prompts fill the pass up with a chunk, so that
-a long one is read beside answers that go on (chunked prefill), and what it fetches serves their
-tokens too. The chunk is small while answers run, since they wait for it.
+Every running answer contributes one token. Prompts fill the pass up with a chunk, so that a long
+prompt is computed while answers go on (chunked prefill), and its experts serve their tokens too.
+The chunk is small while answers run, since they wait for it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence as Many
 
 from greenroom.server.engine.sequence import Sequence
 
-BLOCK = 512  # tokens of a pass that reads prompts while nobody else waits; the budget counts on it
+BLOCK = 512  # tokens of a pass with prompts only; the memory budget is computed for it
 
 Share = tuple[Sequence, int]  # a sequence, and how many of its pending tokens
 
 
 def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share]]:
-    """The passes of the next round: each takes some tokens of some sequences.
+    """Compose the passes of the next round: each takes some tokens of some sequences.
 
-    With `exact` a prompt is cut where it would be cut alone, and read in passes of its own.
+    With `exact` a prompt is cut into chunks as if it were alone, and has passes of its own.
     """
     singles = [(each, 1) for each in running if each.pending == 1 and each.computed]
     reading = [each for each in running if each.pending > 1 or not each.computed]
@@ -40,15 +40,15 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
 
 
 def to_grid(sequence: Sequence, chunk: int) -> int:
-    """Tokens up to the next multiple of `chunk`, or to the end of what is pending."""
+    """Return how many tokens end the current chunk, or the pending tokens if fewer."""
     return min(sequence.pending, chunk - sequence.computed % chunk)
 
 
-def split(passes: list[list[Share]], together: Callable[[Many[int]], bool]) -> list[list[Share]]:
-    """The same passes, with those that cannot be one cut into one for each sequence."""
+def split(passes: list[list[Share]], can_batch: Callable[[Many[int]], bool]) -> list[list[Share]]:
+    """Split passes that cannot be batched into one pass for each sequence."""
     done: list[list[Share]] = []
     for shares in passes:
-        if together([count for _, count in shares]):
+        if can_batch([count for _, count in shares]):
             done.append(shares)
         else:
             done += [[share] for share in shares]

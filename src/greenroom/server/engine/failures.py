@@ -1,10 +1,11 @@
-"""Where the exceptions of one request end: everything that its own work raises becomes one error.
+"""Containment of errors: an exception in one request's work ends that request alone.
 
-with contained(): ...                 # leaves as a GreenroomError
-with contained(give_up): ...          # give_up(error) is called instead, and nothing leaves
+with contain_errors(): ...                 # leaves as a GreenroomError
+with contain_errors(give_up): ...          # give_up(error) is called instead, and nothing leaves
 
 A request's own work is its template, tokens, grammar, sampler, the text of its answer, and passes
-that it takes alone. Libraries raise there what they like; panics of Rust are no `Exception`.
+without other requests. Libraries raise exceptions of any type there; a panic in Rust is no
+`Exception`.
 """
 
 from __future__ import annotations
@@ -19,33 +20,32 @@ PASSES_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.Cancelle
 
 
 class RequestFailed(GreenroomError):
-    """The work of one request raised an exception that nobody expected; it is the cause."""
+    """The work of one request raised an unexpected exception, which is the cause."""
 
 
 def as_error(error: BaseException) -> GreenroomError:
-    """An exception of any kind as an error that a client can be told."""
+    """Convert an exception of any type to an error that clients may see."""
     if isinstance(error, GreenroomError):
         return error
     if isinstance(error, MemoryError):
-        made: GreenroomError = DeviceError("there is no memory for the request")
+        failure: GreenroomError = DeviceError("there is not enough memory for the request")
     else:
-        made = RequestFailed(f"the request failed in the server ({type(error).__name__})")
-    made.__cause__ = error
-    return made
+        failure = RequestFailed(f"the request failed in the server ({type(error).__name__})")
+    failure.__cause__ = error
+    return failure
 
 
 @contextmanager
 def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) -> Iterator[None]:
-    """Run the work of one request. What it raises is given to `give_up`, or raised as an error of
-    ours."""
+    """Run the work of one request. Exceptions go to `give_up`, or leave as a GreenroomError."""
     try:
         yield
     except PASSES_THROUGH:
         raise
     except BaseException as error:
-        found = as_error(error)
+        failure = as_error(error)
         if give_up is None:
-            if found is error:
+            if failure is error:
                 raise
-            raise found from error
-        give_up(found)
+            raise failure from error
+        give_up(failure)

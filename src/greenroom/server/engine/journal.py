@@ -1,8 +1,7 @@
-"""What every pass was made of: equal batches give equal bits.
+"""Journal of passes: which tokens of which sequences each pass computed.
 
-A test of that promise needs the passes of a run and no cache of experts in the same state; nothing
-of a user's text is in a journal but the numbers of tokens. `benchmarks/passes.py` computes the
-passes of a journal again.
+Equal batches give equal bits, whatever the expert cache holds. `benchmarks/passes.py` checks that:
+it computes the passes of a journal again. A journal holds token ids, and no text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from greenroom.server.engine.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
-    """A sequence begins with the first tokens of another."""
+    """A sequence reuses keys and values of another sequence's first tokens."""
 
     number: int
     source: int
@@ -23,14 +22,14 @@ class PrefixReuse:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """So many tokens of these sequences, each after so many before it: (number, before, tokens)."""
+    """One pass: (sequence number, tokens before, tokens computed) of each sequence."""
 
     shares: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True)
 class Journal:
-    """The passes of an engine that ended well, in order; `requests` by sequence number."""
+    """Successful passes of an engine, in order; `requests` by sequence number."""
 
     events: list[PrefixReuse | Pass] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)

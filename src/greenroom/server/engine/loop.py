@@ -1,13 +1,13 @@
-"""Continuous batching: one thread that computes, for requests that come and go at any time.
+"""Continuous batching: one thread computes passes for requests that come and go at any time.
 
     while there are requests:
-        let in those that wait and have room; share what was read before
-        for each pass of the round: compute it, choose a token for each answer, tell its listener
+        admit waiting requests that have room; reuse cached prefixes
+        for each pass of the round: compute it, sample a token for each answer, send it
 
-transformers has an engine of its own for this (generation/continuous_batching). It is not used: its
-keys and values are blocks that are allocated once and for all, outside of any budget; each token
-pays for its paged cache, while ours takes a compiled path; its processors cannot be seeded a
-request; and a failed pass ends its thread. What a pass needs of transformers is in hf/kv/batch.py.
+transformers has such an engine (generation/continuous_batching). It is not used: it allocates all
+blocks of keys and values at the start, outside of any budget; each token pays for its paged cache,
+while ours takes a compiled path; its samplers cannot be seeded for each request; and a failed pass
+ends its thread. The use of transformers in a pass is in hf/kv/batch.py.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from greenroom.server.engine.tokens.grammar import Grammars
 from greenroom.server.engine.tokens.sampling import Sampler
 from greenroom.server.engine.tokens.scores import PromptScores
 
-LEAVE_S = 30.0  # in which an engine that failed must have let go of its model
-LOADING_S = 5.0  # after which somebody who came while the model was loading may try again
+DETACH_S = 30.0  # in which a failed engine must have detached its model
+LOADING_S = 5.0  # after which clients may try again while the model is loading
 
 Progress = Callable[[float, str], None]
 
 
 class LoadedModel(NamedTuple):
-    """A model with its cache of experts; `summary` says what was placed where."""
+    """A model with its expert cache; `summary` describes the use of memory."""
 
     model: Any
     tokenizer: Any
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 class ContinuousEngine:
     """Answers many requests at once; every public method may be called from any thread.
 
-    `load` runs in the engine's thread; `journal` notes every pass.
+    `load` runs in the engine's thread; `journal` records every pass.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class ContinuousEngine:
     ) -> None:
         self.config, self.context, self.journal = config, context, journal
         self.model: Any = None
-        self.greenroom: Any = None  # the model's, also when it was detached
-        self.was_ready = False  # was it ready once?
+        self.greenroom: Any = None  # of the model; it stays here after the model is detached
+        self.was_ready = False
         self.failure: BaseException | None = None  # why its state is "failed"
-        self.final: dict[str, Any] | None = None  # what was counted, once the model is given back
-        self.tokenizer: Any = None  # the model's, once the state is "ready", as all below
-        self.model_type: str | None = None  # of its config
-        self.end_ids: tuple[int, ...] = ()  # end an answer where a request says nothing
-        self.summary = ""  # one line that says what was placed where
+        self.final: dict[str, Any] | None = None  # the last statistics, once the model is detached
+        self.tokenizer: Any = None  # set once the state is "ready", as all fields below
+        self.model_type: str | None = None  # of the model's config
+        self.end_ids: tuple[int, ...] = ()  # end an answer, unless the request has others
+        self.summary = ""  # one line about the use of memory
         self.totals = Totals()
         self._load = load
         self._changed = threading.Condition()
@@ -88,32 +88,35 @@ class ContinuousEngine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._numbers = 0
-        self._stop_by: float | None = None  # when those that still run are given up
+        self._stop_by: float | None = None  # when requests that still run are stopped
         self._thread = threading.Thread(target=self._main, name="greenroom-engine", daemon=True)
         self._thread.start()
 
     # ---- from any thread
 
     def submit(self, request: Request, listener: Listener) -> Sequence:
-        """Queue a request, which can be cancelled. Raises Busy, TooLong, UsageError, or
-        ClosedError."""
+        """Queue a request; the result can be cancelled.
+
+        Raises Busy, TooLong, UsageError, or ClosedError.
+        """
         self._check_open()
-        made = self._sequence(request, listener)
+        sequence = self._sequence(request, listener)
         with self._changed:
             self._check_open()
             if len(self._waiting) >= self.config.max_queue + self._free():
                 raise Busy(
-                    f"{len(self._waiting)} requests wait already (--max-queue)", self._retry_s()
+                    f"the queue is full: {len(self._waiting)} requests wait already (--max-queue)",
+                    self._retry_s(),
                 )
-            made.number, self._numbers = self._numbers, self._numbers + 1
-            self._waiting.append(made)
+            sequence.number, self._numbers = self._numbers, self._numbers + 1
+            self._waiting.append(sequence)
             if self.journal is not None:
-                self.journal.requests[made.number] = request
+                self.journal.requests[sequence.number] = request
             self._changed.notify_all()
-        return made
+        return sequence
 
     def _free(self) -> int:
-        """Places that are free now: who takes one does not wait."""
+        """Return how many requests could run at once without waiting."""
         return max(0, self.config.max_batch - len(self._running))
 
     def _check_open(self) -> None:
@@ -124,7 +127,7 @@ class ContinuousEngine:
             raise ClosedError(f"the server is {name}" + (f": {why}" if why else ""))
 
     def _sequence(self, request: Request, listener: Listener) -> Sequence:
-        """UsageError or TooLong, where a request cannot be answered."""
+        """Make the state of a request. UsageError or TooLong if it cannot be answered."""
         vocabulary = self._vocabulary
         request.check(vocabulary, self.context)
         grammar = None if request.grammar is None else self._grammars(request.grammar)
@@ -144,7 +147,7 @@ class ContinuousEngine:
         )
 
     def _retry_s(self) -> float:
-        """When a place is likely to be free: what answers took so far, shared by the places."""
+        """Estimate the seconds until a place is free, from the average time of an answer."""
         ahead = len(self._waiting) + 1
         return max(1.0, self.totals.usual_s * ahead / self.config.max_batch)
 
@@ -155,14 +158,14 @@ class ContinuousEngine:
         self.passes.interrupt_if_unwanted()
 
     def state(self) -> tuple[str, float, str]:
-        """("loading" | "ready" | "failed" | "stopping", progress from 0 to 1, why)."""
+        """Return ("loading" | "ready" | "failed" | "stopping", progress from 0 to 1, reason)."""
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
             return "failed", progress, "its thread has ended"
         return name, progress, why
 
     def stats(self) -> dict[str, Any]:
-        """JSON-ready; `snapshot` says what is in it."""
+        """Return JSON-ready statistics; see `snapshot`."""
         return snapshot(self)
 
     @property
@@ -174,20 +177,22 @@ class ContinuousEngine:
         return len(self._running)
 
     def resize(self, cache: str | int) -> int:
-        """Give the expert cache another size, while answers run; slots it has now. BudgetError."""
+        """Resize the expert cache, also while answers run; return its slots. Or BudgetError."""
         self._check_open()
         return int(self.greenroom.resize(cache))
 
     def stop(self, grace_s: float) -> None:
-        """Take no more, give those that run or wait `grace_s` to end, save what was learned. A
-        second call waits too."""
+        """Stop the engine: admit no new requests, and give the others `grace_s` seconds to end.
+
+        A second call waits too, and may shorten the time.
+        """
         with self._changed:
             by = time.monotonic() + grace_s
             self._stop_by = by if self._stop_by is None else min(by, self._stop_by)
             if self._state[0] in ("ready", "loading"):
                 self._state = ("stopping", self._state[1], "")
             self._changed.notify_all()
-        self._thread.join(LEAVE_S if self._state[0] == "failed" else None)
+        self._thread.join(DETACH_S if self._state[0] == "failed" else None)
 
     # ---- the engine's thread
 
@@ -230,13 +235,13 @@ class ContinuousEngine:
                 self._state = ("ready", 1.0, "")
 
     def _limits(self, limit: int) -> str:
-        """What was decided about requests, for the start-up line."""
+        """Describe the limits of requests, for the start-up line."""
         one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
         return (
             f"up to {self.config.max_batch} requests {one}{exact}, with"
-            f" {show_bytes(limit)} for their keys and values, of which"
-            f" {show_bytes(self.admission.prefixes.limit)} may keep what was read"
+            f" {show_bytes(limit)} for their keys and values,"
+            f" {show_bytes(self.admission.prefixes.limit)} of it for prompt prefixes"
         )
 
     def _progress(self, share: float, what: str) -> None:
@@ -245,32 +250,32 @@ class ContinuousEngine:
                 self._state = ("loading", share, what)
 
     def _round(self) -> bool:
-        """Let in, compute, choose, tell. False where there is nothing more to do for good."""
+        """Run one round: admit, compute, sample, send. False where the engine must stop."""
         with self._changed:
             if not self._await():
                 return False
-            let_in = self.admission.admit(self._waiting, self._running)
-            self._running += let_in
+            admitted = self.admission.admit(self._waiting, self._running)
+            self._running += admitted
         self._drop_ended()
-        for each in let_in:
+        for each in admitted:
             self._prepare(each)
         ready, config = self.admission.ready_sequences(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
         for shares in split(planned, self.batch.can_batch):
-            for sequence, found in self.passes.run(shares):
-                self._answer(sequence, found)
+            for sequence, logits in self.passes.run(shares):
+                self._answer(sequence, logits)
         self._drop_ended()
         return True
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Give a sequence that is let in what it begins with."""
+        """Give an admitted sequence its keys and values."""
         if sequence.finished:
             return
         with self._contain_errors_of(sequence):
             self.admission.prepare(sequence, self._running)
 
     def _await(self) -> bool:
-        """Until there is something to do, with the lock held. False: never again."""
+        """Wait, with the lock held, until there is work. False where there will be none."""
         waiting, running = self._waiting, self._running
         while not (
             self.admission.ready_sequences(running)
@@ -283,7 +288,7 @@ class ContinuousEngine:
         return True
 
     def _until_next(self) -> float | None:
-        """Seconds until somebody's time is up."""
+        """Return the seconds until the next deadline; None without one."""
         now = time.monotonic()
         times = [each.deadline for each in (*self._waiting, *self._running)]
         if self._stop_by is not None:
@@ -294,7 +299,7 @@ class ContinuousEngine:
         return None if least == float("inf") else max(0.0, least - now)
 
     def _ended_sequences(self, sequences: Any) -> list[tuple[Sequence, str]]:
-        """Those that end now, and why."""
+        """Return the sequences that end now, each with its reason."""
         now = time.monotonic()
         over = self._stop_by is not None and self._stop_by <= now
         reasons = (
@@ -307,17 +312,17 @@ class ContinuousEngine:
 
     def _drop_ended(self) -> None:
         with self._changed:
-            gone = self._ended_sequences((*self._waiting, *self._running))
-        for each, reason in gone:
+            ended = self._ended_sequences((*self._waiting, *self._running))
+        for each, reason in ended:
             self._finish(each, reason)
 
-    def _answer(self, sequence: Sequence, found: torch.Tensor | GreenroomError) -> None:
-        """A pass has given a sequence its next logits, or has failed for it."""
+    def _answer(self, sequence: Sequence, logits: torch.Tensor | GreenroomError) -> None:
+        """Sample a sequence's next token from its logits, or end it with the pass's error."""
         reason = ""
         with self._contain_errors_of(sequence):
-            if isinstance(found, GreenroomError):
-                raise found
-            token = sequence.sampler(found) if sequence.request.max_new_tokens else None
+            if isinstance(logits, GreenroomError):
+                raise logits
+            token = sequence.sampler(logits) if sequence.request.max_new_tokens else None
             sequence.send_scores()
             reason = "length" if token is None else sequence.add_token(token)
         if reason:
@@ -325,7 +330,7 @@ class ContinuousEngine:
 
     @contextmanager
     def _contain_errors_of(self, sequence: Sequence) -> Iterator[None]:
-        """What one request's own work raises ends that request; ClosedError ends the engine."""
+        """End a request with the error that its own work raises; ClosedError ends the engine."""
 
         def give_up(error: GreenroomError) -> None:
             if isinstance(error, ClosedError) and not sequence.finished:
@@ -340,7 +345,7 @@ class ContinuousEngine:
             yield
 
     def _finish(self, sequence: Sequence, reason: str, error: GreenroomError | None = None) -> None:
-        """A sequence ends: its place is free, and what it read is kept for others."""
+        """End a sequence: free its place, cache its prefix, send the result."""
         if sequence.finished:
             return
         sequence.finished = True
@@ -358,21 +363,21 @@ class ContinuousEngine:
             sequence.listener(result)
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing can be computed any more: everybody is told so."""
+        """End all requests with an error, because the engine cannot compute any more."""
         if not isinstance(error, GreenroomError):
             log.error("the engine failed", exc_info=error)
-        elif self.was_ready:  # before, who waits for the model says why there is none
+        elif self.was_ready:  # before that, the caller that waits for the model reports the error
             log.error("%s", error)
         with self._changed:
             self.failure = error
             self._state = ("failed", self._state[1], str(error) or repr(error))
-        own = ClosedError(f"the engine failed: {error!r}")
-        own.__cause__ = error
+        closed = ClosedError(f"the engine failed: {error!r}")
+        closed.__cause__ = error
         for each in (*self._waiting, *self._running):
-            self._finish(each, "error", own)
+            self._finish(each, "error", closed)
 
     def _leave(self) -> None:
-        """Save what was learned, give the memory back."""
+        """End all requests, save the statistics, detach the model."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "stopping")
         if self.greenroom is None:
@@ -385,10 +390,10 @@ class ContinuousEngine:
 
 
 def end_ids(model: Any) -> tuple[int, ...]:
-    """The tokens with which a model ends an answer."""
-    own = model.generation_config.eos_token_id
-    if own is None:
-        own = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if own is None:
+    """Return the tokens that end a model's answers."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
         return ()
-    return tuple(own) if isinstance(own, list | tuple) else (int(own),)
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -1,9 +1,9 @@
-"""A pass of the engine: run, put right where it failed, and counted for whom it was for.
+"""Runs the engine's passes, repeats failed ones, and counts requests and hits.
 
-A pass that fails is tried again; if that fails too, each of its requests by itself, so that only
-those end with an error whose own experts cannot be had, or whose own tokens make a kernel fail.
-What the failed pass left of keys and values is taken back first. Where a request alone makes it
-fail in a way that nobody expected, a pass of one token tells whether the engine itself is broken.
+A failed pass is tried again. If it fails again, each of its requests is tried alone, so that only
+requests whose experts cannot be read, or whose tokens make a kernel fail, end with an error. Keys
+and values of the failed pass are removed first. If a request alone fails with an unexpected
+exception, a pass of one token shows whether the engine itself is broken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
 
 
 class PassRunner:
-    """The passes of one model. `interrupt_unless` may be called from any thread."""
+    """Runs the passes of one model. `interrupt_if_unwanted` may be called from any thread."""
 
     def __init__(
         self, greenroom: Any, batch: Batch, chunk: int, journal: Journal | None = None
@@ -42,33 +42,35 @@ class PassRunner:
         self.passes = self.tokens = self.faults = 0
 
     def interrupt_if_unwanted(self) -> None:
-        """End the pass under way where nobody waits for it any more."""
+        """Interrupt the current pass if all of its requests are cancelled."""
         with self._lock:
             if self._current and all(each.cancelled for each in self._current):
                 self._driver.interrupt()
 
     def run(self, shares: Many[Share]) -> Outcome:
-        """Compute these tokens. What follows each sequence: logits [V], where all of its tokens
-        are computed, or why it cannot go on; nothing for those in between, or cancelled."""
+        """Compute tokens of several sequences. Returns logits [V] or an error for each.
+
+        Sequences whose prompt is not complete yet, and cancelled ones, are left out.
+        """
         shares = [share for share in shares if not share[0].cancelled]
-        found = self._attempt(shares)
-        if isinstance(found, GreenroomError):
+        outcome = self._attempt(shares)
+        if isinstance(outcome, GreenroomError):
             self.faults += 1
             time.sleep(RETRY_S)
-            found = self._attempt([self._again(share) for share in shares])
-        if not isinstance(found, GreenroomError):
-            return found
+            outcome = self._attempt([self._current_share(share) for share in shares])
+        if not isinstance(outcome, GreenroomError):
+            return outcome
         done: Outcome = []
         for share in shares:
             if len(shares) > 1:
-                found = self._attempt([self._again(share)])
-            if isinstance(found, RequestFailed):
+                outcome = self._attempt([self._current_share(share)])
+            if isinstance(outcome, RequestFailed):
                 self._check_engine()
-            done += [(share[0], found)] if isinstance(found, GreenroomError) else found
+            done += [(share[0], outcome)] if isinstance(outcome, GreenroomError) else outcome
         return done
 
     def _attempt(self, shares: list[Share]) -> Outcome | GreenroomError:
-        """One pass, or why it failed. ClosedError where no pass can succeed any more."""
+        """Run one pass; return its error if it fails. Raises ClosedError if all would fail."""
         try:
             return self._run(shares)
         except (ClosedError, *PASSES_THROUGH):
@@ -77,15 +79,14 @@ class PassRunner:
             return as_error(error)
 
     def _check_engine(self) -> None:
-        """Compute one token that belongs to nobody. RequestFailed where not even that can be had:
-        then the engine is broken, and not the request."""
+        """Compute one token without a request. Raises RequestFailed if the engine is broken."""
         self._driver.resume()
         try:
             with device_errors():
                 self._batch([[0]], [self._batch.cache()])
         except Exception as error:
-            if isinstance(found := as_error(error), RequestFailed | ClosedError):
-                raise found from error
+            if isinstance(failure := as_error(error), RequestFailed | ClosedError):
+                raise failure from error
 
     def _run(self, shares: list[Share]) -> Outcome:
         if not self._begin([sequence for sequence, _ in shares]):
@@ -98,7 +99,7 @@ class PassRunner:
             with device_errors():
                 logits = self._batch(ids, caches, scored)
         except BaseException as error:
-            self._take_back([each for each, _ in shares])
+            self._remove_incomplete([each for each, _ in shares])
             if isinstance(error, Interrupted):
                 return []
             raise
@@ -107,15 +108,15 @@ class PassRunner:
                 self._current = []
         counts = self._driver.scheduler.view.counted()
         self._note(shares, caches, counts.requests - before.requests, counts.hits - before.hits)
-        found = [_score(*each) for each in zip(shares, logits, strict=True)]
+        results = [_score(*each) for each in zip(shares, logits, strict=True)]
         return [
-            (each, after)
-            for (each, _), after in zip(shares, found, strict=True)
-            if each.pending == 0 or isinstance(after, GreenroomError)
+            (each, result)
+            for (each, _), result in zip(shares, results, strict=True)
+            if each.pending == 0 or isinstance(result, GreenroomError)
         ]
 
     def _begin(self, sequences: list[Sequence]) -> bool:
-        """Is there anybody whom the pass is for?"""
+        """Begin a pass; False where all of its sequences are cancelled."""
         with self._lock:
             if all(each.cancelled for each in sequences):
                 return False
@@ -139,14 +140,14 @@ class PassRunner:
             each.hits += hits
             self.tokens += count
 
-    def _take_back(self, sequences: list[Sequence]) -> None:
-        """Forget what a pass that did not end has left of keys and values."""
+    def _remove_incomplete(self, sequences: list[Sequence]) -> None:
+        """Remove the keys and values of an incomplete pass."""
         for each in sequences:
             if not kv.truncate(each.cache, each.computed):
                 each.restart(self._batch.cache())
 
-    def _again(self, share: Share) -> Share:
-        """A share as it is now: a sequence that was begun again reads its first tokens first."""
+    def _current_share(self, share: Share) -> Share:
+        """Return a share as it is now; a restarted sequence computes its first tokens first."""
         sequence, count = share
         if count <= sequence.pending and sequence.computed:
             return share
@@ -154,7 +155,7 @@ class PassRunner:
 
 
 def _score(share: Share, logits: Tensor) -> Tensor | GreenroomError:
-    """Logits [V] after the last token of a share. A prompt that is scored takes its scores."""
+    """Return the logits [V] after a share's last token; store scores of a scored prompt."""
     sequence, count = share
     if sequence.scores is None:
         return logits

@@ -1,11 +1,11 @@
-"""Keys and values that requests leave, for those that begin alike.
+"""Prefix cache: keys and values of earlier requests, for requests with a common prefix.
 
-A system prompt, the earlier turns of a conversation: what a request has in common with tokens that
-were read before need not be read again, and no experts fetched for it. Each entry is a whole cache
-of one sequence. A request that goes on where an entry ends takes it over; one that leaves it
-earlier, or finds it in use, gets a copy of what both have. Copies cost memory where blocks that are
-shared would not; but the tokens of a sequence lie in one run, which is what one token's attention
-reads at the memory's speed. The entry that was used longest ago goes first.
+A system prompt or the earlier turns of a conversation need not be computed again, and no experts
+are fetched for them. Each entry is the complete cache of one sequence. A request that continues
+where an entry ends takes the entry over; a request that shares only a part of it, or finds it in
+use, gets a copy of the common part. Copies take memory that shared blocks would not; but the tokens
+of a sequence lie in one run, which attention over one token reads at the speed of memory. The
+least recently used entry is evicted first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_TOKENS = 16  # tokens that are worth a copy
+MIN_TOKENS = 16  # shorter prefixes are not worth a copy
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """The keys and values of a request that is over, or runs: `ids` [n] are the tokens that they
-    are of, `exact` of them were read in the passes that a request alone would have read them in."""
+    """Keys and values of one request, ended or running, and their tokens `ids` [n].
+
+    `exact` of the tokens were computed in the same chunks as if the request were alone.
+    """
 
     ids: Ids
     cache: Any
@@ -35,18 +37,18 @@ class PrefixEntry:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of two sequences' common prefix, in tokens."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n
 
 
 class PrefixCache:
-    """What is kept, within `limit` bytes; 0 keeps nothing."""
+    """LRU cache of prefixes of at most `limit` bytes; 0 turns it off."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: list[PrefixEntry] = []  # used longest ago first
+        self._entries: list[PrefixEntry] = []  # least recently used first
         self.nbytes = 0
         self.evicted = 0
 
@@ -57,25 +59,25 @@ class PrefixCache:
         return iter(self._entries)
 
     def touch(self, entry: PrefixEntry) -> None:
-        """An entry was copied from."""
+        """Mark an entry as just used."""
         self._entries.remove(entry)
         self._entries.append(entry)
 
     def pop(self, entry: PrefixEntry) -> Any:
-        """Its cache, which is the request's from here on."""
+        """Remove an entry and return its keys and values."""
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes
         return entry.cache
 
     def add(self, entry: PrefixEntry) -> bool:
-        """Keep an entry, in place of those that it begins with; False where there is no room."""
+        """Add an entry in place of its own prefixes; False if it was not added."""
         if entry.nbytes > self.limit or entry.ids.size < MIN_TOKENS:
             return False
         for other in list(self._entries):
             shared = common_prefix(other.ids, entry.ids)
             if shared == entry.ids.size and other.exact >= entry.exact:
                 self.touch(other)
-                return False  # it is there already
+                return False  # the cache has it already
             if shared == other.ids.size:
                 self.pop(other)
         self.shrink(self.limit - entry.nbytes)
@@ -84,7 +86,7 @@ class PrefixCache:
         return True
 
     def shrink(self, nbytes: int) -> None:
-        """Keep no more than so many bytes; the entry that was used longest ago goes first."""
+        """Evict least recently used entries until at most `nbytes` are left."""
         while self._entries and self.nbytes > max(0, nbytes):
             self.pop(self._entries[0])
             self.evicted += 1

@@ -1,11 +1,11 @@
-"""What the HTTP side and the engine say to each other.
+"""Messages between the HTTP side and the engine: requests, tokens, results.
 
     ticket = engine.submit(request, listener)    # from any thread; Busy, TooLong or ClosedError
     listener(Token(...)), listener(Token(...)), listener(Finished(...))  # from the engine's thread
     (listener(PromptTokens(...)) comes before them where the request has prompt_logprobs)
     ticket.cancel()                              # its place is free within one token
 
-The engine knows tokens and no text: decoding, stop strings, tools and formats are the other side's.
+The engine knows tokens only: decoding, stop strings, tools and formats are the HTTP side's work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from greenroom.errors import GreenroomError, ModelError, TooLong, UsageError
 
 
 class Busy(GreenroomError):
-    """The queue is full; `retry_after_s` is when a place is likely to be free."""
+    """The queue is full; a place is likely to be free after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class Busy(GreenroomError):
 
 
 class NotFinite(ModelError):
-    """The model gave logits among which no token can be chosen: NaN, or nothing but infinity."""
+    """The model's logits are NaN or infinite, so that no token can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 takes the likeliest; None is the model's own default."""
+    """Sampling parameters. Temperature 0 is greedy; None is the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -45,7 +45,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer to make; `n` answers to a prompt are n of these."""
+    """A request for one answer; `n` answers to a prompt are n requests."""
 
     ids: tuple[int, ...]  # the prompt's tokens, at least one
     max_new_tokens: int  # 0: the prompt is computed, and nothing follows it
@@ -59,16 +59,16 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """The number of tokens of the prompt and the longest answer."""
         return len(self.ids) + self.max_new_tokens
 
     def check(self, vocabulary: int, context: int) -> None:
-        """UsageError or TooLong, where a model of that vocabulary and context cannot answer."""
+        """Raise UsageError or TooLong if a model of this vocabulary and context cannot answer."""
         if not self.ids:
             raise UsageError("the prompt is empty")
         if not all(0 <= token < vocabulary for token in self.ids):
             raise UsageError(
-                f"the prompt has tokens that the model has not (0 to {vocabulary - 1})"
+                f"the prompt has token ids that the model does not have (0 to {vocabulary - 1})"
             )
         if self.max_new_tokens < 0:
             raise UsageError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
@@ -83,6 +83,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """A token of an answer or a prompt, with log-probabilities if requested."""
+
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), likeliest first
@@ -90,20 +92,22 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The prompt's tokens with their log-probabilities; nothing is before the first, so it has
-    none."""
+    """The prompt's tokens with their log-probabilities; the first has none."""
 
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`reason`: stop (an end token, the last Token sent), length, cancelled, timeout, stopping (the
-    server ends before the answer), or error."""
+    """The end of an answer, with its counts and times.
+
+    `reason`: stop (an end token, the last Token sent), length, cancelled, timeout, stopping (the
+    server ends before the answer), or error.
+    """
 
     reason: str
     prompt_tokens: int
-    reused_tokens: int  # of the prompt, whose keys and values were there already
+    reused_tokens: int  # of the prompt, whose keys and values came from the prefix cache
     new_tokens: int
     queued_s: float
     ttft_s: float | None

@@ -1,4 +1,4 @@
-"""One request in the engine: its tokens, its keys and values, its times."""
+"""State of one request in the engine: tokens, keys and values, times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from greenroom.server.engine.tokens.scores import PromptScores
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request, from its arrival to its end; the engine's thread alone changes it.
+    """State of a request from arrival to end; only the engine's thread changes it.
 
-    `ids` are the prompt and the answer so far; keys and values of the first `computed` of them are
-    in `cache`, `reused` of which were there before. `exact` tokens were read in the passes that a
-    request alone would have read them in. Times are of the monotonic clock.
+    `ids` are the prompt and the answer so far. `cache` holds keys and values of its first
+    `computed` tokens, `reused` of them from the prefix cache. `exact` tokens were computed in the
+    same chunks as if the request were alone. Times are of the monotonic clock.
     """
 
     number: int
@@ -30,13 +30,13 @@ class Sequence:
     end_ids: frozenset[int]
     max_kv_bytes: int  # bytes of keys and values, at its longest
     on_cancel: Callable[[Sequence], None]
-    scores: PromptScores | None = None  # of a prompt whose log-probabilities are wanted, until told
+    scores: PromptScores | None = None  # of a prompt with prompt_logprobs, until they are sent
     ids: list[int] = field(default_factory=list)
     cache: Any = None
     computed: int = 0
     reused: int = 0
     exact: int = 0
-    begun: bool = False  # has a pass had some of it?
+    begun: bool = False  # a pass has computed some of its tokens
     cancelled: bool = False
     finished: bool = False
     arrived: float = field(default_factory=time.monotonic)
@@ -54,12 +54,12 @@ class Sequence:
 
     @property
     def new(self) -> int:
-        """Tokens of the answer so far."""
+        """The number of tokens of the answer so far."""
         return len(self.ids) - self.prompt
 
     @property
     def pending(self) -> int:
-        """Tokens that wait to be computed; one while it answers."""
+        """The number of tokens to be computed; one while it answers."""
         return len(self.ids) - self.computed
 
     @property
@@ -68,21 +68,21 @@ class Sequence:
         return float("inf") if limit is None else self.arrived + limit
 
     def computed_ids(self) -> Ids:
-        """The tokens whose keys and values are there."""
+        """Return the tokens whose keys and values are computed."""
         return as_ids(self.ids[: self.computed])
 
     def cancel(self) -> None:
-        """Give its place up; a Finished("cancelled") follows. Nothing where it has finished."""
+        """Cancel the request; Finished("cancelled") follows, unless it has finished already."""
         self.on_cancel(self)
 
     def send_scores(self) -> None:
-        """The prompt is computed: tell the listener its log-probabilities, if it wants them."""
+        """Send the prompt's log-probabilities to the listener, if requested."""
         if self.scores is not None:
             tokens, self.scores = tuple(self.scores.tokens), None
             self.listener(PromptTokens(tokens))
 
     def add_token(self, token: Token) -> str:
-        """A token is there: tell the listener. Why the answer ends with it, or ""."""
+        """Append a token and send it. Returns why the answer ends with it, or an empty string."""
         if self.answered is None:
             self.answered = time.monotonic()
         self.ids.append(token.id)
@@ -92,7 +92,7 @@ class Sequence:
         return "length" if self.new >= self.request.max_new_tokens else ""
 
     def restart(self, cache: Any) -> None:
-        """What was computed is lost; the tokens are not."""
+        """Drop all keys and values; all tokens are computed again."""
         self.cache, self.computed, self.exact = cache, 0, 0
         if self.scores is not None:
             self.scores.clear()

@@ -1,4 +1,4 @@
-"""What an engine counts, as `/v1/stats` shows it and `/metrics` is made from."""
+"""Statistics of an engine, for `/v1/stats` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from greenroom.server.engine.requests import Finished
 if TYPE_CHECKING:
     from greenroom.server.engine.loop import ContinuousEngine
 
-USUAL = 0.2  # share that an answer has in what is taken for usual
+USUAL = 0.2  # weight of the newest answer in the moving average
 
 
 @dataclass(slots=True)
 class Totals:
-    """Of all requests that have ended. `usual_s` is about how long one takes, without the queue."""
+    """Totals of ended requests; `usual_s` is the moving average of their time without the queue."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -44,15 +44,15 @@ class Totals:
 
 
 def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
-    """JSON-ready; counts since the model was loaded, bytes and seconds.
+    """Return JSON-ready statistics since the model was loaded, in bytes and seconds.
 
-    state, progress, why; queue; requests (ended, by reason); tokens; and once the model is there
+    state, progress, why; queue; requests (ended, by reason); tokens; and once the model is loaded
     passes, memory, kv (keys and values), prefixes, experts (layers: requests, hits and misses of
     each), prefetch and stalls (runtime.stats), links.
     """
     name, progress, why = engine.state()
     config = engine.config
-    found: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "state": {"name": name, "progress": progress, "why": why},
         "queue": {
             "waiting": engine.waiting,
@@ -63,12 +63,12 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
         **engine.totals.as_json(),
     }
     if engine.final is not None:
-        return found | engine.final
-    return found | (model_stats(engine) if engine.was_ready else {})
+        return stats | engine.final
+    return stats | (model_stats(engine) if engine.was_ready else {})
 
 
 def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
-    """What there is to say while the model is attached."""
+    """Return the part of the statistics that needs the attached model."""
     greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
     stats, prefixes = greenroom.stats(), admission.prefixes
     return {
@@ -110,13 +110,13 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
 
 
 def _by_layer(greenroom: Any) -> list[dict[str, int]]:
-    """Requests, hits and misses of each layer since the model was loaded."""
+    """Return requests, hits and misses of each layer since the model was loaded."""
     driver = greenroom.driver
     offsets = np.asarray(driver.pieces.offsets)
     requests = np.add.reduceat(driver.request_counts, offsets[:-1]).tolist()
     return [
-        {"layer": layer, "requests": asked, "hits": asked - missed, "misses": missed}
-        for layer, (asked, missed) in enumerate(
+        {"layer": layer, "requests": count, "hits": count - missed, "misses": missed}
+        for layer, (count, missed) in enumerate(
             zip(requests, driver.miss_counts.tolist(), strict=True)
         )
     ]

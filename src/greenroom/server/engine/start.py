@@ -1,4 +1,4 @@
-"""Begin to serve a model: `start` returns at once, and the model loads in the engine's thread."""
+"""Start an engine: `start` returns at once, and the model loads in the engine's thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from greenroom.server.engine.journal import Journal
 from greenroom.server.engine.loop import ContinuousEngine, LoadedModel, Progress
 
 WORKER_BYTES = 24 << 20  # of the process that renders templates
-TEXT_CHARS = 32  # characters for each token of a prompt, that are rendered and tokenised
-TEXT_BYTES = 24  # for each of them, in all copies
-BODIES = 2  # of the largest size, for which there is room at a time
+TEXT_CHARS = 32  # characters of text for each token of a prompt
+TEXT_BYTES = 24  # for each character, in all copies of the text
+BODIES = 2  # request bodies of the largest size that fit at a time
 BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 
 
 def overhead_bytes(context: int, serve: ServeConfig) -> int:
-    """Memory that requests take before they reach the model; `--memory` is for all of it."""
+    """Return the memory that requests take outside of the model; `--memory` includes it."""
     body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
     text = min(body, context * TEXT_CHARS)
     return WORKER_BYTES + text * TEXT_BYTES + BODIES * body * BODY_BYTES
@@ -28,10 +28,10 @@ def start(
     journal: Journal | None = None,
     verbose: bool = False,
 ) -> ContinuousEngine:
-    """An engine that serves `source`, once its state is ready; "failed" says why it is not.
+    """Start an engine that serves `source` once its state is "ready".
 
-    `source` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `journal` notes every pass,
-    so that it can be computed again.
+    `source` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `journal` records every
+    pass, so that it can be computed again.
     """
 
     def load_model(progress: Progress) -> LoadedModel:

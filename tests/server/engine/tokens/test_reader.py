@@ -46,7 +46,7 @@ def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
         if hit:
             break
     else:
-        shown += found.rest()
+        shown += found.flush()
     whole = "".join(parts)
     ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
     if hit is None:
@@ -68,7 +68,7 @@ def test_text_is_held_back_only_while_it_can_become_a_stop_string() -> None:
     assert stops.feed("N") == ("", None)
     assert stops.feed("O") == ("ENO", None)
     assert stops.feed("E") == ("", None)
-    assert stops.rest() == "E"
+    assert stops.flush() == "E"
 
 
 def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:

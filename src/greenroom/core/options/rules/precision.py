@@ -84,7 +84,8 @@ class Precision(Option):
         """A resident expert that this step has not chosen; -1 where none can be spared."""
         assert self._substitutes is not None
         replaced = int((plan.weights != event.experts).sum())
-        if event.experts.size + replaced >= view.room(expert):  # or no victim is left
+        # A further pinned expert must leave a victim to evict.
+        if event.experts.size + replaced >= view.room(expert):
             return -1
         first, end = view.pieces.offsets[event.layer : event.layer + 2]
         allowed = view.resident(np.arange(first, end))

@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to the text of an answer."""
+"""Sampling: logits to tokens; reading: tokens to the text of an answer."""

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, by llguidance: which tokens may come next."""
+"""Grammars for answers, by llguidance: masks of the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from greenroom.errors import UsageError
 
-CACHED = 4  # grammars whose compiled form is kept for the next request, or the next choice
-# Work and memory of one grammar: the library's own bounds are for clients that are trusted.
+CACHED = 4  # compiled grammars that are cached for further requests and choices
+# Work and memory of one grammar: the library's default bounds are for trusted clients.
 BOUNDS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,  # about 10 ms
     "step_lexer_fuel": 100_000,  # about 7 ms a token
@@ -27,36 +27,38 @@ BOUNDS: dict[str, Any] = {
 
 
 def limits() -> Any:
-    """What one grammar may take, as llguidance has it."""
+    """Return the bounds of one grammar as an object of llguidance."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**BOUNDS)
 
 
 def reason(error: str) -> str:
-    """An error of llguidance as one line, without the state of its parser."""
+    """Shorten an error of llguidance to one line, without the state of its parser."""
     for state in ("<state>", "<non-verbose/>"):
         error = error.partition(state)[0]
-    return " ".join(error.split())[:300] or "it cannot be kept"
+    return " ".join(error.split())[:300] or "it cannot be followed"
 
 
 class Grammars:
-    """Grammars over one model's tokens. What they need of its vocabulary is made at first use."""
+    """Compiles grammars over one model's tokens. The vocabulary is read at first use."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, end_ids
-        self._made: Any = None
+        self._vocabulary_trie: Any = None
         self._compiled = lru_cache(CACHED)(self._compile)
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes seconds of all threads where it is large."""
-        with contextlib.suppress(UsageError, ImportError):  # the first request is told why
+        with contextlib.suppress(UsageError, ImportError):  # the first request gets this error
             self._tokens()
 
     def __call__(self, grammar: str) -> Grammar:
-        """UsageError where the grammar is none, or llguidance is not installed or cannot read the
-        tokenizer."""
+        """Compile a grammar. UsageError if it is not valid, or llguidance is missing.
+
+        Also a UsageError if llguidance cannot read the tokenizer.
+        """
         if find_spec("llguidance") is None:
             raise UsageError("grammars need llguidance: pip install 'greenroom[serve]'")
         return Grammar(self._compiled(grammar).deep_copy(), self._vocabulary)
@@ -71,37 +73,39 @@ class Grammars:
         return matcher
 
     def _check_begins(self, matcher: Any) -> None:
-        """UsageError where no answer can begin; a schema that refers to itself shows it first."""
+        """Raise UsageError if no first token is possible, as with a self-referring schema."""
         try:
             Grammar(matcher.deep_copy(), self._vocabulary).allowed(self._vocabulary)
         except UsageError:
             raise UsageError(
-                "grammar: no answer can begin: it contradicts itself, or refers to itself alone"
+                "grammar: it allows no answer: it contradicts itself, or refers only to itself"
             ) from None
 
     def _tokens(self) -> Any:
         with self._lock:
-            if self._made is None:
+            if self._vocabulary_trie is None:
                 from llguidance.hf import from_tokenizer
 
                 try:
-                    self._made = from_tokenizer(
+                    self._vocabulary_trie = from_tokenizer(
                         self._tokenizer, self._vocabulary, list(self._end_ids) or None
                     )
                 except (TypeError, ValueError, AssertionError) as error:
-                    raise UsageError(f"grammars: this tokenizer cannot be read: {error}") from error
-            return self._made
+                    raise UsageError(
+                        f"grammars: llguidance cannot read this tokenizer: {error}"
+                    ) from error
+            return self._vocabulary_trie
 
 
 class Grammar:
-    """Where one answer is in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def allowed(self, count: int) -> Tensor:
-        """Which of `count` tokens may come next, [count]. UsageError where none may."""
+        """Return a mask [count] of the tokens that may come next. UsageError if none may."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:count].astype(bool)
         mask = np.zeros(count, bool)
@@ -111,10 +115,10 @@ class Grammar:
         return torch.from_numpy(mask)
 
     def take(self, token: int) -> None:
-        """A token was chosen."""
+        """Advance by a chosen token."""
         self._matcher.consume_token(token)
 
     @property
     def over(self) -> bool:
-        """Can nothing follow?"""
+        """Is the grammar complete, so that nothing can follow?"""
         return bool(self._matcher.is_stopped())

@@ -1,4 +1,4 @@
-"""One answer, from tokens to what a client sees: whole characters, stop strings, tool calls."""
+"""Reads an answer's tokens: complete characters, stop strings, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from greenroom.server.engine.requests import Finished, Token
 
-if TYPE_CHECKING:  # who talks to a server elsewhere needs no transformers
+if TYPE_CHECKING:  # the chat with a remote server needs no transformers
     from greenroom.hf.text.dialogue import ReplyPart, ToolCall
 
 
 class ReplyDecoder(Protocol):
-    """What turns tokens into text, reasoning and calls: see `Dialogue.reply_parser`."""
+    """Turns tokens into text, reasoning and tool calls: see `Dialogue.reply_parser`."""
 
     def feed(self, token_id: int) -> list[ReplyPart]: ...
 
@@ -22,18 +22,18 @@ class ReplyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What comes next of an answer, and the tokens that it was made of."""
+    """The next part of an answer, and its tokens."""
 
     text: str = ""
     reasoning: str = ""
     call: ToolCall | None = None
     tokens: tuple[Token, ...] = ()
-    prompt: tuple[Token, ...] = ()  # with log-probabilities, before all else, where they are wanted
+    prompt: tuple[Token, ...] = ()  # with log-probabilities, if requested; comes first
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """`reason`: stop, length, or tool_calls; `stop` is the stop string that ended it, if any."""
+    """The end of an answer. `reason`: stop, length, or tool_calls; `stop`: its stop string."""
 
     reason: str
     stop: str | None
@@ -42,7 +42,7 @@ class AnswerEnd:
 
 
 class AnswerReader:
-    """Reads one answer. Once `stopped`, nothing more of it is wanted."""
+    """Reads one answer. Once `stopped`, further tokens are not needed."""
 
     def __init__(
         self,
@@ -53,44 +53,44 @@ class AnswerReader:
     ) -> None:
         self._speaker, self._stops = speaker, StopMatcher(stops)
         self._end_ids, self._one_call = frozenset(end_ids), one_call
-        self._waiting: list[tuple[Token, int]] = []  # and where in the text each begins
-        self._seen = self._shown = 0  # characters of text
+        self._waiting: list[tuple[Token, int]] = []  # each with its offset in the text
+        self._length = self._shown = 0  # characters of text
         self._calls = self._reasoning_tokens = 0
         self._stop: str | None = None
         self.stopped = False
 
     def feed(self, token: Token) -> list[AnswerDelta]:
-        """What this token adds. A token that ends the answer says nothing."""
+        """Return the parts that a token adds. A token that ends the answer adds none."""
         if self.stopped:
             return []
         if token.id not in self._end_ids:
-            self._waiting.append((token, self._seen))
+            self._waiting.append((token, self._length))
         return self._deltas(self._speaker.feed(token.id))
 
     def end(self, finished: Finished) -> tuple[list[AnswerDelta], AnswerEnd]:
-        """What was held back, and how the answer ended."""
+        """Return the parts that were held back, and how the answer ended."""
         deltas = [] if self.stopped else self._deltas(self._speaker.end())
         if not self.stopped:
-            deltas += self._show(self._stops.rest())
+            deltas += self._show(self._stops.flush())
             if self._waiting:  # tokens without text of their own
                 tokens, self._waiting = tuple(token for token, _ in self._waiting), []
                 deltas.append(AnswerDelta(tokens=tokens))
         reason = "stop" if self.stopped else finished.reason
-        if reason == "stopping":  # clients know of no other end that the server chose
+        if reason == "stopping":  # the only end by the server that clients know
             reason = "length"
         if self._calls and reason == "stop":
             reason = "tool_calls"
         return deltas, AnswerEnd(reason, self._stop, finished, self._reasoning_tokens)
 
-    def _deltas(self, said: list[ReplyPart]) -> list[AnswerDelta]:
+    def _deltas(self, parts: list[ReplyPart]) -> list[AnswerDelta]:
         deltas: list[AnswerDelta] = []
-        for part in said:
+        for part in parts:
             if self.stopped:
                 break
             if part.text:
                 deltas += self._read(part.text)
                 continue
-            deltas += self._show(self._stops.rest())  # a stop string is within one text
+            deltas += self._show(self._stops.flush())  # a stop string is within one text
             self._calls += part.call is not None
             self._reasoning_tokens += bool(part.reasoning)
             deltas.append(self._with_tokens(AnswerDelta(reasoning=part.reasoning, call=part.call)))
@@ -98,7 +98,7 @@ class AnswerReader:
         return deltas
 
     def _read(self, text: str) -> list[AnswerDelta]:
-        self._seen += len(text)
+        self._length += len(text)
         text, self._stop = self._stops.feed(text)
         if self._stop is not None:
             self.stopped = True
@@ -116,31 +116,31 @@ class AnswerReader:
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in parts; none of them is ever let through."""
+    """Finds stop strings in a streamed text; no part of a stop string is shown."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """What may be shown, and the stop string that was found after it."""
-        text = self._held + text
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            at, _, stop = min(found)
-            self._held = ""
+        """Return the text that may be shown, and a stop string that follows it."""
+        text = self._pending + text
+        matches = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            at, _, stop = min(matches)
+            self._pending = ""
             return text[:at], stop
-        held = max((begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        partial = max((partial_match(text, stop) for stop in self._stops), default=0)
+        self._pending = text[len(text) - partial :]
+        return text[: len(text) - partial], None
 
-    def rest(self) -> str:
-        """What was held back in case a stop string came of it."""
-        text, self._held = self._held, ""
+    def flush(self) -> str:
+        """Return the text that was held back as the possible beginning of a stop string."""
+        text, self._pending = self._pending, ""
         return text
 
 
-def begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of this string."""
+def partial_match(text: str, stop: str) -> int:
+    """Return how many characters at a text's end begin the string `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

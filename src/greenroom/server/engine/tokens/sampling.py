@@ -1,8 +1,9 @@
-"""The next token of one request, by its own settings and its own random numbers.
+"""Samples the next token of a request, with its own settings and random numbers.
 
-In the order of transformers' processors: repetition penalty, presence and frequency (OpenAI's, over
-the tokens of the answer), bias, grammar; then temperature, top-k, top-p, min-p. A request's numbers
-come from a generator of its own: the same logits give the same tokens, whatever else is answered.
+The steps are in the order of transformers' processors: repetition penalty, presence and frequency
+penalties (OpenAI's, over the tokens of the answer), bias, grammar; then temperature, top-k, top-p,
+min-p. Each request has its own random generator: equal logits give equal tokens, whatever else is
+in the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from greenroom.errors import UsageError
 from greenroom.server.engine.requests import NotFinite, Request, Sampling, Token
 from greenroom.server.engine.tokens.grammar import Grammar
 
-LIKELIEST = 1024  # tokens that top-p is looked for among, before all are sorted
+LIKELIEST = 1024  # tokens that are tried for top-p before all are sorted
 MOST_LOGPROBS = 100
 LEAST_PENALTY = 0.01  # of repetition; a smaller one makes every repeated token certain
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A request's settings with the model's own filled in. Temperature 0 is greedy."""
+    """Sampling settings of a request, completed by the model's. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -37,42 +38,49 @@ class Settings:
     repetition_penalty: float
 
     @classmethod
-    def of(cls, given: Sampling, own: Any) -> Settings:
-        """`own` is the model's generation config. UsageError for what cannot be right."""
-        check(given)
-        samples = bool(getattr(own, "do_sample", False))
+    def of(cls, requested: Sampling, defaults: Any) -> Settings:
+        """Combine requested settings with `defaults`, the model's generation config.
+
+        UsageError for invalid values.
+        """
+        check(requested)
+        samples = bool(getattr(defaults, "do_sample", False))
 
         def setting(name: str, default: float) -> float:
-            values = (getattr(given, name), getattr(own, name, None) if samples else None, default)
+            values = (
+                getattr(requested, name),
+                getattr(defaults, name, None) if samples else None,
+                default,
+            )
             return next(float(value) for value in values if value is not None)
 
-        if samples and given.temperature is None:
-            temperature = getattr(own, "temperature", None) or 1.0
+        if samples and requested.temperature is None:
+            temperature = getattr(defaults, "temperature", None) or 1.0
         else:
-            temperature = given.temperature or 0.0
-        made = cls(
+            temperature = requested.temperature or 0.0
+        settings = cls(
             temperature=bounded_temperature(float(temperature)),
             top_p=setting("top_p", 1.0),
             top_k=int(setting("top_k", 0)),
             min_p=setting("min_p", 0.0),
-            repetition_penalty=given.repetition_penalty
-            if given.repetition_penalty != 1.0
-            else float(getattr(own, "repetition_penalty", None) or 1.0),
+            repetition_penalty=requested.repetition_penalty
+            if requested.repetition_penalty != 1.0
+            else float(getattr(defaults, "repetition_penalty", None) or 1.0),
         )
-        _within("repetition_penalty", made.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY)
-        return made
+        _within("repetition_penalty", settings.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY)
+        return settings
 
 
-def check(given: Sampling) -> None:
-    """UsageError, which names the setting, for what cannot be right."""
-    _within("temperature", given.temperature, 0, 100)
-    _within("top_p", given.top_p, 0, 1, above=True)
-    _within("top_k", given.top_k, 0, 1 << 31)
-    _within("min_p", given.min_p, 0, 1)
-    _within("seed", given.seed, -(1 << 63), (1 << 63) - 1)
-    _within("presence_penalty", given.presence_penalty, -2, 2)
-    _within("frequency_penalty", given.frequency_penalty, -2, 2)
-    for _, bias in given.logit_bias:
+def check(sampling: Sampling) -> None:
+    """Raise UsageError, which names the setting, for an invalid value."""
+    _within("temperature", sampling.temperature, 0, 100)
+    _within("top_p", sampling.top_p, 0, 1, above=True)
+    _within("top_k", sampling.top_k, 0, 1 << 31)
+    _within("min_p", sampling.min_p, 0, 1)
+    _within("seed", sampling.seed, -(1 << 63), (1 << 63) - 1)
+    _within("presence_penalty", sampling.presence_penalty, -2, 2)
+    _within("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    for _, bias in sampling.logit_bias:
         _within("logit_bias", bias, -100, 100)
 
 
@@ -87,24 +95,25 @@ def _within(
 class Sampler:
     """Chooses the tokens of one request.
 
-    `vocabulary` is how many logits there are. UsageError where a setting cannot be right.
+    `defaults` is the model's generation config, `vocabulary` the number of logits. UsageError for
+    an invalid setting.
     """
 
     def __init__(
-        self, request: Request, own: Any, vocabulary: int, grammar: Grammar | None = None
+        self, request: Request, defaults: Any, vocabulary: int, grammar: Grammar | None = None
     ) -> None:
-        given = request.sampling
-        self._settings, self._given = Settings.of(given, own), given
+        requested = request.sampling
+        self._settings, self._requested = Settings.of(requested, defaults), requested
         self._grammar, self._logprobs = grammar, request.top_logprobs
         if self._logprobs is not None:
             _within("top_logprobs", self._logprobs, 0, min(MOST_LOGPROBS, vocabulary))
-        _check_ids("logit_bias", [token for token, _ in given.logit_bias], vocabulary)
-        self._bias = _sparse(given.logit_bias)
+        _check_ids("logit_bias", [token for token, _ in requested.logit_bias], vocabulary)
+        self._bias = _sparse(requested.logit_bias)
         self._random = torch.Generator()
-        if given.seed is None:
+        if requested.seed is None:
             self._random.seed()
         else:
-            self._random.manual_seed(given.seed)
+            self._random.manual_seed(requested.seed)
         self._answer: Counter[int] = Counter()
         self._repeats = (
             torch.zeros(vocabulary, dtype=torch.bool)
@@ -115,7 +124,7 @@ class Sampler:
             self._repeats[list(request.ids)] = True
 
     def __call__(self, logits: Tensor) -> Token:
-        """The token that follows logits [V]. Log-probabilities are of the model's own logits."""
+        """Sample a token from logits [V]. Log-probabilities are of the unchanged logits."""
         logits = logits.float().cpu()
         _check_finite(logits)
         changed = self._changed(logits)
@@ -131,7 +140,7 @@ class Sampler:
 
     @property
     def over(self) -> bool:
-        """Does the grammar let nothing follow?"""
+        """Is the grammar complete, so that nothing can follow?"""
         return self._grammar is not None and self._grammar.over
 
     def _token(self, chosen: int, logits: Tensor) -> Token:
@@ -143,19 +152,19 @@ class Sampler:
         return Token(chosen, float(all_of_them[chosen]), top)
 
     def _changed(self, logits: Tensor) -> Tensor:
-        """Logits after penalties, bias and grammar; the given ones are left as they are."""
-        given, settings = self._given, self._settings
-        plain = not (self._bias or given.presence_penalty or given.frequency_penalty)
+        """Return logits after penalties, bias and grammar; the argument is not changed."""
+        requested, settings = self._requested, self._settings
+        plain = not (self._bias or requested.presence_penalty or requested.frequency_penalty)
         if plain and self._repeats is None and self._grammar is None:
             return logits
         logits = logits.clone()
         if self._repeats is not None:
-            seen, by = logits[self._repeats], settings.repetition_penalty
-            logits[self._repeats] = torch.where(seen < 0, seen * by, seen / by)
-        if self._answer and (given.presence_penalty or given.frequency_penalty):
+            repeated, by = logits[self._repeats], settings.repetition_penalty
+            logits[self._repeats] = torch.where(repeated < 0, repeated * by, repeated / by)
+        if self._answer and (requested.presence_penalty or requested.frequency_penalty):
             ids = torch.tensor(list(self._answer))
             counts = torch.tensor(list(self._answer.values()), dtype=torch.float32)
-            logits[ids] -= given.presence_penalty + given.frequency_penalty * counts
+            logits[ids] -= requested.presence_penalty + requested.frequency_penalty * counts
         if self._bias:
             logits.index_add_(0, *self._bias)
         if self._grammar is not None:
@@ -166,18 +175,18 @@ class Sampler:
         settings = self._settings
         if settings.temperature == 0 or settings.top_k == 1:
             return int(logits.argmax())
-        # With the largest at 0 no quotient is NaN, nor larger than what softmax takes.
+        # With a maximum of 0 no quotient is NaN or overflows in softmax.
         values, ids = _cut((logits - logits.max()) / settings.temperature, settings)
         chances = values.softmax(-1)
         return int(ids[int(torch.multinomial(chances, 1, generator=self._random))])
 
 
 def _cut(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The logits that top-k, top-p and min-p leave, likeliest first, and their ids."""
+    """Return the logits that top-k, top-p and min-p keep, likeliest first, and their ids."""
     count = logits.numel()
     if settings.top_k:
         count = min(count, settings.top_k)
-    elif settings.top_p < 1:  # seldom are more than these worth a sort of all
+    elif settings.top_p < 1:  # a sort of all tokens is seldom needed
         few = min(count, LIKELIEST)
         share = (logits.topk(few).values - logits.logsumexp(-1)).exp().sum()
         count = few if share > settings.top_p else count
@@ -185,20 +194,20 @@ def _cut(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         return logits, torch.arange(count)
     values, ids = logits.topk(count)
     if settings.top_p < 1:
-        # Of those that top-k left; a token stays where those before it do not reach top-p yet.
-        whole = values if settings.top_k else logits
-        chances = (values - whole.logsumexp(-1)).exp()
+        # A token is kept while the tokens before it do not reach top-p yet.
+        candidates = values if settings.top_k else logits
+        chances = (values - candidates.logsumexp(-1)).exp()
         before = chances.cumsum(-1) - chances
-        stays = int((before < settings.top_p).sum().clamp(min=1))
-        values, ids = values[:stays], ids[:stays]
+        count = int((before < settings.top_p).sum().clamp(min=1))
+        values, ids = values[:count], ids[:count]
     if settings.min_p > 0:
-        stays = int((values >= values[0] + math.log(settings.min_p)).sum())
-        values, ids = values[:stays], ids[:stays]
+        count = int((values >= values[0] + math.log(settings.min_p)).sum())
+        values, ids = values[:count], ids[:count]
     return values, ids
 
 
 def _check_finite(logits: Tensor) -> None:
-    """NotFinite where no token can be chosen. -inf is a token that cannot come."""
+    """Raise NotFinite if no token can be chosen. A token of -inf is allowed: it is excluded."""
     largest = float(logits.max())  # NaN if any of them is
     if not math.isfinite(largest):
         what = "NaN" if math.isnan(largest) else f"{largest:+} as the largest"
