@@ -97,6 +97,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         if tier
         else ""
     )
+    flags = " ".join(_flags(greenroom, stats, config))
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
@@ -105,7 +106,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {_memory_name(greenroom)}, {in_host}"
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
-        f"{approximation}{kernels}{origin} · same again: {' '.join(_flags(greenroom, stats, config))}"
+        f"{approximation}{kernels}{origin} · same again: {flags}"
     )
 
 
