@@ -104,11 +104,11 @@ def test_a_row_alone_has_all_that_is_given(files: dict[str, str]):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--pin", "h.json"), "--pin is a part of fiddler, static: name one of them, or leave it"),
-        (("--scope", "3,5"), "--scope is a part of adapmoe: name"),
-        (("--split", "0.5"), "--split is a part of moepic: name"),
-        (("--low-share", "5%"), "--low-share is a part of hobbit: name"),
-        (("--miss-precision", "int5"), "--miss-precision is a part of hobbit"),
+        (("--pin", "h.json"), "--pin is an option of fiddler, static only: name one of them"),
+        (("--scope", "3,5"), "--scope is an option of adapmoe only: name"),
+        (("--split", "0.5"), "--split is an option of moepic only: name"),
+        (("--low-share", "5%"), "--low-share is an option of hobbit only: name"),
+        (("--miss-precision", "int5"), "--miss-precision is an option of hobbit only"),
         (("--policy", "lur"), "unknown policy 'lur'"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_table_and_the_default_place(cli: Run, fast: Path):
 
 def test_plain_words_about_this_machine(cli: Run, fast: Path):
     said = cli("doctor", "--quick").out
-    for shown in ("from the disk it comes in", "Memory delivers", "of memory were free"):
+    for shown in ("loading it from the disk takes", "Memory delivers", "of memory were free"):
         assert shown in said
 
 

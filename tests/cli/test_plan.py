@@ -59,7 +59,7 @@ def test_a_plan_of_a_recording(cli: Run, folder: Path, home: Path):
               "1000s", "-o", home / "p.html", "--json")  # fmt: skip
     assert ran.code == 0, ran.err
     found = ran.json
-    assert "its own routing, 72 tokens of 4 requests" in found["routing"]
+    assert "recorded, 72 tokens of 4 requests" in found["routing"]
     assert "(this one)" in found["machine"]
     assert found["best"]["flags"].startswith("--policy ")
     assert {(e["policy"], e["prefetch"]) for e in found["compared"]} >= {("lru", "off")}
@@ -252,7 +252,8 @@ def test_a_run_as_a_system(cli: Run, folder: Path, home: Path):
     assert "greenroom pack" in cli(*asked, "--system", "moepic").mistake  # splits need a pack
     assert "system hobbit needs" in cli(*asked, "--system", "hobbit").mistake
     assert (
-        "system static needs a set chosen beforehand" in cli(*asked, "--system", "static").mistake
+        "system static needs a set of experts chosen beforehand"
+        in cli(*asked, "--system", "static").mistake
     )
 
 
@@ -271,7 +272,7 @@ def test_systems_over_a_trace(cli: Run, home: Path):
                 "--expert-bytes", "1MiB")  # fmt: skip
     assert timed.code == 0, timed.err
     assert "noisy-oracle:1,accuracy=0.85 stands in" in timed.err
-    assert "hybrimoe: without misses computed where they are" in timed.err
+    assert "hybrimoe: without misses computed by the processor beside" in timed.err
     over = json.loads(cli(*asked, "--system", "llru", "--policy", "fifo", "--scope", "per-layer",
                           "--json").out)  # fmt: skip
     assert (over["policy"], over["scope"]) == ("fifo", "per-layer")

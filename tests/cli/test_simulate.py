@@ -270,7 +270,7 @@ MISTAKES = {
     "an unknown pin": (("--pin", "x"), "unknown pin 'x': choose one of step, none"),
     "no slots": (("--capacity", "0"), "--capacity 0: must be from 1 to all 16 experts"),
     "too many slots": (("--capacity", "4,17"), "--capacity 17: must be from 1 to all 16 experts"),
-    "no number": (("--capacity", "x"), "--capacity 'x': write slots as 64, a share as 25%"),
+    "no number": (("--capacity", "x"), "--capacity 'x': write a number of slots such as 64"),
     "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share is above 0% and at most"),
     "a share of nothing": (("--capacity", "1%"), "--capacity 1%: of 16 experts that is less than"),
     "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a slot for each of 2 layers"),
@@ -302,14 +302,14 @@ TIMED = {
     "a distance beyond": (("--prefetch", "markov:3"), "the model has 2 MoE layers"),
     "no such distance": (("--prefetch", "markov:0"), "distance of markov must be a whole number"),
     "what needs a model": (
-        ("--prefetch", "next-gate:2"), "predictor next-gate:2 runs beside a model, and this trace"
+        ("--prefetch", "next-gate:2"), "predictor next-gate:2 needs a running model, and this trace"
         " does not hold its predictions: record them (trace record --predict next-gate:2)",
     ),
     "no predictions": (("--prefetch", "recorded"), "needs a trace with predictions"),
     "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
     "no protection": (
         ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),
-        "need the experts of a step to be safe: pin step",
+        "need the experts of a step to be protected",
     ),
     "a policy of the future": (
         ("--prefetch", "oracle", "--policy", "opt", "--expert-bytes", "1MB"),

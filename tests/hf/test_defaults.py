@@ -11,7 +11,7 @@ import pytest
 from greenroom.config import LoadConfig
 from greenroom.core.config.scheduler import option_names
 from greenroom.core.machine import machine_name
-from greenroom.hf.defaults import with_defaults
+from greenroom.hf.defaults import apply_defaults
 from greenroom.hf.load import attach
 from greenroom.hf.load import describe as describing
 from greenroom.hf.load.describe import describe
@@ -50,7 +50,7 @@ def test_a_run_says_that_it_took_lru(
     model.greenroom.detach()
     assert parts.policy == "lru"
     assert parts.prefetch == "auto"
-    assert "misses no more experts in a quick plan" in parts.chosen
+    assert "misses no more experts in a quick plan" in parts.settings_origin
 
 
 def test_a_plan_foretells_slots_and_settings(
@@ -149,7 +149,7 @@ def test_what_is_kept_stays_out_of_the_way(
     model.greenroom.detach()
     keep(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
     model, _ = load_with(folder, config, remember=True)
-    assert model.greenroom.setup.chosen == ""
+    assert model.greenroom.setup.settings_origin == ""
     assert model.greenroom.driver.scheduler.placement.cache.policy.name != "lcp"
     model.greenroom.detach()
 
@@ -160,4 +160,4 @@ def test_nothing_is_taken_where_nothing_is_remembered(folder: str, no_threads_le
     parts = model.greenroom.setup
     model.greenroom.detach()
     keep(parts.fingerprint, 8, policy="lcp")
-    assert with_defaults(parts, config, 8, 2) is parts
+    assert apply_defaults(parts, config, 8, 2) is parts

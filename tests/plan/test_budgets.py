@@ -65,7 +65,7 @@ def test_marginal_looks_beyond_a_flat_part():
 
 @pytest.mark.parametrize("method", METHODS.values())
 def test_too_few_slots(method):
-    with pytest.raises(BudgetError, match="2 layers need a slot each, there are 1"):
+    with pytest.raises(BudgetError, match="2 layers need at least one slot each, got 1"):
         method([np.zeros(3), np.zeros(3)], 1)
 
 

@@ -130,5 +130,5 @@ def test_activity_goes_on_from_what_was_kept():
 def test_bad_input():
     with pytest.raises(UsageError, match="zeta must be above 0 and below 1: 1"):
         configure([unpredicted(1.0)], 1.0, SECONDS, zeta=1.0)
-    with pytest.raises(BudgetError, match="no budget to allocate: 0 experts"):
+    with pytest.raises(BudgetError, match="the budget must be above 0 experts: 0"):
         configure([unpredicted(1.0)], 0.0, SECONDS)

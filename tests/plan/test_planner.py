@@ -91,7 +91,7 @@ def test_predictors_by_name():
     assert estimator().of(Setting("lru", "shared", "oracle"), 24).tpot < (
         estimator().of(PLAIN, 24).tpot
     )
-    with pytest.raises(UsageError, match="runs beside a model"):
+    with pytest.raises(UsageError, match="needs a running model"):
         estimator().of(Setting("lru", "shared", "next-gate"), 24)
 
 
@@ -118,7 +118,7 @@ def test_splits_are_among_them_where_experts_are_packed_for_it():
     assert set(found) == set(SPLITS)
     assert "--split 0.5" in found["0.5"].setting.flags()
     own = workload().traces[0]
-    first = estimate._first(own, estimate.PLAYED)
+    first = estimate._tokens_until(own, estimate.EVENT_PASSES)
     still = packed.of(replace(found["0.5"].setting, prefetch=OFF), 24)
     part = own.head(first)
     played = simulate_events(
@@ -141,16 +141,16 @@ def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("greenroom.plan.sizing.configure", chosen)
     packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
-    *alike, own = planner._cut(packed, DEFAULT, 24)
+    *alike, own = planner._split_settings(packed, DEFAULT, 24)
     assert [each.split for each in alike] == list(SPLITS)
     assert own == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
     assert packed.fits(own, 24)
     assert packed.of(replace(own, prefetch=OFF), 24).tpot > 0
     assert seen == [(half.layers, 24.0, MODEL.top_k)]
     made[:] = [replace(each, ratio=0.99) for each in made]  # nothing is cut
-    assert planner._cut(packed, DEFAULT, 24) == alike
+    assert planner._split_settings(packed, DEFAULT, 24) == alike
     guessed = Estimator(replace(MODEL, segments=True), COSTS, synthetic_workload(MODEL))
-    assert planner._cut(guessed, DEFAULT, 24) == alike
+    assert planner._split_settings(guessed, DEFAULT, 24) == alike
 
 
 def test_what_has_no_room_for_its_bottoms_is_left_out():
@@ -249,11 +249,11 @@ def test_the_least_memory_for_a_target():
 def test_targets_out_of_reach():
     within = reach_target(estimator(), made().best, MODEL.memory(24), 0.9 * made().best.tpot)
     assert within.blocked is not None
-    assert "the link blocks it" in within.blocked
+    assert "reading experts is too slow" in within.blocked
     assert within.nearest.memory == MODEL.memory(24)
     never = reach_target(estimator(), made().best, MODEL.memory(24), 1e-6)
     assert never.least is None
-    assert "the processor blocks it" in target_message(never)
+    assert "the processor is too slow" in target_message(never)
     assert never.nearest.memory == MODEL.memory(MODEL.experts)
     with pytest.raises(UsageError, match="must be more than 0"):
         plan(estimator(), MODEL.memory(24), 0.0)

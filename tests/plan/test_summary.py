@@ -11,7 +11,7 @@ from tests.plan.models import HOST, MACHINE, MIB, MODEL
 
 def test_a_machine_whose_disk_limits_and_one_whose_disk_keeps_up():
     said = " ".join(summary.machine_summary(MACHINE))
-    assert "from the disk it comes in 4 ms, 4 times as long" in said
+    assert "loading it from the disk takes 4 ms, 4 times as long" in said
     assert "the disk limits" in said
     assert "Memory delivers 20.0 GB/s" in said
     assert "512 MiB of 1 GiB of memory were free" in said
@@ -28,7 +28,7 @@ def test_a_busy_machine_is_not_to_be_trusted():
 def test_whether_a_model_fits():
     for available, expected in (
         (MODEL.memory(64), "all of it fits"),
-        (MODEL.memory(20), "experts that do not fit wait on disk"),
+        (MODEL.memory(20), "experts that do not fit are read from disk"),
         (MODEL.memory(2) - 3 * MIB, "it does not fit; 3 MiB more are needed"),
     ):
         assert expected in summary.model_summary(MODEL, available)[-1]

@@ -21,7 +21,7 @@ from tests.plan.models import MODEL, trace
 def test_the_models_own_recording():
     found = recorded_workload(trace(), MODEL, "it")
     assert found.recorded
-    assert "its own routing, 240 tokens of 6 requests" in found.description
+    assert "recorded, 240 tokens of 6 requests" in found.description
 
 
 def test_a_trace_of_another_model():
@@ -56,7 +56,7 @@ def test_what_earlier_runs_left_where_it_is_enough():
     found = earlier_workload(own)
     assert found is not None
     assert found.recorded
-    assert "the last 400 tokens of earlier runs, 6 requests" in found.description
+    assert "the last 400 tokens of 6 requests in earlier runs" in found.description
     assert decoded_tokens(own) == 340
     assert earlier_workload(None) is None
     assert earlier_workload(own.select([0])) is None  # one request says nothing of others

@@ -118,8 +118,8 @@ def test_a_sweep_takes_it():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"devices": 2}, "for one processor's memory"),
-        ({"split": 0.5}, "for one processor's memory"),
+        ({"devices": 2}, "need one device, unsplit"),
+        ({"split": 0.5}, "need one device, unsplit"),
     ],
 )
 def test_what_cannot_be(options, said):

@@ -233,7 +233,7 @@ def test_what_is_recorded_is_found_by_kind_distance_and_options():
     assert resolve_predictor(trace, "next-gate:2").name == "recorded:of=next-gate:2"
     assert resolve_predictor(trace, "auto").name == "markov"  # what a run would take has distance 1
     assert resolve_predictor(trace, "markov:2").name == "markov:2"
-    with pytest.raises(UsageError, match=r"next-gate runs .*; it holds next-gate:2, somebody's"):
+    with pytest.raises(UsageError, match=r"next-gate needs .*; it holds next-gate:2, somebody's"):
         resolve_predictor(trace, "next-gate")
     assert run(trace, "next-gate:2").accuracy == 1.0
 
@@ -241,7 +241,7 @@ def test_what_is_recorded_is_found_by_kind_distance_and_options():
 def test_what_predictors_need_and_a_trace_lacks():
     with pytest.raises(UsageError, match="needs token ids"):
         run(ANSWER, "token")
-    with pytest.raises(UsageError, match="runs beside a model"):
+    with pytest.raises(UsageError, match="needs a running model"):
         run(ANSWER, "learned")
     ids = np.arange(ANSWER.tokens, dtype=np.int32) % 7
     assert run(dataclasses.replace(ANSWER, token_ids=ids), "token").accuracy is not None

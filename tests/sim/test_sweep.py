@@ -77,7 +77,7 @@ def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.Monkey
 
 
 def test_prefetching_that_cannot_be():
-    with pytest.raises(UsageError, match="need the experts of a step to be safe: pin step"):
+    with pytest.raises(UsageError, match="need the experts of a step to be protected"):
         sweep(TIMED, [Cell("lru", 8, "none", "oracle")])
     with pytest.raises(UsageError, match="policy opt decides by the whole trace beforehand"):
         sweep(TIMED, [Cell("opt", 8, prefetch="oracle")])
@@ -110,13 +110,13 @@ def test_capacities_are_slots_or_shares_rounded_down():
         ("0", "from 1 to all 64 experts"),
         ("65", "from 1 to all 64 experts"),
         ("-3", "from 1 to all 64 experts"),
-        ("x", "write slots as 64, a share as 25%"),
-        ("", "write slots as 64, a share as 25%"),
-        ("5,,6", "write slots as 64, a share as 25%"),
-        ("1/0%", "write slots as 64, a share as 25%"),
+        ("x", "write a number of slots such as 64, or a share such as 25%"),
+        ("", "write a number of slots such as 64, or a share such as 25%"),
+        ("5,,6", "write a number of slots such as 64, or a share such as 25%"),
+        ("1/0%", "write a number of slots such as 64, or a share such as 25%"),
         ("0%", "above 0% and at most 100%"),
         ("101%", "above 0% and at most 100%"),
-        ("nan%", "write slots as 64, a share as 25%"),
+        ("nan%", "write a number of slots such as 64, or a share such as 25%"),
         ("1%", "less than one"),
     ],
 )

@@ -81,12 +81,12 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
         load, parts = take(args, LoadConfig), [mine]
     else:
         check_parts(rows, mine)
-        parts = [row.takes(mine) for row in rows]
+        parts = [row.select_options(mine) for row in rows]
         load = shared_config(args, parts)
     entries = []
     for row, part in zip(rows, parts, strict=True):
         calibrated_options = tuple(
-            name for name in row.routed() if part.get(name, "auto") == "auto"
+            name for name in row.calibrated_options() if part.get(name, "auto") == "auto"
         )
         entry = Entry(row.name, load, calibrated_options=calibrated_options, notes=[row.reading])
         try:

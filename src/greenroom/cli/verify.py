@@ -106,12 +106,12 @@ def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], N
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
     from greenroom.hf.check.loss import store_loss
-    from greenroom.hf.check.quality import quality, text_in
+    from greenroom.hf.check.quality import quality, read_text
 
     approximation = {name: value for name, value in configured(args).items() if name in APPROXIMATE}
     measured = quality(
         args.model,
-        text_in(args.quality),
+        read_text(args.quality),
         args.against,
         cache=args.cache,
         dtype=args.dtype,

@@ -21,11 +21,11 @@ from greenroom.plan.history.routing import RoutingHistory
 from greenroom.plan.settings import PLAIN
 from greenroom.runtime.measure.bandwidth import host_facts
 
-START = 0.5  # share of every expert before tokens were counted (Algorithm 1, line 4)
+START_SHARE = 0.5  # share of every expert before tokens were counted (Algorithm 1, line 4)
 CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
 
 
-def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
+def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
     """The setup with the default settings for about `room` slots, if the user set none."""
     if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
         return setup
@@ -54,11 +54,11 @@ def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) 
         policy=setting.options.get("policy", setup.policy),
         scope=scope,
         prefetch=setting.options.get("prefetch", setup.prefetch),
-        chosen=_source(setting),
+        settings_origin=_describe_origin(setting),
     )
 
 
-def _source(setting: StoredSetting) -> str:
+def _describe_origin(setting: StoredSetting) -> str:
     """The origin of a setting for the start-up line; "" for a quick plan other than LRU."""
     less = 1 - setting.tpot / setting.plain
     if setting.by == "quick":
@@ -86,7 +86,7 @@ def auto_split(
     counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU
     if history is None or SPLIT not in history.states or not enough:
-        return (*split_experts(catalog, START, top_k), "per-layer")
+        return (*split_experts(catalog, START_SHARE, top_k), "per-layer")
     latency = TokenLatency(*history.states[SPLIT]["latency"].tolist())
     chosen = configure(layer_statistics(counts.activity), float(capacity), latency)
     split_catalog, split = split_experts(catalog, [each.ratio for each in chosen], top_k)

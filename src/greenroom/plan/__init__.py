@@ -1,1 +1,1 @@
-"""What to set: budgets of layers and splits of experts, from recordings and measured costs."""
+"""Plans: settings of a model on a machine, from recordings and measured costs."""

@@ -1,13 +1,14 @@
-"""Budgets of layers: how many of all slots each layer gets, from what a recording asked for.
+"""Budgets of layers: how many of all slots each layer gets, from a recording.
 
-A *table* is a layer's cost at every number of slots, [experts + 1]: misses, or seconds for which
-nothing hides them. Both come from one pass over the recording: LRU of a layer's own is a stack
-algorithm (`sim/curves.py`), so a request says by itself from how many slots on it is a hit.
+A *table* is a layer's cost at every number of slots, [experts + 1]: misses, or exposed seconds
+(transfer time that computing does not hide). Both come from one pass over the recording: LRU for
+each layer is a stack algorithm (`sim/curves.py`), so each request has a number of slots from which
+on it is a hit.
 
- - `optimal` finds the least sum of costs by a dynamic programme over layers, as AdapMoE sizes its
-   caches (Zhong et al., 2024, as MoEpic cites it);
- - `marginal` gives the next slots to the layer that gains most for each of them. It goes by the
-   lower hull of a table, and is `optimal` but for the last few slots;
+ - `optimal_slots` finds the least sum of costs by a dynamic programme over layers, as AdapMoE sizes
+   its caches (Zhong et al., 2024, as MoEpic cites it);
+ - `marginal_slots` gives the next slots to the layer that gains most for each of them. It goes by
+   the lower hull of a table, and equals `optimal_slots` but for the last few slots;
  - MoEpic's own algorithm, which splits experts too, is in `configurator.py`.
 """
 
@@ -30,7 +31,7 @@ Tables = Sequence[Floats]
 
 
 def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[Floats]:
-    """Each layer's misses of LRU at every number of slots; `offsets` [L + 1] are dense ids."""
+    """Compute each layer's LRU misses at every number of slots; `offsets` [L + 1] are dense."""
     depths, layer = (
         lru_depths(stream, offsets, reset=reset),
         np.repeat(stream.layer, np.diff(stream.starts)),
@@ -46,10 +47,10 @@ def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[F
 def exposed_tables(
     stream: Stream, offsets: Ints, costs: Costs, expert_bytes: int, *, reset: bool = False
 ) -> list[Floats]:
-    """Each layer's seconds that computing does not hide, at every number of slots.
+    """Compute each layer's exposed seconds at every number of slots.
 
     A step with m misses and h hits is exposed for max(0, m * load - h * compute) (MoEpic, equation
-    6), where `load` is what one expert takes on the slowest link.
+    6), where `load` is the time of one expert on the slowest link.
     """
     load = expert_bytes / min(link.bandwidth for link in costs.links)
     compute = costs.expert.seconds(1)
@@ -69,10 +70,13 @@ def exposed_tables(
 
 
 def optimal_slots(tables: Tables, capacity: int) -> list[int]:
-    """Slots of each layer, at least one, whose costs have the least sum. Of equal sums the one that
-    gives the later layers less. BudgetError where there are fewer slots than layers."""
+    """Find the slots of each layer, at least one, with the least sum of costs.
+
+    Of equal sums it takes the one with fewer slots for later layers. BudgetError for fewer slots
+    than layers.
+    """
     capacity = _check(tables, capacity)
-    best = np.full(capacity + 1, np.inf)  # by slots given so far
+    best = np.full(capacity + 1, np.inf)  # least cost, by slots spent so far
     best[0] = 0.0
     choices = []
     for table in tables:
@@ -91,9 +95,9 @@ def optimal_slots(tables: Tables, capacity: int) -> list[int]:
 
 
 def marginal_slots(tables: Tables, capacity: int) -> list[int]:
-    """Slots of each layer, at least one: the next ones go where each of them gains most.
+    """Find the slots of each layer, at least one, by largest marginal gain.
 
-    BudgetError where there are fewer slots than layers.
+    BudgetError for fewer slots than layers.
     """
     left = _check(tables, capacity) - len(tables)
     steps = [
@@ -110,7 +114,7 @@ def marginal_slots(tables: Tables, capacity: int) -> list[int]:
 
 
 def _hull(table: Floats) -> list[tuple[float, int]]:
-    """The lower hull of a table as (gain of each slot, slots), the largest gain first."""
+    """Return the lower hull of a table as (gain of each slot, slots), largest gain first."""
 
     def slope(a: int, b: int) -> float:
         return float(table[b] - table[a]) / (b - a)
@@ -124,9 +128,9 @@ def _hull(table: Floats) -> list[tuple[float, int]]:
 
 
 def _check(tables: Tables, capacity: int) -> int:
-    """The slots that there are to give."""
+    """Check a capacity, and bound it by the number of experts."""
     if capacity < len(tables):
-        raise BudgetError(f"{len(tables)} layers need a slot each, there are {capacity}")
+        raise BudgetError(f"{len(tables)} layers need at least one slot each, got {capacity}")
     return min(capacity, sum(table.size - 1 for table in tables))
 
 

@@ -1,15 +1,15 @@
 """MoEpic's cache configurator: a budget and a split ratio for every layer (Algorithm 1).
 
 Sizes are in experts, times in seconds. A layer with a budget of V experts keeps the top segments of
-C of them, each a share theta = V / C of the expert. `split` solves a layer's sub-problem (equations
-9 to 11) and follows the windows from layer to layer (5 to 7); `configure` moves zeta * Ve of budget
-at a time from the layer that loses least by it to the one that gains most, until that gains
-nothing: a fixed-point iteration.
+C experts, each a share theta = V / C of the expert. `expert_split` solves a layer's sub-problem
+(equations 9 to 11) and carries the windows from layer to layer (5 to 7); `configure` moves
+zeta * Ve of budget at a time from the layer that loses least by it to the one that gains most,
+until nothing is gained: a fixed-point iteration.
 
 Where the paper leaves a choice: P(y, C) of equation 10 is read as P(y); of several C with the same
-m the smallest is taken; what is left of a budget beside whole experts may stay unused (theta = 1 of
-floor(V) of them); a layer whose budget would not stay above 0 (equation 8) gives none away; and
-T_head is 0 where a machine's profile is all that is known: it is in the layers' own times then.
+m the smallest is taken; a fraction of a budget may stay unused (theta = 1 for floor(V) experts); a
+layer whose budget would not stay above 0 (equation 8) gives none away; and T_head is 0 where only a
+machine's profile is known: the layers' times include it then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 @dataclass(frozen=True, slots=True)
 class TokenLatency:
-    """Seconds of one token: T_att and T_moe of a layer, T_head, and T_load of a whole expert."""
+    """Seconds of one token: T_att and T_moe of a layer, T_head, T_load of an expert."""
 
     attention: float
     moe: float
@@ -40,8 +40,10 @@ class TokenLatency:
 
     @classmethod
     def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> TokenLatency:
-        """From the costs of a machine: `dense` is what a layer computes beside its experts, with
-        its share of the head where `head` is 0."""
+        """Derive times from a machine's costs.
+
+        The dense part of a layer includes its share of the head where `head` is 0.
+        """
         slowest = min(link.bandwidth for link in costs.links)
         moe = top_k * costs.expert.seconds(1)
         return cls(costs.dense.seconds(1), moe, head, expert_bytes / slowest)
@@ -49,15 +51,15 @@ class TokenLatency:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What was recorded of a layer of N experts, of which a token activates `top_k` (K).
+    """Recorded statistics of a layer of N experts, of which a token activates `top_k` (K).
 
-    hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; both: PH(y, C) [N + 1, N + 1]
+    hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; predicted_hits: PH(y, C) [N + 1, N + 1]
     """
 
     top_k: float
     hits: Floats
     accuracy: Floats
-    both: Floats
+    predicted_hits: Floats
 
     @property
     def experts(self) -> int:
@@ -66,8 +68,15 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerAllocation:
-    """Of one layer: budget V and cached experts C, ratio theta, m experts there after prefetching,
-    the exposed latency, and the window of the next layer."""
+    """Allocation of one layer.
+
+    budget:  V, in experts
+    cached:  C, experts with a resident top segment
+    ratio:   theta, a top segment's share of its expert
+    loaded:  m, experts that are loaded after prefetching
+    exposed: the exposed latency
+    window:  the prefetch window that it leaves to the next layer
+    """
 
     budget: float
     cached: int
@@ -78,7 +87,7 @@ class LayerAllocation:
 
 
 def layer_statistics(activity: Activity) -> list[LayerStatistics]:
-    """The layers as they were recorded."""
+    """Return the statistics of all layers."""
     return [
         LayerStatistics(
             activity.activated[i] / max(1, activity.tokens[i]),
@@ -93,13 +102,13 @@ def layer_statistics(activity: Activity) -> list[LayerStatistics]:
 def best_split(
     layer: LayerStatistics, budget: float, window: float, latency: TokenLatency
 ) -> tuple[int, float, float]:
-    """(C, theta, m) of the sub-problem, equation 11."""
+    """Solve the sub-problem of a layer, equation 11: (C, theta, m)."""
     least = max(1, min(layer.experts, int(budget + 1e-9)))
     cached = np.arange(least, layer.experts + 1)
     ratio = np.minimum(1.0, budget / cached)
-    # [C, y]: what of the y-th predicted expert is to be fetched, in expectation
-    part = 1 - layer.both[1:, cached].T * ratio[:, None]
-    done = np.cumsum(part * latency.load, axis=1) <= window  # a prefix: every part takes time
+    # [C, y]: the expected share of the y-th predicted expert that must be fetched
+    part = 1 - layer.predicted_hits[1:, cached].T * ratio[:, None]
+    done = np.cumsum(part * latency.load, axis=1) <= window  # a prefix, since every part takes time
     ahead = (part * layer.accuracy[1:] * done).sum(axis=1)
     loaded = np.minimum(layer.top_k, layer.top_k * layer.hits[cached] * ratio + ahead)
     at = int(np.argmax(loaded))
@@ -109,8 +118,10 @@ def best_split(
 def expert_split(
     layers: Sequence[LayerStatistics], budgets: Sequence[float] | Floats, latency: TokenLatency
 ) -> list[LayerAllocation]:
-    """The function ExpertSplit: each layer's ratio, in order, since one's window is left by the
-    layer before."""
+    """Choose each layer's ratio (function ExpertSplit).
+
+    Layers are in order, since each leaves a window to the next one.
+    """
     window, allocations = latency.head + latency.attention, []
     for layer, budget in zip(layers, budgets, strict=True):
         cached, ratio, loaded = best_split(layer, budget, window, latency)
@@ -126,14 +137,16 @@ def expert_split(
 def configure(
     layers: Sequence[LayerStatistics], budget: float, latency: TokenLatency, zeta: float = ZETA
 ) -> list[LayerAllocation]:
-    """The function VramAllocation over `budget` experts (Ve) in all, from a uniform allocation.
+    """Allocate `budget` experts (Ve) to layers and choose their ratios (VramAllocation).
+
+    It starts from a uniform allocation.
 
     UsageError for a zeta outside (0, 1), BudgetError without a budget.
     """
     if not 0 < zeta < 1:
         raise UsageError(f"zeta must be above 0 and below 1: {zeta:g}")
     if budget <= 0:
-        raise BudgetError(f"there is no budget to allocate: {budget:g} experts")
+        raise BudgetError(f"the budget must be above 0 experts: {budget:g}")
     step = zeta * budget
     budgets = np.full(len(layers), budget / len(layers))
     while True:

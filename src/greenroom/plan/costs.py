@@ -1,8 +1,8 @@
-"""What a model costs on a machine: from the machine's profile, or from runs of this very model.
+"""Costs of a model on a machine, from the machine's profile or from measured runs.
 
-Of a run four figures are kept for each token that was decoded: its seconds, those of them stalled,
-the experts that were fetched, and how fast the link delivered while it did. What is no stall, and
-does not follow from one (`Costs.wake`), is `base + handling * fetched`: least squares over runs
+A run is stored as means for each decoded token: its seconds, its stalled seconds, the experts that
+were fetched, and the link's bytes and busy seconds. The time without stalls, and without the slower
+computing that follows them (`Costs.wake`), is `base + handling * fetched`; least squares over runs
 give both.
 """
 
@@ -19,14 +19,16 @@ from greenroom.core.machine import Machine
 from greenroom.json_file import JsonObject
 from greenroom.plan.model import Model
 
-LEAST_SPREAD = 4.0  # fetched experts a token by which runs must differ to tell handling from base
-LEAST_BYTES = 8 << 20  # that a link must have carried to tell how fast it is
+LEAST_SPREAD = 4.0  # fetched experts a token; runs must differ by it to fit handling and base
+LEAST_BYTES = 8 << 20  # bytes that a link must have carried for its speed to be known
 
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds;
-    `predicted` says that a predictor ran beside it."""
+    """Means of a run for each decoded token.
+
+    `carried` and `busy` are the link's bytes and seconds; `predicted` means that a predictor ran.
+    """
 
     seconds: float
     stall: float
@@ -37,19 +39,21 @@ class RunMeasurement:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a run") -> RunMeasurement:
-        """Malformed where it is none."""
+        """Read a measurement from JSON. Malformed for other contents."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
     def computed(self, wake: float) -> float:
-        """Seconds that are no stall, and not longer because of one: what was fetched was waited
-        for, each as long as the others."""
+        """Compute the seconds without stalls and without the slowdown after them.
+
+        It assumes that each fetched expert was waited for, for an equal time.
+        """
         return self.seconds - self.stall - wake * min(self.stall, COOLED * self.fetched)
 
 
 def machine_costs(
     machine: Machine, model: Model, readers: int = 2, processor: str | None = None
 ) -> Costs:
-    """The costs that the profile says, with as many reads at a time as a run has."""
+    """Take a model's costs from a machine's profile, with a run's number of readers."""
     dense = model.read_bytes // model.layers
     costs = machine.costs(model.expert_bytes, dense, processor=processor)
     first, *later_links = costs.links
@@ -57,10 +61,10 @@ def machine_costs(
 
 
 def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
-    """With a first link that is held to so many bytes a second (`--read-limit`).
+    """Throttle the first link to so many bytes a second (`--read-limit`).
 
-    A reader waits for its turn, and reads then: each chunk takes both, but turns are waited for
-    while other lanes read.
+    A reader waits for its turn, and reads then: each chunk takes both times, but while one lane
+    waits, others read.
     """
     first, *later_links = costs.links
     if limit is None or limit >= first.bandwidth:
@@ -71,23 +75,25 @@ def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Cos
 
 
 def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement]) -> Costs:
-    """The same as runs of this model on this machine have shown it to be; without runs unchanged.
+    """Fit costs to runs of this model on this machine; unchanged without runs.
 
-    The base is what a token takes without any miss; all of it but the experts' own work is the
-    layers', in the profile's proportion of one token to many.
+    The base is the time of a token without any miss. All of it but the experts' own work is
+    attributed to the dense layers, in the profile's proportion of one token to many.
     """
     reactive_runs = [run for run in runs if not run.predicted] or list(runs)
     if not runs:
         return costs
     fetched = np.array([run.fetched for run in reactive_runs])
     computed = np.array([run.computed(costs.wake) for run in reactive_runs])
-    base, handling = _line(fetched, computed, costs.handling)
+    base, handling = _fit_line(fetched, computed, costs.handling)
     costs = replace(costs, handling=handling)
     ahead = _ahead([run for run in runs if run.predicted], base, model, costs)
     experts = model.top_k * model.layers * costs.expert.seconds(1)
     dense_seconds = max(base - experts, 0.1 * base)
     expert = costs.expert
-    if base - dense_seconds < experts:  # the profile's experts take longer than all there is
+    if (
+        base - dense_seconds < experts
+    ):  # the profile's experts alone would take longer than a measured token
         expert = scale_work(expert, (base - dense_seconds) / experts)
     dense = costs.dense.seconds(1)
     layer = dense_seconds / model.layers
@@ -99,13 +105,15 @@ def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement])
 
 
 def scale_work(work: Work, factor: float) -> Work:
-    """So many times as long."""
+    """Multiply all times of work by a factor."""
     return Work(tuple((tokens, seconds * factor) for tokens, seconds in work.points))
 
 
-def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
-    """(y at 0, slope) of the best line; the given slope where the points do not say, and never one
-    that falls."""
+def _fit_line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
+    """Fit a line: (y at 0, slope). The slope is never negative.
+
+    The given slope is used where the points lie too close together.
+    """
     if x.max() - x.min() >= LEAST_SPREAD:
         slope = max(0.0, float(np.polyfit(x, y, 1)[0]))
     at = float(np.median(y - slope * x))
@@ -113,12 +121,12 @@ def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
 
 
 def _ahead(runs: Sequence[RunMeasurement], base: float, model: Model, costs: Costs) -> float:
-    """What a predictor takes of each layer: what its runs computed more than fetching explains."""
+    """Return a predictor's seconds for each layer: the time that fetching does not explain."""
     more = [run.computed(costs.wake) - base - costs.handling * run.fetched for run in runs]
     return max(0.0, float(np.median(more)) / model.layers) if more else costs.ahead
 
 
 def _link(link: Link, runs: Sequence[RunMeasurement]) -> Link:
-    """As fast as it was while it carried: latencies are in that."""
+    """Return the link at its measured speed, which includes latencies."""
     rates = [run.carried / run.busy for run in runs if run.carried >= LEAST_BYTES and run.busy > 0]
     return Link(float(np.median(rates)), 0.0, link.lanes) if rates else link

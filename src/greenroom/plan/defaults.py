@@ -1,4 +1,4 @@
-"""The defaults of a run: settings that are stored for this model and machine, else a quick plan."""
+"""Defaults of a run: settings stored for this model and machine, else a quick plan."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ log = logging.getLogger(__name__)
 def default_setting(
     fingerprint: str, machine: str, sizes: Sequence[int], top_k: int, slots: int, device: str
 ) -> StoredSetting | None:
-    """The setting that is stored for about so many slots of a model whose layers have `sizes`
-    experts; else one that a quick plan finds, and stores.
+    """Return the stored setting for about so many slots; else make and store a quick plan.
 
-    None where nothing is stored (GREENROOM_LEARNED=off), or where the slots have no room for a
-    token's experts of a layer.
+    `sizes` are the experts of each layer. None where nothing is stored (GREENROOM_LEARNED=off), or
+    where the slots cannot hold a token's experts of one layer.
     """
     stored = files.load_records(fingerprint, machine).nearest(slots, device)
     if (stored is not None and stored.by != "quick") or not files.enabled():
         return stored
     recent = recent_trace(files.load_routing(fingerprint), sizes)
     tokens = decoded_tokens(recent) if recent is not None and has_enough_tokens(recent) else 0
-    if stored is not None and (
-        not tokens or tokens < 2 * stored.tokens
-    ):  # that has half of it seen
+    # A quick plan is repeated once there are twice as many recorded tokens.
+    if stored is not None and (not tokens or tokens < 2 * stored.tokens):
         return stored
     trace = recent if recent is not None and tokens else synthetic_trace(sizes, top_k)
     if slots < max(top_k, trace.top_k):
@@ -45,5 +43,5 @@ def default_setting(
     try:
         files.update_records(fingerprint, machine, lambda records: records.with_setting(entry))
     except OutputError as error:
-        log.warning("the setting that a quick plan found is not stored: %s", error)
+        log.warning("the setting of the quick plan could not be stored: %s", error)
     return entry

@@ -1,4 +1,4 @@
-"""What a setting will do: simulated over the workload, with the range that it will lie in."""
+"""Estimates of a setting's speed: simulation over a workload, with a range."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
 
 Floats = NDArray[np.float64]
-BAND = 0.25  # half of the range of a prediction, that is to cover nine in ten: benchmarks/plan.py
+BAND = 0.25  # half-width of the range, which should cover nine runs in ten: benchmarks/plan.py
 UNMEASURED = 0.35  # the same where no run of this model has been measured on the machine
-STAND_IN = "noisy-oracle:1,accuracy=0.8"  # next-gate's accuracy on recordings (docs/prefetch.md)
-PLAYED = 192  # decode passes that are played event by event: tens of microseconds an event
+ASSUMED_PREDICTOR = (
+    "noisy-oracle:1,accuracy=0.8"  # next-gate's accuracy on recordings (docs/prefetch.md)
+)
+EVENT_PASSES = 192  # decode passes simulated event by event, at tens of microseconds an event
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one setting at one size. Seconds, bytes; tpot is a mean, and lies from low to high.
+    """Estimate of one setting at one size, in seconds and bytes.
 
-    gaps: of every decode pass of the expected trace, for comparing settings pass by pass
+    low, high: the range of tpot, which is a mean
+    gaps:      the time of every decode pass of the typical trace, for comparisons pass by pass
     """
 
     setting: Setting
     capacity: int
-    memory: int  # the budget that leaves so many slots
+    memory: int  # the budget with `capacity` slots
     tpot: float
     low: float
     high: float
@@ -52,7 +55,7 @@ class Estimate:
 
     @property
     def ttft_range(self) -> tuple[float, float]:
-        """Seconds that it lies between, as sure as those of a token."""
+        """The range of TTFT in seconds, relatively as wide as that of TPOT."""
         assert self.ttft is not None
         return self.ttft * self.low / self.tpot, self.ttft * self.high / self.tpot
 
@@ -72,7 +75,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates over one model, machine and workload; what was simulated is not simulated again."""
+    """Estimator for one model, machine and workload. It caches estimates."""
 
     def __init__(
         self,
@@ -104,23 +107,26 @@ class Estimator:
             for trace in workload.traces:
                 check_weights(trace)
         self._streams = [stream(trace, "runtime") for trace in workload.traces]
-        self._known: dict[tuple[Setting, int, bool], Estimate] = {}
+        self._estimates: dict[tuple[Setting, int, bool], Estimate] = {}
 
     def of(self, setting: Setting, capacity: int, bracket: bool = True) -> Estimate:
-        """`bracket`: the range spans less and more local routing too, where nothing is recorded."""
-        if capacity >= self.model.experts:  # nothing to evict or to fetch
+        """Estimate a setting at a capacity.
+
+        `bracket`: with a synthetic workload the range spans less and more local routing too.
+        """
+        if capacity >= self.model.experts:  # there is nothing to evict or to fetch
             setting = Setting("lru", "shared", OFF)
         key = setting, capacity, bracket
-        if key not in self._known:
-            self._known[key] = self._estimate(setting, capacity, bracket)
-        return self._known[key]
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(setting, capacity, bracket)
+        return self._estimates[key]
 
     def fits(self, setting: Setting, capacity: int) -> bool:
-        """Whether every group of slots that a setting asks for has one."""
+        """Check that each group of slots of a setting has at least one slot."""
         scope, shares = scope_of(setting.scope), split_of(setting.split)
         if shares is None:
             return scope == "shared" or capacity >= self.model.layers
-        assert not isinstance(shares, str)  # a plan has shares to split at
+        assert not isinstance(shares, str)  # a plan has no `auto` split
         try:
             cut = split_pieces(self.workload.traces[0], self.model.expert_bytes, shares)
             group_sizes(cut, capacity, scope)
@@ -150,8 +156,10 @@ class Estimator:
     def _run(
         self, setting: Setting, capacity: int, trace: Trace, steps: Stream
     ) -> tuple[SimulatedTimes, int]:
-        """(times of a simulation, of which gaps and TTFT are of the whole trace; the tokens that
-        the rest is of)."""
+        """Simulate a setting on a trace: (times, tokens).
+
+        `gaps` and `ttft` of the times cover the whole trace, the other figures so many tokens.
+        """
         eviction = choose(setting.policy, capacity, self.model.experts)
         reactive = time_trace(
             trace, steps, capacity, eviction, self.costs, self.model.expert_bytes,
@@ -159,21 +167,23 @@ class Estimator:
         )  # fmt: skip
         result = reactive, trace.tokens
         if setting.split != OFF or setting.miss_precision != OFF or self.host:
-            result = self._played(replace(setting, prefetch=OFF), capacity, trace, reactive)
+            result = self._simulate_events(
+                replace(setting, prefetch=OFF), capacity, trace, reactive
+            )
         if setting.prefetch == OFF:
             return result
-        ahead = self._played(setting, capacity, trace, result[0])
+        ahead = self._simulate_events(setting, capacity, trace, result[0])
         guarded = setting.prefetch == AUTO
         return result if guarded and ahead[0].gaps.sum() >= result[0].gaps.sum() else ahead
 
-    def _played(
+    def _simulate_events(
         self, setting: Setting, capacity: int, trace: Trace, other: SimulatedTimes
     ) -> tuple[SimulatedTimes, int]:
-        """Event by event: what the first passes gain over another run is taken of all."""
-        part = trace.head(_first(trace, PLAYED))
+        """Simulate the first passes event by event; scale another run's times by their ratio."""
+        part = trace.head(_tokens_until(trace, EVENT_PASSES))
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
-        assert not isinstance(shares, str)  # a plan has shares to split at
+        assert not isinstance(shares, str)  # a plan has no `auto` split
         simulated = simulate_events(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name,
@@ -189,24 +199,24 @@ class Estimator:
         return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
-        """What stands for a run's predictor over a trace: its recording where there is one."""
+        """Choose the predictor that represents a run's: its recording where there is one."""
         if prefetch == AUTO and self.workload.recorded:
             name = automatic_predictor(trace)
-            return name if name != "markov" else STAND_IN
+            return name if name != "markov" else ASSUMED_PREDICTOR
         if prefetch == AUTO:
-            return STAND_IN
+            return ASSUMED_PREDICTOR
         return resolve_predictor(trace, prefetch).name
 
 
 def _config(setting: Setting) -> SchedulerConfig:
-    """The scheduler's options of a setting."""
+    """Build the scheduler's configuration from a setting."""
     names = option_names()
     chosen = {name: value for name, value in setting.options().items() if name in names}
     return with_options(NO_OPTIONS, **chosen)
 
 
-def _first(trace: Trace, passes: int) -> int:
-    """Tokens up to the end of so many decode passes."""
+def _tokens_until(trace: Trace, passes: int) -> int:
+    """Count the tokens up to the end of so many decode passes."""
     decodes = np.flatnonzero(~trace.pass_prefill)
     last = int(decodes[min(passes, decodes.size) - 1])
     return int(trace.pass_starts[last + 1])

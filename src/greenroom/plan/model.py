@@ -1,4 +1,4 @@
-"""What a plan knows of a model: sizes and shape, no weights. Bytes and tokens."""
+"""Sizes and shape of a model, as a plan needs them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from greenroom.errors import BudgetError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, as its config and headers say.
+    """A model's sizes, from its config and headers.
 
-    expert_bytes: what is moved for one expert (a mean where layers differ)
-    slot_bytes:   what an expert takes in memory
-    dense_bytes:  all that stays in memory
-    read_bytes:   what of it one token reads: all but the input embedding, unless the head is tied
+    expert_bytes:   bytes moved for one expert (a mean where layers differ)
+    slot_bytes:     bytes of an expert in memory
+    dense_bytes:    weights that stay in memory
+    read_bytes:     dense bytes that one token reads: all but the input embedding, unless the head
+                    is tied
     overhead_bytes: Python, libraries, compiled kernels, activations, staging
-    kv_bytes:     keys and values of the first block of a prompt
-    full_bytes:   what keys, values and activations of `context` tokens take more than these; slots
-                  make room for it as the context grows
+    kv_bytes:       keys and values of the first block of a prompt
+    full_bytes:     further bytes of keys, values and activations with `context` tokens; slots are
+                    given up for them as the context grows
     """
 
     name: str
@@ -38,9 +39,9 @@ class Model:
     kv_bytes: int
     context: int
     full_bytes: int = 0
-    low: float = 0.0  # bytes of a low-precision copy, as a share of the expert's; 0: there are none
+    low: float = 0.0  # a low-precision copy's share of its expert's bytes; 0: there are no copies
     nested: bool = False  # whether copies are a part of their experts
-    segments: bool = False  # whether its experts are packed so that they can be split
+    segments: bool = False  # whether the pack's experts can be split
 
     @property
     def layers(self) -> int:
@@ -52,31 +53,33 @@ class Model:
 
     @property
     def offsets(self) -> Ints:
-        """[layers + 1]"""
+        """Offsets of layers, [layers + 1]: the dense ids at which they begin."""
         return np.array([0, *accumulate(self.experts_per_layer)], np.int64)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes beside the experts' slots, with a short context."""
+        """Bytes outside of the experts' slots, with a short context."""
         return self.dense_bytes + self.overhead_bytes + self.kv_bytes
 
     @property
     def least_slots(self) -> int:
-        """Slots without which nothing can be computed: the experts of one token in one layer."""
+        """The fewest usable slots: the experts of one token in one layer."""
         return min(self.top_k, self.experts)
 
     @property
     def least_memory(self) -> int:
-        """With a full context."""
+        """The smallest budget, with a full context."""
         return self.fixed_bytes + self.full_bytes + self.least_slots * self.slot_bytes
 
     def memory(self, slots: int) -> int:
-        """The budget that leaves so many slots."""
+        """Return the budget that leaves so many slots."""
         return max(self.fixed_bytes + slots * self.slot_bytes, self.least_memory)
 
     def slots(self, memory: int) -> int:
-        """What a budget leaves with a short context; BudgetError says what would do for a full
-        one."""
+        """Return the slots of a budget with a short context.
+
+        BudgetError, with the least budget, where a full context would not fit.
+        """
         if memory < self.least_memory:
             raise BudgetError(
                 f"{self.name} does not fit into {show_bytes(memory)}: dense parts"
@@ -89,5 +92,5 @@ class Model:
         return min((memory - self.fixed_bytes) // self.slot_bytes, self.experts)
 
     def slots_when_full(self, memory: int) -> int:
-        """What it leaves when the context is full."""
+        """Return the slots of a budget with a full context."""
         return min((memory - self.fixed_bytes - self.full_bytes) // self.slot_bytes, self.experts)

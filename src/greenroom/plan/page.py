@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML page that is complete in itself, with the curve as SVG."""
+"""The HTML report of a plan: one file without external resources."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from greenroom.sim.table import html_table, show_time
 
 
 def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
-    """`facts` are (name, value) of model, machine and evidence."""
+    """Build the page; `facts` are (name, value) of model, machine and workload."""
     sections = [
-        card("Take", "", _flags(plan.best)),
-        card("Speed against memory", "", _curve(plan)),
+        card("Recommended settings", "", _flags(plan.best)),
+        card("Time per token by memory", "", _curve(plan)),
         card(
-            "What was compared",
+            "Settings compared",
             "",
             scrollable(html_table(COMPARISON_HEADER, list(map(comparison_row, plan.compared)))),
         ),
@@ -32,16 +32,16 @@ def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command:
 
 
 def target_message(target: Target) -> str:
-    """What became of a target, in one line."""
+    """Describe the result for a target TPOT, in one line."""
     target_time = show_time(target.seconds)
     if target.blocked is not None:
         return (
             f"a TPOT of {target_time} is out of reach: {target.blocked}; the nearest is"
-            f" {show_time(target.nearest.tpot)} with {show_bytes(target.nearest.memory)}"
+            f" {show_time(target.nearest.tpot)} with {show_bytes(target.nearest.memory)} of memory"
         )
     assert target.least is not None
     return (
-        f"a TPOT of {target_time} takes at least {show_bytes(target.least.memory)}"
+        f"a TPOT of {target_time} takes at least {show_bytes(target.least.memory)} of memory"
         f" ({target.least.capacity:,} experts in memory)"
     )
 
@@ -49,14 +49,15 @@ def target_message(target: Target) -> str:
 def _flags(best: Estimate) -> str:
     between = f"{show_time(best.low)} to {show_time(best.high)}"
     return (
-        f"<pre>{escape(best.setting.flags())}</pre><p>TPOT {show_time(best.tpot)} ({between}),"
-        f" {best.miss_ratio:.1%} of the experts missed, {show_bytes(best.token_bytes)} read a"
-        " token</p>"
+        f"<pre>{escape(best.setting.flags())}</pre>"
+        f"<p>Time per output token (TPOT) {show_time(best.tpot)} ({between});"
+        f" {best.miss_ratio:.1%} of expert requests miss;"
+        f" {show_bytes(best.token_bytes)} are read for each token</p>"
     )
 
 
 def _curve(plan: Plan) -> str:
-    """TPOT over memory, its range shaded, the budget and the target as lines."""
+    """Draw TPOT over memory: the range shaded, budget and target as lines."""
     points = plan.curve
     left, right = points[0].memory, points[-1].memory
     top = 1.05 * max(point.high for point in points)
@@ -86,10 +87,10 @@ def _curve(plan: Plan) -> str:
     quarters = [i / 4 for i in range(5)]
     return plot(
         drawn,
-        "Time a token over memory",
+        "Time per output token over memory",
         [(share, show_time(top * share) if share else "0") for share in quarters],
         [(share, show_bytes(left + (right - left) * share)) for share in quarters],
-        "memory; the shaded range is where a measurement is expected",
+        "memory (shaded: the range in which a measurement is expected)",
     ) + _points(points)
 
 

@@ -1,9 +1,9 @@
-"""The best settings for a budget, speed against memory, and the least memory for a target.
+"""Planner: the best settings for a memory budget, or the least memory for a target.
 
-Plain LRU and the default are always compared too. The defaults of a run are a setting that `tune`
-measured, else the one of a quick plan (plan/defaults.py). Another setting is chosen instead only
-where it is surely faster: by MARGIN, pass by pass over the model's own routing (a bootstrap over
-requests' passes). A synthetic workload never overrides the defaults.
+Plain LRU and the default are always compared. The default of a run is a setting that `tune`
+measured, else that of a quick plan (plan/defaults.py). Another setting is chosen only if it is
+surely faster: by MARGIN, pass by pass over the model's own routing (a bootstrap over passes). A
+synthetic workload never overrides the defaults.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from greenroom.plan.settings import (
 from greenroom.plan.sizing import CacheConfiguration, recorded_activity
 from greenroom.trace import Trace, stream
 
-MARGIN = 0.03  # of a token's time: what is less is not worth another setting
+MARGIN = 0.03  # of a token's time; a smaller gain is not worth another setting
 LEVEL, DRAWS = 0.05, 400  # of the bootstrap
 FINALISTS = 2  # settings without prefetching that are also tried with it
-WATCHED = 2048  # tokens of a recording that Algorithm 1 looks at: half a millisecond each
-SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts, of the curve
+ALGORITHM_1_TOKENS = 2048  # of a recording, at half a millisecond each
+SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts, for the curve
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a target TPOT asks for: `least` meets it with the least memory; where nothing does, or
-    not within the budget, `blocked` says why, and `nearest` is as close as it comes."""
+    """Result for a target TPOT, in seconds.
+
+    least:   the estimate with the least memory that meets it, if any
+    nearest: the estimate that comes nearest to the target
+    blocked: the reason where the target is not met within the budget
+    """
 
     seconds: float
     least: Estimate | None
@@ -51,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """For one budget: what to take, everything that was compared (fastest first), the curve."""
+    """Plan for one budget: the best setting, all that were compared (fastest first), the curve."""
 
     memory: int
     capacity: int
@@ -68,8 +72,12 @@ def plan(
     target: float | None = None,
     default_setting: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
 ) -> Plan:
-    """`taken` gives the default setting of a run with so many slots, and whether it was measured.
-    BudgetError where the model does not fit, UsageError for a target that is no time."""
+    """Plan a run within `memory` bytes, and the least memory for a `target` TPOT.
+
+    `default_setting` returns a run's default for so many slots, and whether it was measured. The
+    target is in seconds. BudgetError where the model does not fit, UsageError for a target that is
+    not a time.
+    """
     if target is not None and not 0 < target < float("inf"):
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
@@ -84,7 +92,10 @@ def plan(
 def compare_settings(
     estimator: Estimator, capacity: int, usual: Setting = DEFAULT
 ) -> tuple[Estimate, ...]:
-    """The grid and `usual` at one size, fastest first; prefetching is added to the best of it."""
+    """Estimate the candidates and `usual` at one size, fastest first.
+
+    Prefetching is tried with the fastest candidates.
+    """
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
     estimates = [
@@ -92,10 +103,14 @@ def compare_settings(
     ]
     estimates.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in estimates[:FINALISTS]]
-    more = [*best, DEFAULT, usual, *_sized(estimator, best[0], capacity)]
+    more = [*best, DEFAULT, usual, *_sized_settings(estimator, best[0], capacity)]
     if estimator.co_compute:
         more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
-    more += [each for each in _cut(estimator, best[0], capacity) if estimator.fits(each, capacity)]
+    more += [
+        each
+        for each in _split_settings(estimator, best[0], capacity)
+        if estimator.fits(each, capacity)
+    ]
     if estimator.precision != OFF:
         lower = {"miss_precision": estimator.precision, "low_below": estimator.low_below}
         more += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
@@ -103,9 +118,12 @@ def compare_settings(
     return tuple(sorted(estimates, key=lambda each: each.tpot))
 
 
-def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
-    """Sizes of layers by marginal gain, where routing is recorded: found on the first half of its
-    requests, so that they are not made for what they are compared on."""
+def _sized_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
+    """Size layers by marginal gain, where routing is recorded.
+
+    The sizes come from the first half of the requests, so that they are not fitted to all of the
+    routing on which settings are compared.
+    """
     half = _first_half(estimator)
     if half is None or capacity < estimator.model.layers:
         return []
@@ -113,9 +131,11 @@ def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     return [Setting(best.policy, ",".join(map(str, slots)), OFF)]
 
 
-def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
-    """Where experts are packed in segments: one share for all, and what MoEpic's Algorithm 1 makes
-    of the first half of what is recorded, where that cuts any."""
+def _split_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
+    """Split experts, if the model is packed in segments.
+
+    There is one share for all, and MoEpic's Algorithm 1 on the first half of the recording.
+    """
     if not estimator.model.segments:
         return []
     candidates = [replace(best, scope="shared", split=split) for split in SPLITS]
@@ -123,7 +143,9 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     if half is None or half.pass_prefill.all():
         return candidates
     latency = TokenLatency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
-    chosen = CacheConfiguration.of(recorded_activity(half.head(WATCHED)), capacity, latency)
+    chosen = CacheConfiguration.of(
+        recorded_activity(half.head(ALGORITHM_1_TOKENS)), capacity, latency
+    )
     if chosen.split is None:
         return candidates
     scope = ",".join(f"{budget:.4g}" for budget in chosen.scope)
@@ -134,7 +156,7 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
 
 
 def _first_half(estimator: Estimator) -> Trace | None:
-    """The first half of the requests of the model's own routing, where there is one."""
+    """Return the first half of the requests of recorded routing; None of synthetic routing."""
     trace = estimator.workload.traces[0]
     if not estimator.workload.recorded or trace.requests < 2:
         return None
@@ -147,8 +169,10 @@ def choose_setting(
     usual: Setting = DEFAULT,
     beaten: bool = True,
 ) -> tuple[Estimate, bool]:
-    """(what to take, whether it is another than `usual` since that is surely slower); where nothing
-    can have it `beaten`, it is taken."""
+    """Choose a setting: (its estimate, whether it overrides `usual`).
+
+    `usual` is kept unless another one is surely faster, and always unless `beaten` allows that.
+    """
     now = next((each for each in compared if each.setting == usual), compared[0])
     first = compared[0]
     if first is now or not estimator.workload.recorded or not beaten:
@@ -157,7 +181,7 @@ def choose_setting(
 
 
 def surely_faster(one: Estimate, other: Estimate) -> bool:
-    """Whether it takes MARGIN less time, over resampled passes."""
+    """Test whether `one` takes MARGIN less time than `other`, over resampled passes."""
     n = min(one.gaps.size, other.gaps.size)
     if n < 16:
         return False
@@ -167,7 +191,7 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 
 def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
-    """One setting over memory, exact, and without what prefetching may add."""
+    """Estimate one setting over memory, without prefetching, splits or approximation."""
     model, setting = estimator.model, _of_any_size(setting)
     sizes = {max(model.least_slots, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
@@ -177,20 +201,20 @@ def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[E
 
 
 def _of_any_size(setting: Setting) -> Setting:
-    """Numbers of slots hold for one size; their proportions would for others, and are not kept."""
+    """Replace numbers of slots by layer, which hold for one capacity only, by `shared`."""
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
 def default_curve(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
-    """The default over memory, with the memory that is there among the points if it is enough."""
+    """Estimate the default over memory, with the available memory as one of the points."""
     model = estimator.model
     return memory_curve(estimator, DEFAULT, max(available, model.least_memory))
 
 
 def reach_target(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
-    """The least memory that meets a target with this setting, and what blocks it otherwise.
+    """Find the least memory that meets a target, or what prevents it.
 
-    More slots are never slower but for noise, so it is found by halving.
+    More slots are never slower but for noise, so bisection finds it.
     """
     model, setting = estimator.model, _of_any_size(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least_slots
@@ -198,7 +222,7 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
     if all_resident.tpot > target:
         blocked = (
             f"with every expert in memory a token still takes"
-            f" {all_resident.tpot * 1e3:.0f} ms to compute: the processor blocks it"
+            f" {all_resident.tpot * 1e3:.0f} ms to compute: the processor is too slow"
         )
         return Target(target, None, all_resident, blocked)
     below, meets = least - 1, model.experts
@@ -211,7 +235,7 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
     smallest = estimator.of(setting, meets)
     if smallest.memory <= memory:
         return Target(target, smallest, smallest, None)
-    waits = f"a token waits {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms for experts"
-    enough = f"{show_bytes(smallest.memory)} would do"
-    blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {enough}"
+    waits = f"a token spends {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms waiting for experts"
+    enough = f"{show_bytes(smallest.memory)} of memory would be enough"
+    blocked = f"with {show_bytes(memory)} {waits}: reading experts is too slow; {enough}"
     return Target(target, smallest, replace(best, memory=memory), blocked)

@@ -1,8 +1,8 @@
-"""A quick plan: the default setting, or LRU in its place, where no setting is stored for a run.
+"""Quick plan of a run without a stored setting: the default setting, or LRU instead.
 
-It takes about a second, and compares the misses of both policies on the model's own routing where
-earlier runs left some, else on a synthetic workload. Whether experts are fetched ahead is decided
-while the model runs (core/prefetch/guard.py).
+It takes about a second, and compares the misses of both policies on the model's own routing if
+earlier runs recorded some, else on a synthetic workload. Prefetching is decided during the run
+(core/prefetch/guard.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from greenroom.policies import choose
 from greenroom.sim.timed import replay_steps
 from greenroom.trace import Trace, stream
 
-STEPS = 12_000  # that are looked at, the latest: tens of microseconds each
+STEPS = 12_000  # the latest ones, at tens of microseconds each
 
 
 @dataclass(frozen=True, slots=True)
 class QuickPlan:
-    """What to take, and misses a token of it and of plain LRU."""
+    """A quick plan: the setting, and misses a token of it and of plain LRU."""
 
     setting: Setting
     misses: float
@@ -29,7 +29,7 @@ class QuickPlan:
 
 
 def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
-    """The default, or LRU in its place where that misses no more."""
+    """Choose the default, or LRU if it misses no more."""
     latest = _latest(trace, max(1, STEPS // trace.layers))
     steps = stream(latest, "runtime")
     experts, tokens = int(latest.offsets[-1]), latest.tokens
@@ -49,6 +49,6 @@ def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
 
 
 def _latest(trace: Trace, passes: int) -> Trace:
-    """The last requests that have so many passes together, or all of it."""
+    """Select the last requests, with about so many passes in all."""
     begin = int(np.searchsorted(trace.first_passes[:-1], trace.passes - passes, "right")) - 1
     return trace.select(range(max(0, begin), trace.requests))

@@ -1,6 +1,8 @@
-"""What a recording says of a system's sizes: slots of layers by AdapMoE's dynamic programme, and
-budgets and splits by MoEpic's Algorithm 1, from what the recording's tokens used and what had been
-predicted of them."""
+"""Sizes of layers and splits of experts, found on a recording.
+
+AdapMoE's dynamic programme gives slots of layers; MoEpic's Algorithm 1 gives budgets and splits,
+from the experts that tokens used and those that were predicted.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,30 @@ from greenroom.sim.event_driven import passes
 from greenroom.sim.foresight import foresight_of
 from greenroom.trace import Trace, stream
 
-EIGHTHS = 8  # a ratio that is nearer to 1 than to 7/8 is 1: a simulation cuts at eighths
+EIGHTHS = 8  # a simulation splits at eighths: a ratio nearer to 1 than to 7/8 is 1
 
 
 def slots_with_fewest_misses(
     requests: Stream, offsets: Ints, capacity: int, *, reset: bool = False
 ) -> tuple[float, ...]:
-    """Slots of each layer with the fewest misses of LRU; `requests` are in any order of steps."""
+    """Find the slots of each layer with the fewest LRU misses, for any order."""
     return tuple(map(float, optimal_slots(miss_tables(requests, offsets, reset=reset), capacity)))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfiguration:
-    """What Algorithm 1 chose: `scope` is each layer's budget in experts, `split` the share of an
-    expert that is its top, None where every layer's are as good as whole."""
+    """Cache configuration that Algorithm 1 chose.
+
+    scope: each layer's budget in experts
+    split: the share of an expert that is its top, by layer; None where no layer is split
+    """
 
     scope: tuple[float, ...]
     split: tuple[float, ...] | None
 
     @classmethod
     def of(cls, activity: Activity, capacity: int, latency: TokenLatency) -> CacheConfiguration:
-        """Run it over what was counted."""
+        """Run Algorithm 1 on counted activity."""
         chosen = configure(layer_statistics(activity), float(capacity), latency)
         ratios = tuple(each.ratio for each in chosen)
         cut = any(round(EIGHTHS * ratio) < EIGHTHS for ratio in ratios)
@@ -48,10 +53,10 @@ class CacheConfiguration:
 
 
 def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
-    """Count a trace's tokens: those of decode passes, of all passes where it has no other.
+    """Count the experts that a trace's tokens used, and those that were predicted.
 
-    `predictions` names one of the trace's (default: the first; without any nothing is taken as
-    predicted). UnknownName lists those that there are.
+    Only decode passes count, if the trace has some. `predictions` names predictions of the trace
+    (default: the first; without any nothing counts as predicted). UnknownName lists the names.
     """
     if predictions is not None and predictions not in trace.predictions:
         raise UnknownName("predictions", predictions, trace.predictions)
@@ -69,8 +74,10 @@ def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
 
 
 def predicted_activity(trace: Trace, prefetch: str) -> Activity:
-    """The same counts where a predictor's guesses are those of a simulation: it is replayed beside
-    the trace. UsageError where it needs what the trace does not have."""
+    """Count used and predicted experts, with a predictor that is replayed over the trace.
+
+    UsageError where the predictor needs data that the trace does not have.
+    """
     activity = Activity(trace.experts_per_layer.tolist())
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch)
     prompts_only, expected = bool(trace.pass_prefill.all()), dict[int, Ints]()

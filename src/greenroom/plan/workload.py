@@ -1,8 +1,8 @@
-"""What a plan goes by: the model's own recorded routing, or stand-ins of its shape.
+"""Workloads of a plan: the model's own recorded routing, or synthetic traces of its shape.
 
-A stand-in is a synthetic trace of requests that have topics (`trace/synth.py`). How local real
-routing is differs from model to model, so there are three of them: what is expected, and what
-brackets the models that were recorded (OLMoE, gpt-oss, DeepSeek-V2-Lite; docs/planning.md).
+A synthetic trace has requests with topics (`trace/synth.py`). The locality of real routing differs
+from model to model, so a synthetic workload has three traces: a typical one, and two that bracket
+the models that were recorded (OLMoE, gpt-oss, DeepSeek-V2-Lite; docs/planning.md).
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from greenroom.plan.model import Model
 from greenroom.trace import Trace
 from greenroom.trace.synth import topics
 
-TYPICAL = (1.4, 0.3)  # skew and stickiness; docs/planning.md has what they were fitted to
-LOCALITIES = (TYPICAL, (1.0, 0.15), (1.7, 0.35))  # and of less and of more local routing
-PROMPT = 32  # tokens of a stand-in's prompts
-TOKENS, REQUESTS = 1024, 8  # of a stand-in
-MOST = 8192  # tokens of a recording that are looked at: more change nothing
-ENOUGH = 256  # decoded tokens of earlier runs, of two requests at least, that say more of a model
+TYPICAL = (1.4, 0.3)  # skew and stickiness, fitted to the recordings in docs/planning.md
+LOCALITIES = (TYPICAL, (1.0, 0.15), (1.7, 0.35))  # typical, less and more local routing
+PROMPT = 32  # tokens of a synthetic prompt
+TOKENS, REQUESTS = 1024, 8  # of a synthetic trace
+MOST = 8192  # tokens used of a recording; more change nothing
+ENOUGH = 256  # decoded tokens of earlier runs, at which they replace a synthetic workload
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Traces to simulate, the first for what is expected; `own` says whose, `said` in words."""
+    """Traces to simulate, the typical one first.
+
+    `recorded` means that they are the model's own routing; `description` is for people.
+    """
 
     traces: tuple[Trace, ...]
     recorded: bool
@@ -36,8 +39,10 @@ class Workload:
 
 
 def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
-    """A recording of the model itself; TraceError where it is of another, UsageError where it has
-    no decode pass."""
+    """Make a workload of a recording of the model.
+
+    TraceError where it is of another model, UsageError where it has no decode pass.
+    """
     shape = tuple(trace.experts_per_layer.tolist())
     if shape != model.experts_per_layer or trace.top_k != model.top_k:
         raise TraceError(
@@ -51,37 +56,36 @@ def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
             f" {trace.meta.get('model', 'unnamed')}: record {model.name} itself (trace record)"
         )
     if trace.pass_prefill.all():
-        raise UsageError(f"{where} has prompts only: a plan needs tokens that were decoded")
+        raise UsageError(f"{where} has prompts only: a plan needs generated tokens too")
     trace = trace.head(MOST)
     return Workload(
         (trace,), True,
-        f"its own routing, {trace.tokens:,} tokens of {trace.requests} requests in {where}",
+        f"recorded, {trace.tokens:,} tokens of {trace.requests} requests in {where}",
     )  # fmt: skip
 
 
 def decoded_tokens(trace: Trace) -> int:
-    """Tokens that were decoded one by one."""
+    """Count the tokens of decode passes."""
     return int(np.diff(trace.pass_starts)[~trace.pass_prefill].sum())
 
 
 def has_enough_tokens(trace: Trace | None) -> bool:
-    """Whether the routing of earlier runs says more than stand-ins."""
+    """Check that a trace of earlier runs is long enough to replace a synthetic workload."""
     return trace is not None and trace.requests > 1 and decoded_tokens(trace) >= ENOUGH
 
 
 def earlier_workload(trace: Trace | None) -> Workload | None:
-    """The routing that earlier runs left (plan/history/recent.py), where it is enough."""
+    """Make a workload of earlier runs' routing (plan/history/recent.py); None if too short."""
     if trace is None or not has_enough_tokens(trace):
         return None
     return Workload(
         (trace,), True,
-        f"its own routing, the last {trace.tokens:,} tokens of earlier runs, {trace.requests}"
-        " requests",
+        f"recorded, the last {trace.tokens:,} tokens of {trace.requests} requests in earlier runs",
     )  # fmt: skip
 
 
 def synthetic_workload(model: Model) -> Workload:
-    """Synthetic traces of the model's shape."""
+    """Make a workload of synthetic traces of the model's shape."""
     return Workload(
         tuple(synthetic_trace(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES),
         False,
@@ -93,17 +97,17 @@ def synthetic_workload(model: Model) -> Workload:
 def synthetic_trace(
     sizes: Sequence[int], top_k: int, skew: float = TYPICAL[0], stickiness: float = TYPICAL[1]
 ) -> Trace:
-    """A synthetic trace of a model whose layers have so many experts."""
+    """Make a synthetic trace of a model whose layers have so many experts."""
     tokens = max(256, min(TOKENS, 400_000 // (len(sizes) * top_k)))
     config = TopicsConfig(
         layers=len(sizes), experts=max(sizes), top_k=top_k, tokens=tokens, requests=REQUESTS,
         prompt_tokens=PROMPT, topics=REQUESTS // 2, skew=skew, stickiness=stickiness,
     )  # fmt: skip
-    return _cut(topics(config), sizes)
+    return _narrowed(topics(config), sizes)
 
 
-def _cut(trace: Trace, sizes: Sequence[int]) -> Trace:
-    """A trace of layers that are all as wide as the widest, as one of layers of these sizes."""
+def _narrowed(trace: Trace, sizes: Sequence[int]) -> Trace:
+    """Narrow the layers of a trace, all as wide as the widest, to these sizes."""
     if len(set(sizes)) == 1:
         return trace
     experts = trace.experts.copy()

@@ -1,4 +1,4 @@
-"""The experts forward: what a model calls in place of its own loop over experts."""
+"""The experts forward, which a model calls instead of its own loop over experts."""
 
 from __future__ import annotations
 
@@ -29,27 +29,23 @@ BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What one experts module needs to be served.
-
-    `computed` is called with the slots of each ordered group, where the device computes it
-    later.
-    """
+    """The objects with which one experts module is served."""
 
     driver: Driver
     kernel: Any  # one of runtime.kernels.KERNELS
     layer: int
     experts: Any  # kernels.LayerExperts
-    uses_weights: bool  # does the policy look at gate weights?
-    approximates: bool  # may misses be approximated, by their gate weights?
-    router_inputs: Callable[[], Inputs | None] | None  # of the router
-    overlapped_work: Callable[[], None]  # what can be computed while experts are awaited
-    mark_computed: Callable[[Sequence[int]], None] | None
-    on_routing: Callable[[int, Ids], None] | None  # is told what each step's tokens chose
-    # By top_k and the weights' type; None where the layer is not of this kind.
+    uses_weights: bool  # whether the policy uses gate weights
+    approximates: bool  # whether misses may be approximated, by their gate weights
+    router_inputs: Callable[[], Inputs | None] | None  # the last inputs of the layer's router
+    overlapped_work: Callable[[], None]  # work to do while the step waits for experts
+    mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
+    on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
+    # By top_k and the weights' type; None if the layer has no such kernel.
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 
     def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
-        """What computes the experts of one token, made once."""
+        """The kernel for one token's experts, made at its first use."""
         key = top_k, weights
         if key not in self.one_token:
             self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
@@ -65,9 +61,9 @@ def experts_forward(
 ) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
 
-    The resident experts are computed in one call, then those in flight as they land; the sum over
-    a token's experts is taken in a fixed order, so groups do not change a bit. A backward pass that
-    comes to the result raises UnsupportedCall.
+    Resident experts are computed in one call, the others in groups as they land. The sum over a
+    token's experts has a fixed order, so groups do not change a bit. A backward pass through the
+    result raises UnsupportedCall.
     """
     if not torch.is_grad_enabled():
         return _forward(module, hidden_states, top_k_index, top_k_weights)
@@ -81,7 +77,7 @@ def experts_forward(
 def _forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    if hidden_states.is_meta:  # shapes only: a budget is being made
+    if hidden_states.is_meta:  # shapes only: the memory of activations is being computed
         return torch.empty_like(hidden_states)
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -100,7 +96,7 @@ def experts_with_residual(
     top_k_weights: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """As `experts_forward` on a CPU without gradients, plus a residual [T, H]."""
+    """Add the experts' output to a residual [T, H], on a CPU and without gradients."""
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -115,7 +111,7 @@ def experts_with_residual(
 
 
 class FusedExperts:
-    """The experts of layers that follow one another, for one token in one region."""
+    """The experts of consecutive layers, for one token in one parallel region."""
 
     def __init__(self, bindings: Sequence[Binding], keys: Sequence[Key]) -> None:
         self._bindings, self._keys = bindings, keys
@@ -124,33 +120,33 @@ class FusedExperts:
 
     @property
     def all_resident(self) -> bool:
-        """Has every expert a slot?"""
+        """True if every expert has a slot."""
         return self._driver.all_resident
 
     @cached_property
     def layer_experts(self) -> Sequence[OneTokenExperts] | None:
-        """Those of each layer; None where one of them is not computed in one region."""
-        found: list[OneTokenExperts] = []
+        """The one-token kernels of the layers; None if a layer has none."""
+        kernels: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
             one = binding.one_token_experts(top_k, dtype)
             if one is None or not one.takes(dtype):
                 return None
-            found.append(one)
-        return found
+            kernels.append(one)
+        return kernels
 
     @cached_property
     def first_pieces(self) -> Sequence[int]:
-        """The layers' first pieces."""
+        """The id of each layer's first expert."""
         offsets = self._driver.pieces.offsets
         return [int(offsets[layer]) for layer in self._layers]
 
     def resident_steps(self, first: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """`Driver.resident_steps` for the layers from number `first` on."""
+        """Serve steps from layer number `first` on (see `Driver.resident_steps`)."""
         return self._driver.resident_steps(self._layers[first:], find)
 
 
 def fuse_experts(keys: Sequence[Key]) -> FusedExperts | None:
-    """Those of these modules; None where one of them is not bound, or to another driver."""
+    """Fuse the experts of modules; None if not all are bound to one driver."""
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None
     ]
@@ -166,34 +162,34 @@ def _step(
     top_k_weights: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    looks = binding.uses_weights or binding.approximates
-    chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
+    needs_weights = binding.uses_weights or binding.approximates
+    chosen, weights = to_host(top_k_index, top_k_weights if needs_weights else None)
     routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
     if binding.on_routing is not None:
         binding.on_routing(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     step.residual = residual
 
-    def group(experts: Any, slots: Any, *part: int) -> None:
+    def compute_group(experts: Any, slots: Any, *part: int) -> None:
         kernel.compute_group(step, experts.tolist(), slots.tolist(), *part)
         if binding.mark_computed is not None:
             binding.mark_computed(slots.tolist())
 
-    def on_host(experts: Any, slots: Any) -> Callable[[], None]:
+    def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.host_job(step, experts.tolist(), slots.tolist())
 
     def observe_routing(inputs: bool) -> LayerRouting:
-        given = binding.router_inputs() if inputs and binding.router_inputs is not None else None
-        return LayerRouting(binding.layer, chosen, inputs=given)
+        captured = binding.router_inputs() if inputs and binding.router_inputs else None
+        return LayerRouting(binding.layer, chosen, inputs=captured)
 
-    both = kernel.host_job is not None
+    co_compute = kernel.host_job is not None
     rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)
-    if both and rows is None:
+    if co_compute and rows is None:
         rows = routing.row_counts()
     binding.driver.step(
         binding.layer,
         routing.experts,
-        group,
+        compute_group,
         rows,
         sums,
         tail_weights=expert_tail_weights(chosen, weights, routing.experts)
@@ -201,6 +197,6 @@ def _step(
         else None,
         observe_routing=observe_routing,
         overlapped_work=binding.overlapped_work,
-        prepare_host_job=on_host if both else None,
+        prepare_host_job=prepare_host_job if co_compute else None,
     )
     return kernel.combine(step)

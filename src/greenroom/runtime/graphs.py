@@ -1,4 +1,4 @@
-"""What `torch.compile` must not trace: code that reads experts, or hands addresses to kernels."""
+"""Exclusion of code from `torch.compile`: reads of experts, and calls of kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WHY = "Greenroom loads and computes experts outside of compiled graphs"
 
 
 def outside_graphs(function: Function) -> Function:
-    """Have compiled models call a Python function as it is, between two graphs.
+    """Decorator: compiled models call the function uncompiled, between two graphs.
 
-    `torch.compiler.disable` says the same by a wrapper, which costs every call a microsecond and a
-    half, compiled or not. Here Dynamo skips the function's code and all that it calls, and ends a
-    graph where it is called. A torch without these marks gets the wrapper.
+    `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds a call,
+    compiled or not. Here Dynamo skips the function's code and all that it calls, and ends the graph
+    at the call. Versions of torch without these marks get the wrapper.
     """
     try:
         from torch._dynamo.eval_frame import set_code_exec_strategy

@@ -1,7 +1,7 @@
-"""Raise where a backward pass would need the gradient of streamed experts.
+"""Errors for backward passes that need the gradient of streamed experts.
 
-Experts are computed outside autograd, so a backward pass would leave their part out and give every
-layer before them a wrong gradient. A forward pass alone stays possible, with gradients enabled too.
+Experts are computed outside autograd, so a backward pass would omit their part and give every
+layer before them a wrong gradient. A forward pass is possible, also with gradients enabled.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from greenroom.errors import UnsupportedCall
 
 
 class _NoGradient(torch.autograd.Function):
-    """The experts' output, which depends on their inputs in a way that has no gradient here."""
+    """Identity of the experts' output, whose backward pass raises UnsupportedCall."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[Tensor], *inputs: Tensor) -> Tensor:
-        return made[0]  # in a list, or it would be a view, which later layers may not write to
+    def forward(ctx: Any, outputs: list[Tensor], *inputs: Tensor) -> Tensor:
+        return outputs[0]  # in a list, or it would be a view, which later layers may not write to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -30,7 +30,9 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(output: Tensor, *inputs: Tensor) -> Tensor:
-    """An output that raises UnsupportedCall where a backward pass comes to it; call it where
-    gradients are enabled and an input requires one."""
-    made: Tensor = _NoGradient.apply([output], *inputs)
-    return made
+    """Mark an output, so that a backward pass through it raises UnsupportedCall.
+
+    Gradients must be enabled, and one of the inputs must require one.
+    """
+    marked: Tensor = _NoGradient.apply([output], *inputs)
+    return marked

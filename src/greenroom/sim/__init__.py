@@ -1,1 +1,1 @@
-"""The simulator: the scheduler of the runtime, driven by an event heap and a cost model."""
+"""The simulator: the runtime's scheduler, driven by an event heap and a cost model."""

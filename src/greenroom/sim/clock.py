@@ -1,4 +1,4 @@
-"""The clock of the simulator: the same scheduler as the runtime's, in simulated time."""
+"""Simulated time: an event heap and a cost model drive the runtime's scheduler."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from greenroom.core.scheduler.scheduler import Scheduler
 
 
 class TraceStep(NamedTuple):
-    """One layer of one pass: dense expert ids, ascending and distinct.
+    """One layer of one pass of a trace.
 
-    `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
-    experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
-    `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
-    `tail_weights` say how much each expert matters (core/gates.py), where misses are approximated.
+    step:         the number of the pass
+    experts:      dense ids, ascending and distinct
+    rows:         how many of the `tokens` chose each expert (1 each where None)
+    weights:      the sum of their gate weights for each expert
+    chosen:       [tokens, K] each token's experts, ids within the layer, for predictors
+    tail_weights: how much each expert matters (core/gates.py), where misses are approximated
     """
 
     step: int
@@ -50,11 +52,11 @@ class TraceStep(NamedTuple):
 
 
 class Clock:
-    """Simulated time: an event heap, a chain of links, a processor for each device, and one beside
-    the place between two links.
+    """Simulated clock: an event heap, a chain of links, and processors.
 
-    Several devices share the chain's first link, and have a last one each, as fast as if it were
-    alone; `compute` is the sum over them. What is sent between them takes no time.
+    Each device has a processor, and so has the host memory between two links. Several devices share
+    the chain's first link; each has a last link of its own at full speed. `compute` is the sum over
+    devices. Transfers between devices take no time.
     """
 
     def __init__(
@@ -68,28 +70,30 @@ class Clock:
         self.restart(scheduler)
 
     def restart(self, scheduler: Scheduler) -> None:
-        """Go on with a scheduler whose cache is empty; what is under way is forgotten."""
+        """Continue with another scheduler, whose cache is empty; drop transfers under way."""
         self.scheduler, self.pieces = scheduler, scheduler.view.pieces
-        self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
+        self._waited = self._slowed = (
+            0.0  # since the last computation; slowdown by the step's waits
+        )
         self._heap: list[tuple[float, int, Event]] = []
-        self._fresh: set[int] = set()  # what was fetched since it was last computed
+        self._fresh: set[int] = set()  # pieces fetched since they were last computed
         self.charge(self.costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.view.sources
         self._step: TraceStep
 
     def charge(self, costs: Costs) -> None:
-        """What everything costs from now on; over as many links as before."""
+        """Use other costs from now on, over as many links as before."""
         self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
     def begin(self, at: PassStart) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         if self.foresight is not None:
             for event in self.foresight.begin(at):
                 self._tell(event)
 
     def run(self, step: TraceStep) -> None:
-        """One step: the rest of its layer, its routing, its experts."""
+        """Simulate one step: the dense part of its layer, its routing, its experts."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
         self._until(self.now + dense)
@@ -117,14 +121,14 @@ class Clock:
             self._slowed = 0.0
 
     def _until(self, end: float) -> None:
-        """Links go on while something else is computed."""
+        """Let links work until `end`, while something else is computed."""
         while self._heap and self._heap[0][0] <= end:
             self.now, _, event = heapq.heappop(self._heap)
             self._tell(event)
         self.now = end
 
     def _tell(self, event: Event) -> bool:
-        """Tell the scheduler and do as it says; True where the step is over."""
+        """Give the scheduler an event and carry out its actions; True at the end of the step."""
         return self._carry_out(self.scheduler.on(event, self.now))
 
     def _carry_out(self, actions: list[Action]) -> bool:
@@ -145,7 +149,7 @@ class Clock:
         return finished
 
     def _send(self, action: StartChunk) -> None:
-        """A link carries a chunk as soon as it has carried what it was given before."""
+        """Queue a chunk on its link, behind all earlier chunks."""
         nbytes, link = self._nbytes(action.piece, action.chunk), self._links[action.link]
         free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
         self._link_free[action.link] = free
@@ -154,17 +158,17 @@ class Clock:
             self.bytes_moved += nbytes
         if action.first_of_piece:
             self.fetched.append(action.piece)
-            joins = action.copy_slot >= 0  # what a copy lacks of an expert: that is there then
-            self._fresh.add(action.piece % self.pieces.experts if joins else action.piece)
+            completes = action.copy_slot >= 0  # the remainder of a nested copy completes its expert
+            self._fresh.add(action.piece % self.pieces.experts if completes else action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
-        """Chunks of a piece are equal but for the last."""
+        """Return the bytes of a chunk: all chunks of a piece are equal but for the last."""
         total = int(self.pieces.nbytes[piece])
         chunks = int(self.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
     def _seconds(self, experts: Ints, part: int, device: int) -> float:
-        """What a group takes: its experts one after another, a part of one in proportion."""
+        """Return the seconds of a group: its experts in turn, a part of an expert in proportion."""
         work = self.costs.host if device == HOST else self.costs.expert
         assert work is not None
         step, share = self._step, self._share(part)
@@ -174,8 +178,10 @@ class Clock:
         return share * sum(work.seconds(n) for n in rows.tolist())
 
     def _handling(self, experts: Ints, part: int, device: int) -> float:
-        """What those of a group cost that were fetched for it, or ahead of it. The host computes
-        them where they were read."""
+        """Return the seconds that handling a group's newly fetched experts takes.
+
+        On the host there are none: it computes experts where they were read.
+        """
         if device == HOST:
             return 0.0
         pieces = experts + part * self.pieces.experts
@@ -184,7 +190,7 @@ class Clock:
         return len(fresh) * self.costs.handling * self._share(part)
 
     def _share(self, part: int) -> float:
-        """A part's share of an expert of the step's layer; a copy's is that of its bytes."""
+        """Return a part's share of an expert's bytes, in the step's layer."""
         pieces, layer = self.pieces, self._step.layer
         if (split := pieces.split) is None:
             if part == LOW and pieces.copies is not None:

@@ -1,8 +1,8 @@
-"""Whole miss-ratio curves in one pass: what every capacity would miss, for stack algorithms.
+"""Miss-ratio curves of LRU and OPT, at all capacities in one pass.
 
-A cache of LRU or OPT holds all that a smaller one does (Mattson et al., 1970, "Evaluation
-techniques for storage hierarchies"). So each request has a depth: the smallest capacity at which it
-is a hit. Nothing is pinned.
+Both are stack algorithms: a cache holds all that a smaller one does (Mattson et al., 1970,
+"Evaluation techniques for storage hierarchies"). So each request has a depth: the smallest capacity
+at which it is a hit. Nothing is pinned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenroom.trace.kernels import stack_depths
 
 
 class MissCurve(NamedTuple):
-    """`misses[i]` of `requests` requests miss with `capacities[i]` slots, the capacities rising."""
+    """A miss curve: of `requests`, `misses[i]` miss with `capacities[i]` slots (ascending)."""
 
     capacities: Ints
     misses: Ints
@@ -36,11 +36,10 @@ def _curve(
     reset: bool = False,
     future: bool,
 ) -> MissCurve:
-    """Misses at every capacity that the scope allows, up to all experts; with the `future` OPT's,
-    else LRU's.
+    """Compute the misses of OPT (`future`) or LRU at every capacity that the scope allows.
 
-    `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. Equal to
-    `replay` with pin="none". Releases the GIL. UsageError as there.
+    `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. The misses
+    are those of `replay` with pin="none". Releases the GIL. UsageError as `replay`.
     """
     layer = layer_of_ids(offsets)
     layers, most = len(offsets) - 1, np.diff(offsets).tolist()
@@ -50,7 +49,7 @@ def _curve(
     group_of = layer if per_layer else np.zeros(layer.size, np.int64)
     groups, wide = layers if per_layer else 1, layer.size + 1
     depths = _depths(stream, group_of, reset, future)
-    # One row of counts a group: how many requests are hits with exactly 1, 2, ... slots.
+    # A row for each group: how many requests have the depth 1, 2, ...
     counts = np.bincount(group_of[stream.pieces] * wide + depths, minlength=groups * wide)
     hits = counts.reshape(groups, wide)
     hits[:, 0] = 0
@@ -67,8 +66,10 @@ lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=Tru
 
 
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
-    """The slots with which each request is a hit where every layer has LRU of its own, [N]; 0 where
-    it never is. Arguments as for `_curve`."""
+    """Compute the fewest slots with which each request hits, with LRU by layer.
+
+    Returns [N]; 0 where a request never hits. Arguments as of `lru_curve`.
+    """
     return _depths(stream, layer_of_ids(offsets), reset, future=False)
 
 

@@ -1,7 +1,8 @@
-"""Event-driven simulation of a trace: the scheduler of a run plays every event.
+"""Event-driven simulation of a trace: a run's scheduler handles every event.
 
-Whether an expert is in its slot depends on when its transfer ended, so that nothing can be decided
-beforehand, as in `timed.py`. An event takes Python tens of microseconds, with its lock held.
+With prefetching, whether an expert is in its slot depends on when its transfer ended, so misses
+cannot be decided beforehand as in `timed.py`. An event takes Python tens of microseconds, with the
+GIL held.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from greenroom.sim.foresight import foresight_of
 from greenroom.sim.timed import Floats, SimulatedTimes, times_by_request
 from greenroom.trace import Trace
 
-ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
-OF_SPLITS = ("bottoms", "bottom_hits")
+RENAMED_COUNTS = ("steps", "requests", "hits")  # counts that a row has under other names
+SPLIT_COUNTS = ("bottoms", "bottom_hits")
 APPROXIMATION_COUNTS = ("low", "low_hits", "left_out", "substituted", "joined")
-OF_BOTH = ("on_host",)
-OF_FOLLOWERS = ("adopted",)
-NEVER = ("failed",)  # and those of what no simulated link does
+HOST_COUNTS = ("on_host",)
+PROMOTION_COUNTS = ("adopted",)
+UNUSED_COUNTS = ("failed",)  # simulated links do not fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventOptions:
-    """What a simulation may have beyond a policy, a capacity and a predictor.
+    """Options of an event-driven simulation, beyond policy, capacity and predictor.
 
-    reset:      every request begins with an empty cache; what was learned stays
-    ahead:      slots that are on loan to prefetches at a time (default: as a run has it)
-    host:       slots between two links that keep experts, under the same policy
-    devices:    that experts are spread over; the capacity is that of all together
-    split:      share of an expert that is its top, of all layers or of each; then the capacity is
-                the memory of so many whole experts
-    config:     the options of the scheduler; low-precision copies come out of the same memory, and
+    reset:      every request begins with an empty cache; learned state stays
+    ahead:      slots that prefetches may borrow at a time (default: as in a run)
+    host:       slots in host memory between two links, under the same policy
+    devices:    number of devices that share the experts; the capacity is their sum
+    split:      share of an expert that is its top, for all layers or for each; the capacity is then
+                the memory of so many unsplit experts
+    config:     options of the scheduler; low-precision copies take part of the same memory, and
                 the host's processor computes where an option says so
     low:        a copy's share of an expert's bytes (default: by its precision, of 16 bits)
     nested:     experts are int8 and contain their copies
-    stay:       experts that stay once they are there
+    stay:       experts that are never evicted once they are loaded
     """
 
     scope: Scope = "shared"
@@ -74,14 +75,17 @@ class EventOptions:
 
     @property
     def approximation(self) -> Approximation | None:
-        """What misses may be served with instead of their exact experts."""
+        """The approximation that may serve misses, if any."""
         return self.config.approximation()
 
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
-    """Times, and what became of the prefetches. `ahead` slots could be on loan at a time;
-    `accuracy` and `goodpred` are shares, None where nothing was predicted."""
+    """Result of an event-driven simulation: times, counts, and how good predictions were.
+
+    `ahead` is how many slots prefetches could borrow at a time; `accuracy` and `goodpred` are
+    shares, None where nothing was predicted.
+    """
 
     times: SimulatedTimes
     counts: Counts
@@ -93,10 +97,14 @@ class EventRun:
     def as_json(self) -> dict[str, Any]:
         options = self.options
         approximated, co_compute = options.approximation is not None, options.config.uses_host()
-        left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
-        left_out += (() if approximated else APPROXIMATION_COUNTS) + (() if co_compute else OF_BOTH)
-        left_out += () if co_compute or options.config.proposes() else OF_FOLLOWERS
-        counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
+        omitted = (
+            RENAMED_COUNTS + UNUSED_COUNTS + (() if options.split is not None else SPLIT_COUNTS)
+        )
+        omitted += (() if approximated else APPROXIMATION_COUNTS) + (
+            () if co_compute else HOST_COUNTS
+        )
+        omitted += () if co_compute or options.config.proposes() else PROMOTION_COUNTS
+        counts = {n: v for n, v in asdict(self.counts).items() if n not in omitted}
         return {
             **self.times.as_json(),
             "ahead": self.ahead,
@@ -121,9 +129,11 @@ def simulate_events(
     prefetch: str,
     options: EventOptions = EventOptions(),
 ) -> EventRun:
-    """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
-    order. UsageError where the predictor needs what a trace does not have, and where the policy
-    must know what comes."""
+    """Simulate a trace event by event, with a predictor (`NAME[:distance]`, or `off`).
+
+    `stream` is the trace in `runtime` order. UsageError where the predictor needs data that the
+    trace does not have, and where the policy needs the whole trace beforehand.
+    """
     check_policy(policy)
     pieces, ahead = _pieces(trace, expert_bytes, capacity, options), options.ahead
     both = options.config.uses_host()
@@ -165,8 +175,11 @@ def _play(
     clock: Clock,
     empty: Callable[..., Scheduler] | None,
 ) -> Floats:
-    """Seconds of each pass; `empty` makes the scheduler of every request but the first. What was
-    learned and counted stays."""
+    """Simulate passes in turn; return the seconds of each.
+
+    `empty` builds the scheduler of every request but the first, if requests begin with an empty
+    cache; learned state and counts stay.
+    """
     spent, request = [], 0
     for at, steps in passes:
         if empty is not None and at.request != request:
@@ -182,12 +195,12 @@ def _play(
 
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
-    """What is moved: whole experts, tops and bottoms, or experts and their copies."""
+    """Build the pieces: unsplit experts, tops and bottoms, or experts and their copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
-                "approximated misses are for one processor's memory: leave out"
+                "approximated misses need one device, unsplit experts and no host tier: leave out"
                 " --split, --devices and --host-capacity"
             )
         check_weights(trace)
@@ -207,7 +220,7 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
 def split_pieces(
     trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
 ) -> Pieces:
-    """A trace's experts, cut in two. UsageError where no layer is, or it has other layers."""
+    """Split a trace's experts in two pieces each. UsageError for a split of other layers."""
     cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
@@ -215,18 +228,18 @@ def split_pieces(
 
 
 def check_policy(policy: Policy) -> None:
-    """UsageError for policies whose decisions are made before anything moves."""
+    """UsageError for a policy that needs the whole trace beforehand."""
     if policy.needs_trace:
         raise UsageError(
             f"policy {policy.name} decides by the whole trace beforehand, and prefetching changes"
-            " what is asked of it: simulate it without --prefetch"
+            " which experts are requested: simulate it without --prefetch"
         )
 
 
 def passes(
     trace: Trace, stream: Stream, tail_weights: bool = False
 ) -> Iterator[tuple[PassStart, list[TraceStep]]]:
-    """Yield the passes of a trace and their steps, in runtime order, for the event machine.
+    """Yield the passes and steps of a trace, in runtime order.
 
     `tail_weights`: add to each step how much its experts matter.
     """

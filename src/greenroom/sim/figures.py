@@ -1,6 +1,6 @@
-"""The report's drawings: SVG that stretches, beside labels that do not.
+"""Charts of the report: stretched SVG, with labels in HTML that keep their size.
 
-The SVG is stretched to whatever width the page has (lines keep their width), and labels are HTML at
+The SVG is stretched to the width of the page (lines keep their width), and labels are HTML at
 percentages of it, so that a telephone shows the same chart with letters of the same size.
 """
 
@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-COLOURS = 8  # --c0 .. in report.css; what comes after them is dashed
+COLOURS = 8  # --c0 .. in report.css; further curves are dashed
 DASHES = ("", "6 5", "1 5")
 SCALE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a layer's mean, between the heat map's colours
 WIDE, HIGH = 1000, 500
@@ -21,7 +21,7 @@ Points = Sequence[tuple[int, float]]
 
 
 class PlottedCurve(NamedTuple):
-    """Miss ratios by capacity. `style` is its number, -1 for the floor."""
+    """A curve of the chart: miss ratios by capacity; `style` is its number, -1 for the floor."""
 
     name: str
     points: Points
@@ -29,7 +29,7 @@ class PlottedCurve(NamedTuple):
 
 
 def style(number: int) -> str:
-    """The stroke of a curve: colours first, then colours with dashes."""
+    """Return the stroke of a curve: colours first, then colours with dashes."""
     if number < 0:
         return 'class="curve opt" stroke-dasharray="2 4"'
     dash = DASHES[number // COLOURS % len(DASHES)]
@@ -38,7 +38,7 @@ def style(number: int) -> str:
 
 
 def keys(curves: Sequence[PlottedCurve]) -> str:
-    """The names of the curves beside a piece of each."""
+    """Draw the legend: a sample of each curve and its name."""
     items = (
         '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
         f'<path d="M1 6H25" {style(c.style)}/></svg>{escape(c.name)}</li>'
@@ -48,7 +48,7 @@ def keys(curves: Sequence[PlottedCurve]) -> str:
 
 
 def chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
-    """Miss ratio over capacity; below `floor` no policy can come."""
+    """Draw miss ratio over capacity; no policy can get below `floor`."""
     highest = max(y for c in (*curves, floor) for _, y in c.points)
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)
     top = max(step, math.ceil(round(highest / step, 9)) * step)
@@ -87,7 +87,7 @@ Labels = Sequence[tuple[float, str]]
 
 
 def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
-    """A drawing in a plot of WIDE x HIGH, with labels at shares of its height and width."""
+    """Put a drawing (WIDE x HIGH) into a plot; labels lie at shares of its axes."""
     y_labels = "".join(f'<span style="bottom:{100 * y:.2f}%">{label}</span>' for y, label in ys)
     x_labels = "".join(
         f'<span style="left:{100 * x:.2f}%"{" class=odd" if i % 2 else ""}>{label}</span>'
@@ -102,7 +102,7 @@ def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
 
 
 class Bar(NamedTuple):
-    """A cell's time, and its 95th percentile, in seconds. `style` is the number of its colour."""
+    """A bar: a cell's time and 95th percentile in seconds; `style` numbers its colour."""
 
     name: str
     group: str
@@ -114,7 +114,7 @@ class Bar(NamedTuple):
 
 
 def bars(drawn: Sequence[Bar]) -> str:
-    """A bar each, under the names of their groups, on one scale from nought."""
+    """Draw bars under the names of their groups, on one scale from zero."""
     longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
     parts, group = [], None
     for bar in drawn:
@@ -132,14 +132,14 @@ def bars(drawn: Sequence[Bar]) -> str:
 
 
 def level(count: int, mean: float) -> int:
-    """The colour of a cell: 0 never used, then by steps of SCALE times the layer's mean."""
+    """Return the colour of a heat map's cell: 0 for unused, then by steps of SCALE x mean."""
     if count == 0:
         return 0
     return 1 + sum(count >= bound * mean for bound in SCALE)
 
 
 def heat(counts: Sequence[Sequence[int]]) -> str:
-    """Experts by layer: how often each was chosen, against the mean of its layer."""
+    """Draw a heat map of experts by layer: uses, relative to the mean of the layer."""
     widest, layers = max(len(row) for row in counts), len(counts)
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):

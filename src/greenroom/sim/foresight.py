@@ -1,4 +1,4 @@
-"""Predictors over a trace; those that run beside a model are replayed from its predictions."""
+"""Predictors over a trace. Predictors that need a model are replayed from recordings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from greenroom.trace import Trace
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
-    """A predictor over a trace; those that run beside a model are replayed from its predictions.
+    """Build a predictor over a trace, or its replay where it needs a model.
 
-    UsageError where the trace has not what they need.
+    UsageError where the trace lacks data that the predictor needs.
     """
     choice = resolve_predictor(trace, prefetch)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
@@ -30,7 +30,7 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
 
 
 def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
-    """What a name stands for over this trace: itself, or the recording of it."""
+    """Resolve the name of a predictor: itself, or its predictions recorded in the trace."""
     choice = predictor(prefetch)
     if choice.kind is AUTO:
         return resolve_predictor(trace, automatic_predictor(trace))
@@ -38,7 +38,7 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
         return choice
     if (recording := _recording(trace, choice)) is None:
         raise UsageError(
-            f"predictor {choice.name} runs beside a model, and this trace does not hold its"
+            f"predictor {choice.name} needs a running model, and this trace does not hold its"
             f" predictions: record them (trace record --predict {choice.name})"
             + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
         )
@@ -46,8 +46,10 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
 
 
 def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
-    """These predictors, each once, `auto` as what it is here. UsageError where the trace has not
-    what one needs: before anything takes long."""
+    """Resolve `auto` and check that the trace has the data that each predictor needs.
+
+    Returns the names, each once. UsageError where data is missing.
+    """
     resolved = dict.fromkeys(
         automatic_predictor(trace) if name == AUTO.name else name for name in names
     )
@@ -58,17 +60,17 @@ def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[
 
 
 def automatic_predictor(trace: Trace) -> str:
-    """What `auto` is here: what a run takes, as far as the trace says what it would expect."""
+    """Name the predictor that `auto` stands for: a run's, if the trace has its predictions."""
     first, last = AUTOMATIC
     return last if _recording(trace, predictor(first)) is None else first
 
 
 def _recording(trace: Trace, choice: PredictorChoice) -> str | None:
-    """The trace's predictions that a predictor made: of its kind, distance and options."""
+    """Find the trace's predictions by a predictor of this kind, distance and options."""
     for name, prediction in trace.predictions.items():
         try:
             by = predictor(name)
-        except UsageError:  # not one of ours
+        except UsageError:  # not a predictor of Greenroom
             continue
         alike = by.kind is choice.kind and by.options == choice.options
         if alike and choice.distance in (None, prediction.distance):

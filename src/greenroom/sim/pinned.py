@@ -1,4 +1,4 @@
-"""Pinned sets and traces: which experts a task uses, and what stays when in a replay."""
+"""Pinned sets of experts over a trace: the experts of a task, and their use in a replay."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName, UsageError
 from greenroom.trace import Trace
 
-WINDOW = 16  # tokens that stand in for the prompt where a trace has none
+WINDOW = 16  # tokens that replace the prompt where a trace has none
 
 
 def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
-    """Of each task (a label of the trace's requests) the experts that its tokens use most: this
-    share of every layer's, at least one. UnknownName lists the labels."""
+    """Find the experts that each task's tokens use most: a share of every layer's, at least one.
+
+    A task is a label of the trace's requests. UnknownName lists the labels.
+    """
     if not 0 < share < 1:
         raise UsageError(f"the share of experts to pin must be above 0 and below 1: {share:g}")
     offsets = trace.offsets.tolist()
@@ -38,11 +40,11 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
 
 
 def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
-    """What stays from which step on, for `replay`; `stream` is the trace in `runtime` order.
+    """List (step, pinned experts) for `replay`; `stream` is the trace in `runtime` order.
 
-    The only task's experts from the start; of several, those of the task that a request's prompt is
-    nearest to, from its first decoded token on. A trace without prompts has the request's first
-    tokens in their place.
+    With one task its experts are pinned from the start. With several, from a request's first
+    decoded token on, those of the task nearest to its prompt; in a trace without prompts, nearest
+    to the request's first WINDOW tokens.
     """
     if len(pins.tasks) == 1:
         return [(0, pins.first)]

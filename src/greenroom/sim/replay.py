@@ -1,4 +1,4 @@
-"""Replay a stream of requests against a policy: what would have been missed.
+"""Replay of a stream of requests against a policy, which counts its misses.
 
 The whole stream is served in one compiled call, by the functions that serve a step in a run.
 """
@@ -26,9 +26,9 @@ from greenroom.errors import BudgetError, UsageError
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Counts in requests (one expert of one step each).
+    """Result of a replay, in requests (one expert of one step each).
 
-    `missed` [N] says which were misses, where that was asked for.
+    `missed` [N] says which requests were misses, where `detail` was set.
     """
 
     requests: int
@@ -53,14 +53,17 @@ def replay(
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
 ) -> ReplayResult:
-    """Serve a stream from an empty cache of `capacity` slots; `offsets` [layers + 1] are dense ids.
+    """Serve a stream from an empty cache of `capacity` slots.
 
-    `pin`: "step" protects the pieces of the step that is served, "none" protects nothing. `reset`
-    starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
-    alone. `detail` asks for `missed`. `pinned` are (s, pieces): from step s on these pieces, and no
-    longer those of the entry before, stay once they are loaded (not with `reset`). Releases the
-    GIL. UsageError for a capacity, scope or pin that cannot be; a stream is as `trace.stream` makes
-    it.
+    offsets: [layers + 1] dense ids
+    pin:     "step" protects the pieces of the step that is served, "none" protects nothing
+    reset:   start every prompt with an empty cache and a policy without memory
+    detail:  return `missed` too
+    pinned:  (s, pieces): from step s on these pieces, and no longer those of the entry before, are
+             never evicted once they are loaded (not with `reset`)
+
+    The stream is one of `trace.stream`. Releases the GIL. UsageError for an impossible capacity,
+    scope or pin.
     """
     check_pin(pin)
     layer = layer_of_ids(offsets)
@@ -70,7 +73,9 @@ def replay(
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0
     if reset and pinned:
-        raise UsageError("with an empty cache for each request nothing stays: pin, or reset")
+        raise UsageError(
+            "with an empty cache for each request nothing stays pinned: choose pinning or reset"
+        )
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
@@ -96,12 +101,12 @@ def check_capacity(capacity: int, experts: int) -> None:
 
 
 def layer_of_ids(offsets: Ints) -> Ints:
-    """The layer of each dense id; `offsets` [layers + 1]."""
+    """Return the layer of each dense id; `offsets` [layers + 1]."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
-    """Runs of steps [begin, end) that are served by one cache: all, or a prompt's each."""
+    """Split steps into ranges [begin, end) for one cache each: all, or one for each prompt."""
     steps = stream.layer.size
     if not reset or steps == 0:
         return [(0, steps)]
@@ -113,7 +118,7 @@ def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
 def _pinned_ranges(
     pinned: Sequence[tuple[int, Ints]], begin: int, end: int
 ) -> list[tuple[int, int, Ints]]:
-    """Ranges of steps [first, last) with the pieces that are pinned in them."""
+    """Split steps into ranges [first, last) with the pieces that are pinned in each."""
     none = np.empty(0, np.int64)
     changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in pinned if s < end)]
     ends = [*(s for s, _ in changes[1:]), end]
@@ -124,7 +129,7 @@ def _bound_loop(policy: Policy) -> Any:
     return _loop(bind(policy).miss, policy.on_hit, policy.on_step, policy.on_request)
 
 
-# The parts of the loop: `with_parts` puts compiled functions in their place.
+# Parts of the loop, which `with_parts` replaces by compiled functions.
 miss: Any = None
 on_hit: Any = None
 on_step: Any = None
@@ -148,10 +153,10 @@ def loop(
     open_to: Ints,
     anew: bool,
 ) -> int:
-    """Serve steps begin .. end - 1. How many requests were misses.
+    """Serve steps begin .. end - 1; return how many requests were misses.
 
-    `open_to` [G] are the slots of each group that are nobody's for good; pieces that stay are
-    pinned already. `anew`: a prompt begins with the first step, whosever it was before.
+    `open_to` [G] counts the slots of each group without permanently pinned pieces, which are pinned
+    already. `anew`: the first step begins a prompt, whichever request the step before it had.
     """
     # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
     misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0
@@ -175,7 +180,7 @@ def loop(
                 missed[i] = True
             group = state.group_of[piece]
             if pin and not pinned and state.free_count[group] == 0:
-                # Only now does it matter: until a victim is sought, pins change nothing.
+                # The step is pinned lazily: pins matter only once a victim is needed.
                 others = 0
                 for j in range(a, b):
                     others += state.pinned[stream.pieces[j]] == 0

@@ -1,4 +1,4 @@
-"""One page that says what a study found: complete in itself, readable without a network."""
+"""The HTML report of a simulation: one file without external resources."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 from greenroom.sim.figures import Bar, PlottedCurve, Points, bars, chart, heat, keys
 from greenroom.sim.table import html_table, show_time, table_of
 
-FLOOR = "OPT, not pinned: the floor"
-AHEAD = (
-    " Prefetches end as useful (there when asked for), late (on the way then), wasted (there, and"
-    " not asked for), or are given up; GOODPRED: accuracy times the share that was there in time."
+FLOOR = "OPT without pinning (lower bound)"
+PREFETCH_NOTE = (
+    " A prefetch is useful (loaded before its expert was needed), late (still loading then), wasted"
+    " (loaded, but not needed), or cancelled. Accuracy: the share of needed experts that were"
+    " predicted. GOODPRED: the share of needed experts that were predicted and loaded in time."
 )
 Facts = Sequence[tuple[str, str]]
 
@@ -32,14 +33,14 @@ def report(
     counts: Sequence[Sequence[int]],
     rows: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The page.
+    """Build the page.
 
     facts:  (name, value) of the trace and the machine
     curves: policy -> (capacity, miss ratio), capacities ascending
     floor:  the same of OPT without pinning
     counts: [layer][expert], tokens that chose it
-    rows:   the cells that were asked for, as `--json` prints them; those with prefetching are in
-            the table and have their times drawn, and in no curve
+    rows:   the requested cells, as `--json` prints them; cells with prefetching are in the table
+            and in the bars of times, not in the curves
     """
     ahead = any("prefetches" in row for row in rows)
     drawn = [PlottedCurve(name, points, i) for i, (name, points) in enumerate(curves.items())]
@@ -47,13 +48,13 @@ def report(
     setting = ", ".join(f"{name} {value}" for name, value in settings.items())
     sections = [
         card("Miss ratio by capacity", f"{setting}{', without prefetching' * ahead}."
-             " Shaded: where no policy can come.",
+             " Shaded: no policy can have so few misses.",
              keys([*drawn, least]) + chart(drawn, least, experts)),
         *_times(rows, list(curves), experts),
-        card("Which experts are used", "One row a layer, one column an expert, by how many"
-             " tokens chose it.", heat(counts)),
-        card("Results", "The cells that were asked for. Above floor: misses beyond those of"
-             " OPT without pinning, which knows the future." + AHEAD * ahead,
+        card("Which experts are used", "One row a layer, one column an expert. The colour shows how"
+             " many tokens chose the expert.", heat(counts)),
+        card("Results", "Each policy at each capacity. Above floor: extra misses relative"
+             " to OPT without pinning, which knows the future." + PREFETCH_NOTE * ahead,
              scrollable(html_table(*table_of(_above(rows, dict(floor)), experts)))),
         provenance_card(command, facts),
     ]  # fmt: skip
@@ -80,12 +81,12 @@ def report(
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """A cell's policy, and its predictor if it has one."""
+    """Name a cell: its policy, and its predictor if it has one."""
     return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
 def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
-    """What a token takes in each cell, where prefetching is compared."""
+    """Draw the time of a token in each cell, where prefetching is compared."""
     timed = [row for row in rows if row.get("tpot_s") is not None]
     if not timed or all("prefetches" not in row for row in rows):
         return []
@@ -101,12 +102,15 @@ def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int)
         )
         for row in sorted(timed, key=lambda row: int(row["capacity"]))
     ]
-    note = "TPOT by capacity: the median, and a line at the 95th percentile. Pale: no prefetching."
+    note = (
+        "Time per output token (TPOT) by capacity. Bar: median. Line: 95th percentile. Pale: no"
+        " prefetching."
+    )
     return [card("Time of a token", note, bars(drawn))]
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
-    """The best cell at the middle one of the capacities, and what is left to gain."""
+    """Show the best cell at the middle capacity, and what is left to gain."""
     capacities = sorted({row["capacity"] for row in rows})
     capacity = capacities[(len(capacities) - 1) // 2]
     candidates = [row for row in rows if row["capacity"] == capacity]
@@ -115,17 +119,20 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
     if any("prefetches" in row for row in rows):
         quickest = min(candidates, key=lambda row: float(row["seconds"]))
         tiles += [
-            (_name(quickest), f"least time {at}"),
-            (show_time(quickest["seconds"]), "its time there, of all requests"),
-            (f"{quickest['stall_s'] / (quickest['seconds'] or 1):.2%}", "of it stalled"),
+            (_name(quickest), f"fastest {at}"),
+            (show_time(quickest["seconds"]), "its time for all requests"),
+            (
+                f"{quickest['stall_s'] / (quickest['seconds'] or 1):.2%}",
+                "of that time waiting for experts",
+            ),
         ]
     else:
-        able = [row for row in candidates if row["policy"] != "opt"]  # it knows the future
+        able = [row for row in candidates if row["policy"] != "opt"]  # OPT knows the future
         best = min(able or candidates, key=lambda row: float(row["miss_ratio"]))
         tiles += [
             (str(best["policy"]), f"fewest misses {at}"),
-            (f"{best['miss_ratio']:.2%}", "its miss ratio there"),
-            (f"{floor[capacity]:.2%}", "OPT's, the floor, there"),
+            (f"{best['miss_ratio']:.2%}", "its miss ratio"),
+            (f"{floor[capacity]:.2%}", "miss ratio of OPT, the lower bound"),
         ]
     return '<div class="tiles">' + "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
@@ -134,9 +141,11 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
 
 
 def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> list[dict[str, Any]]:
-    """The rows by capacity, those without prefetching with their misses above the floor."""
+    """Sort rows by capacity; add the misses above the floor where there is no prefetching."""
     result = []
-    for row in sorted(rows, key=lambda row: int(row["capacity"])):  # stable: policies as named
+    for row in sorted(
+        rows, key=lambda row: int(row["capacity"])
+    ):  # stable: policies keep their order
         least = floor[row["capacity"]] * row["requests"]
         above = row["misses"] / least - 1 if least else 0.0
         result.append({**row, "above_floor": None if "prefetches" in row else above})
@@ -144,7 +153,7 @@ def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> lis
 
 
 def html_page(title: str, main: str, tail: str = "") -> str:
-    """A whole page, complete in itself."""
+    """Build a complete page, with the style sheet inside."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -158,22 +167,22 @@ def _asset(name: str) -> str:
 
 
 def card(title: str, note: str, body: str) -> str:
-    """A section of a page."""
+    """Build a section of a page."""
     text = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
 
 
 def scrollable(table: str) -> str:
-    """A table that may be wider than the page."""
+    """Wrap a table that may be wider than the page, so that it scrolls."""
     return f'<div class="wide">{table}</div>'
 
 
 def provenance_card(command: str, facts: Facts) -> str:
-    """The section that says what a page was made by, and of what."""
+    """Build the section with the command and the inputs of a page."""
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    return card("Made by", "", f"<pre>{escape(command)}</pre><dl>{listed}</dl>")
+    return card("Command and inputs", "", f"<pre>{escape(command)}</pre><dl>{listed}</dl>")
 
 
 def _json(data: Any) -> str:
-    """JSON that cannot end the script element that it is in."""
+    """Encode JSON for a script element, without any tag that could end it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

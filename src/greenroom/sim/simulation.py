@@ -1,4 +1,4 @@
-"""`greenroom.simulate`: policies and capacities compared on a trace, from Python."""
+"""Python API `greenroom.simulate`: compare policies and capacities on a trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from greenroom.trace import Trace, load
 
 
 class Simulation(Sequence[Row]):
-    """The results of a simulation: a dict for each policy, prefetch and capacity, in that order.
+    """Results of a simulation: a dict for each policy, predictor and capacity, in that order.
 
-    It is a sequence (`found[0]["miss_ratio"]`, `pandas.DataFrame(list(found))`), and shows itself
-    as a table. Fields are those of `greenroom simulate --json` (docs/simulate.md).
+    A sequence (`results[0]["miss_ratio"]`, `pandas.DataFrame(list(results))`), which is shown as a
+    table. Fields are those of `greenroom simulate --json` (docs/simulate.md).
     """
 
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
-        """Of a trace, of which only the size is kept."""
+        """Store the rows; of the trace only its size is stored."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
         self._heading = trace_heading(trace, rows[0])
 
@@ -44,9 +44,9 @@ class Simulation(Sequence[Row]):
         return iter(self._rows)
 
     def curves(self, field: str = "miss_ratio") -> dict[str, tuple[list[int], list[float]]]:
-        """For each policy (and predictor) its capacities and a field at each, ready to plot.
+        """Return (capacities, values of a field) for each policy and predictor, ready to plot.
 
-        UnknownName for a field that the rows have not.
+        UnknownName for a field that rows do not have.
         """
         if field not in self._rows[0]:
             raise UnknownName("field", field, self._rows[0])
@@ -63,7 +63,7 @@ class Simulation(Sequence[Row]):
         return rows_text(self._heading, *table_of(self._rows, self._experts))
 
     def _repr_html_(self) -> str:
-        """For a notebook."""
+        """Show the table in a notebook."""
         return html_table(*table_of(self._rows, self._experts), caption=self._heading)
 
 
@@ -85,31 +85,31 @@ def simulate(
     dense_bytes: int | None = None,
     workers: int | None = None,
 ) -> Simulation:
-    """Replay a trace against every one of some policies at every one of some capacities.
+    """Replay a trace against each policy at each capacity.
 
-        found = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
-        found                                  # a table
-        found[0]["miss_ratio"]
-        found.curves()["lru"]                  # ([capacities], [miss ratios])
+        results = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
+        results                                # a table
+        results[0]["miss_ratio"]
+        results.curves()["lru"]                # ([capacities], [miss ratios])
 
     trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
-    policy: names, of which options follow a colon: "moe-infinity:matching=request"
+    policy: names; options follow a colon: "moe-infinity:matching=request"
     capacity: slots, or shares of all experts: 64, "25%"
-    order: of the requests: natural (default), rounds, or runtime (default with a machine)
+    order: order of the requests: natural (default), rounds, or runtime (default with a machine)
     scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
-    pin: are the experts of a step safe while it is served? step, or none
-    seed: of policies that draw lots
+    pin: step protects the experts of a step from eviction while it is served; none does not
+    seed: of policies that draw random numbers
     limit: only the trace's first tokens
     reset: begin every request with an empty cache
     machine: a profile (`greenroom doctor -o`), or a `Machine`: adds times to the rows
-    prefetch: with a machine, predictors that fetch ahead; "off" is the run without
+    prefetch: predictors to prefetch with (needs a machine); "off" is a run without prefetching
     expert_bytes, dense_bytes: sizes of an expert and of a layer's other weights, with a machine
-        (default: what the trace says; dense layers of unknown size take no time)
-    workers: cells that run at a time (default: one a core)
+        (default: from the trace; dense layers of unknown size take no time)
+    workers: cells to run at a time (default: one a core)
 
-    All that `greenroom simulate` can do beside is in docs/simulate.md. Raises TraceError,
-    ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run in new
-    processes: a script that has them needs `if __name__ == "__main__"`.
+    docs/simulate.md has the further options of the command `greenroom simulate`. Raises
+    TraceError, ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run
+    in new processes: a script with such cells needs `if __name__ == "__main__"`.
     """
     data = trace if isinstance(trace, Trace) else load(Path(trace))
     config = SimulateConfig(
@@ -144,7 +144,7 @@ def _simulate(
 
 
 def _joined(what: str, value: str | int | Sequence[str | int]) -> str:
-    """One value or several, as the command line has them."""
+    """Join one value or several by commas, as on the command line."""
     if not isinstance(value, str | int) and not value:
         raise UsageError(f"{what} is an empty list: give at least one")
     return str(value) if isinstance(value, str | int) else ",".join(map(str, value))

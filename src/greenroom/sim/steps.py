@@ -1,10 +1,10 @@
-"""What steps take, all of a trace in one compiled call: the event machine's sums, without events.
+"""Times of all steps of a trace, in one compiled call that needs no events.
 
-With demand transfers alone, and a slot of its own for every expert of a step, nothing of a step is
-left when it ends. Then its chunks land in the order in which they start, a lane takes the next
-chunk when its last has landed (on each link of a chain), and the processor takes experts in the
-order in which they are there: a recurrence. Steps that use a slot twice need the event machine
-itself (`timed.Chunked`); tests hold the two to the same times.
+With demand transfers only, and a slot for every expert of a step, no transfer outlives its step.
+Then chunks land in the order in which they start, a lane takes the next chunk when its last has
+landed (on each link of a chain), and the processor computes experts in the order in which they
+arrive: a recurrence. Steps that use a slot twice need the event machine (`timed.StepTimer`); tests
+hold the two to the same times.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def step_times(
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
-    """[S, 3]: seconds, stall and compute of each step; arrays as in `Stream`, `tokens` [S].
+    """Compute seconds, stall and compute of each step, [S, 3].
 
-    An expert comes in `chunks` chunks, equal but for the last.
+    Arrays are as in `Stream`, and `tokens` [S]. An expert has `chunks` chunks, equal but for the
+    last.
     """
     times: Floats = _step_times(
         starts,
@@ -53,7 +54,7 @@ def step_times(
 
 
 def _seconds(work: Work, most: int) -> Floats:
-    """[most + 1] what so many tokens take."""
+    """Tabulate the seconds of 0 .. most tokens."""
     return np.array([work.seconds(tokens) for tokens in range(most + 1)])
 
 
@@ -74,16 +75,16 @@ def _step_times(
     chunks: int,
 ) -> Floats:
     out = np.zeros((dense.size, 3))
-    free = np.zeros(bandwidth.size)  # when each link has carried what it was given
-    landed = np.zeros((lanes.size, lanes.max()))  # when each lane's last chunk is there, in turn
+    free = np.zeros(bandwidth.size)  # when each link has carried all its chunks
+    landed = np.zeros((lanes.size, lanes.max()))  # when each lane's last chunk landed, round-robin
     turn = np.zeros(lanes.size, np.int64)
-    seated = np.zeros(staging_slots)  # when each seat's last chunk has left it, in turn
+    staged = np.zeros(staging_slots)  # when each staging slot's last chunk left it, round-robin
     size = expert_bytes // chunks
     for s in range(dense.size):
         free[:] = 0.0
-        landed[:], seated[:], turn[:] = 0.0, 0.0, 0
+        landed[:], staged[:], turn[:] = 0.0, 0.0, 0
         staging_slot, stall, slowed, now = 0, 0.0, 0.0, 0.0
-        for i in range(starts[s], starts[s + 1]):  # the first group: what is there
+        for i in range(starts[s], starts[s + 1]):  # the first group: resident experts
             if not missed[i]:
                 now += expert[rows[i] if rows.size else 1]
         compute = now
@@ -93,12 +94,12 @@ def _step_times(
             ready = 0.0
             for chunk in range(chunks):
                 nbytes = size + (expert_bytes % chunks if chunk == chunks - 1 else 0)
-                ready = seated[staging_slot] if lanes.size > 1 else 0.0
+                ready = staged[staging_slot] if lanes.size > 1 else 0.0
                 for k in range(bandwidth.size):
                     free[k] = max(ready, landed[k, turn[k]], free[k]) + nbytes / bandwidth[k]
                     landed[k, turn[k]] = ready = free[k] + latency[k]
                     turn[k] = (turn[k] + 1) % lanes[k]
-                seated[staging_slot] = ready
+                staged[staging_slot] = ready
                 staging_slot = (staging_slot + 1) % staging_slots
             wait = max(0.0, ready - now)
             stall += wait

@@ -52,22 +52,25 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Study(EventOptions):
-    """What all cells of a sweep share. Prefetching needs costs, and the order `runtime`."""
+    """The trace and options that all cells of a sweep share.
+
+    Prefetching needs costs, and the order `runtime`.
+    """
 
     trace: Trace
     requests: Stream
     order: str
     costs: Costs | None = None
     expert_bytes: int = 0
-    pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
+    pins: Pins | None = None  # pinned experts of tasks; without costs, in order `runtime`
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
-        """A trace in an order; UnknownName for it."""
+        """Put a trace in an order; UnknownName for another order."""
         return cls(trace, stream(trace, order), order, **options)
 
     def run(self, cell: Cell) -> Row:
-        """A cell as `--json` prints it; with costs, how long it takes too."""
+        """Simulate a cell; return its row, as `--json` prints it."""
         chosen = policy(cell.policy)
         how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
         done: ReplayResult | SimulatedTimes
@@ -77,7 +80,7 @@ class Study(EventOptions):
             done = replay(
                 self.requests, self.trace.offsets, cell.capacity, chosen, pinned=stay, **how  # type: ignore[arg-type]
             )  # fmt: skip
-        elif not self._played(cell):
+        elif not self._event_driven(cell):
             done = time_trace(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
@@ -86,8 +89,8 @@ class Study(EventOptions):
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching, splits, misses that get less, a host tier and several devices"
-                    " need the experts of a step to be safe: pin step"
+                    "prefetching, splits, approximated misses, a host tier and several devices need"
+                    " the experts of a step to be protected: leave out --pin, or give --pin step"
                 )
             simulated = simulate_events(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
@@ -108,27 +111,30 @@ class Study(EventOptions):
 
     @property
     def event_by_event(self) -> bool:
-        """Whether every cell is played event by event, by policies that know no future."""
+        """True if all cells need event-driven simulation, with policies that know no future."""
         parts = self.split is not None or self.approximation is not None
         return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
 
-    def _played(self, cell: Cell) -> bool:
-        """Whether a cell is played event by event."""
+    def _event_driven(self, cell: Cell) -> bool:
+        """True if a cell needs event-driven simulation."""
         return cell.prefetch != OFF or self.event_by_event
 
     def warm(self, cell: Cell) -> None:
-        """Compile what a cell needs, on a few steps.
+        """Compile the code that a cell needs, by simulating a few steps.
 
         Two threads that compile the same function at once would both do it, and compiling holds
-        the GIL: so all is compiled before the threads start.
+        the GIL: so all code is compiled before the threads start.
         """
         few = self.trace.head(2)
-        with suppress(UsageError):  # what a cell cannot have it says itself
+        with suppress(UsageError):  # the cell itself reports its errors
             replace(self, trace=few, requests=stream(few, self.order), pins=None).run(cell)
 
 
 def capacities(text: str, experts: int) -> list[int]:
-    """`64,25%`: slots, or a share of all experts, rounded down. UsageError where it cannot be."""
+    """Parse capacities such as `64,25%`: slots, or shares of all experts rounded down.
+
+    UsageError for an impossible capacity.
+    """
     return [_capacity(item.strip(), experts) for item in text.split(",")]
 
 
@@ -136,7 +142,9 @@ def _capacity(text: str, experts: int) -> int:
     try:
         amount = Fraction(text[:-1].strip()) if text.endswith("%") else int(text)
     except (ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"--capacity {text!r}: write slots as 64, a share as 25%") from error
+        raise UsageError(
+            f"--capacity {text!r}: write a number of slots such as 64, or a share such as 25%"
+        ) from error
     if isinstance(amount, int):
         if not 1 <= amount <= experts:
             raise UsageError(f"--capacity {amount}: must be from 1 to all {experts} experts")
@@ -149,7 +157,10 @@ def _capacity(text: str, experts: int) -> int:
 
 
 def split_names(text: str) -> list[str]:
-    """`lru,moe-infinity:matching=request,capacity=50,opt`: an option belongs to the name before."""
+    """Split names at commas, and keep options with their name.
+
+    In `lru,moe-infinity:matching=request,capacity=50,opt` the second name has two options.
+    """
     result: list[str] = []
     for item in text.split(","):
         if result and ":" in result[-1] and "=" in item and ":" not in item:
@@ -160,15 +171,14 @@ def split_names(text: str) -> list[str]:
 
 
 def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
-    """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
+    """Yield the capacities of a curve: the requested ones, and twelve more up to all experts."""
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     points = {int(share * experts) for share in shares} | set(requested)
     yield from sorted(point for point in points if point >= least)
 
 
 def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> Study:
-    """What all cells of a simulation share. UsageError for options that this trace or machine
-    cannot have."""
+    """Build the study of a configuration; UsageError for options that do not fit it."""
     if config.approximation() is not None:
         check_weights(trace)
     pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
@@ -180,16 +190,16 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
 
 
 def requested_predictors(config: SimulateConfig, trace: Trace) -> list[str]:
-    """The predictors that were asked for, each tried on the trace before anything takes long."""
+    """Resolve the requested predictors, and check that the trace has their data."""
     return check_predictors(trace, split_names(config.prefetch or OFF), config.seed)
 
 
 def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dict[str, Any]:
-    """The costs of this trace's model on a machine; nothing without one."""
+    """Return the study's options for a machine: costs and sizes; none without a machine."""
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
-    home_devices(trace.offsets.tolist(), config.devices)  # or UsageError
+    home_devices(trace.offsets.tolist(), config.devices)  # only checks: UsageError
     check_host(config, costs)
     return {
         "costs": costs,
@@ -202,8 +212,7 @@ def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dic
 def costs_of(
     config: SimulateConfig | BudgetsConfig, trace: Trace, machine: Machine, **places: str | None
 ) -> tuple[Costs, int]:
-    """(what a machine takes, an expert's bytes); UsageError where nobody says how large an expert
-    is."""
+    """Return (costs of the machine, bytes of an expert); UsageError for an unknown size."""
     expert = nbytes(config.expert_bytes, trace, "expert_bytes")
     if not expert:
         raise UsageError(
@@ -214,35 +223,37 @@ def costs_of(
 
 
 def check_host(config: SimulateConfig, costs: Costs) -> None:
-    """UsageError where misses shall be computed where they wait, and nobody could."""
+    """UsageError where --co-compute has no host memory, or no processor beside it."""
     if not config.uses_host():
         return
     if config.host_capacity is None:
-        raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")
+        raise UsageError(
+            "--co-compute auto computes experts that are in host memory: give --host-capacity"
+        )
     if costs.host is None:
         raise UsageError(
-            "--co-compute auto needs two processors, one beside host memory and --processor behind"
-            " it: this machine's profile has none there"
+            "--co-compute auto needs two processors, one beside host memory and one behind it"
+            " (--processor): this machine's profile has no such pair"
         )
 
 
 def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
-    """Slots of the tier between two links; UsageError where there are not two."""
+    """Return the slots of the host tier; UsageError unless there are two links."""
     if config.host_capacity is None:
         return 0
     if len(costs.links) != 2:
         raise UsageError(
-            "--host-capacity is of memory between two links, disk to host to device: this way to"
-            f" the processor has {len(costs.links)}"
+            "--host-capacity is of host memory between two links, disk to host to device; the way"
+            f" to this --processor has {len(costs.links)}"
         )
     slots = capacities(config.host_capacity, int(trace.offsets[-1]))
     if len(slots) != 1:
-        raise UsageError(f"--host-capacity is one number, got {config.host_capacity}")
+        raise UsageError(f"--host-capacity must be one number, got {config.host_capacity}")
     return slots[0]
 
 
 def nbytes(option: str | None, trace: Trace, name: str) -> int:
-    """A size from the option, which was checked, else from the trace's meta, else 0."""
+    """Return a size: from the checked option, else from the trace's meta, else 0."""
     if option is not None:
         return 0 if option.strip() == "0" else Amount.parse(option, name).of(0)
     size = trace.meta.get(name)

@@ -1,8 +1,7 @@
-"""Many cells of one trace at once: policies by capacities, on all cores or on a Ray cluster.
+"""Sweeps: many cells of one trace in parallel, on all cores or on a Ray cluster.
 
-A replay is a compiled call that leaves Python's lock alone: such cells run in threads. Those with
-prefetching are played event by event, by Python; where they are long enough to pay for it, they run
-in processes.
+A replay is a compiled call that releases the GIL: such cells run in threads. Cells with prefetching
+are simulated event by event in Python; long ones run in processes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from greenroom.interrupts import defer_interrupts, end_with_parent
 from greenroom.predictors import OFF
 from greenroom.sim.study import Cell, Row, Study
 
-LONG = 20_000  # steps: a cell of so many takes as long as a process does to start
+LONG = 20_000  # steps: a cell of this length takes as long as the start of a process
 
 
 def sweep(
@@ -35,13 +34,11 @@ def sweep(
     done: Callable[[], object] = lambda: None,
     compiling: Callable[[str, int, int], object] = lambda name, number, of: None,
 ) -> list[Row]:
-    """The cells' rows, in their order; `done` is called after each. Uses all cores by default.
+    """Simulate cells in parallel; return their rows in order. Uses all cores by default.
 
-    `compiling` is called before a policy's code is compiled, or read where it was compiled before:
-    with its name, how many are compiled, and of how many.
-
-    Long cells with prefetching run in new processes: a script that calls this needs the usual
-    `if __name__ == "__main__"`.
+    `done` is called after each cell; `compiling` before the code of a policy is compiled or loaded,
+    with (name, number of policies done, number of all). Long cells with prefetching run in new
+    processes: a script that calls this needs `if __name__ == "__main__"`.
     """
     workers = workers or os.cpu_count() or 1
     kinds = {(cell.policy, cell.prefetch): cell for cell in reversed(cells)}
@@ -55,12 +52,14 @@ def sweep(
     pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
     try:
         waiting: dict[Future[Row], int] = {}
-        with defer_interrupts():  # a process that is half begun would say so
+        with defer_interrupts():  # an interrupted start of a process prints an error
             if processes > 1:
-                pools.append(ProcessPoolExecutor(processes, get_context("spawn"), _begin, (study,)))
+                pools.append(
+                    ProcessPoolExecutor(processes, get_context("spawn"), _init_worker, (study,))
+                )
             for i, cell in enumerate(cells):
                 if processes > 1 and cell.prefetch != OFF:
-                    waiting[pools[-1].submit(_go, cell)] = i
+                    waiting[pools[-1].submit(_run_in_worker, cell)] = i
                 else:
                     waiting[pools[0].submit(study.run, cell)] = i
         rows: dict[int, Row] = {}
@@ -70,7 +69,7 @@ def sweep(
     except Exception:
         _shut(pools)
         raise
-    except BaseException:  # nobody waits for the cells that run, which may take minutes
+    except BaseException:  # running cells may take minutes: do not wait for them
         for process in active_children():
             if process not in others:
                 process.kill()
@@ -88,16 +87,18 @@ def _shut(pools: list[Executor], wait: bool = True) -> None:
 _study: Study  # of a worker process
 
 
-def _begin(study: Study) -> None:
-    """A worker process: the study comes once. An interrupt ends it without a word, and so does the
-    end of its parent."""
+def _init_worker(study: Study) -> None:
+    """Initialise a worker process with the study.
+
+    It ends silently at an interrupt, and with its parent.
+    """
     global _study
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
     _study = study
 
 
-def _go(cell: Cell) -> Row:
+def _run_in_worker(cell: Cell) -> Row:
     return _study.run(cell)
 
 
@@ -107,10 +108,11 @@ def sweep_on_ray(
     address: str,
     done: Callable[[], object] = lambda: None,
 ) -> list[Row]:
-    """The same on a Ray cluster: `address` is `host:port`, `auto`, or `local` for one of its own.
+    """Simulate cells on a Ray cluster; return their rows in order.
 
-    The trace is sent once; Greenroom must be installed on the nodes. UsageError where there is no
-    Ray or no cluster at the address.
+    `address` is `host:port`, `auto`, or `local` for a new cluster here. The trace is sent once;
+    Greenroom must be installed on the nodes. UsageError without Ray, or without a cluster at the
+    address.
     """
     try:
         import ray
@@ -122,7 +124,7 @@ def sweep_on_ray(
         raise UsageError(f"no Ray cluster at {address}: {error}") from error
     try:
         shared = ray.put(study)
-        task = ray.remote(num_cpus=1)(_run)
+        task = ray.remote(num_cpus=1)(_run_on_ray)
         waiting = {task.remote(shared, cell): i for i, cell in enumerate(cells)}
         rows: dict[int, Row] = {}
         while waiting:
@@ -135,5 +137,5 @@ def sweep_on_ray(
     return [rows[i] for i in range(len(cells))]
 
 
-def _run(study: Study, cell: Cell) -> Row:
+def _run_on_ray(study: Study, cell: Cell) -> Row:
     return study.run(cell)

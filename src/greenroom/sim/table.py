@@ -1,4 +1,4 @@
-"""Tables for people, as text and as HTML; the rows of a simulation as such a table."""
+"""Tables as text and HTML, and simulation results in them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from greenroom.trace import Trace
 
-LEFT = ("system", "policy", "prefetch")  # columns of names
+LEFT = ("system", "policy", "prefetch")  # columns that are aligned to the left
 
 
 def show_time(seconds: float | None) -> str:
-    """12.3 ms, 4.56 s; "-" for a time that there is not."""
+    """Format a time: 12.3 ms, 4.56 s; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table for a terminal: the first `left` columns to the left, the others to the right."""
+    """Format a table for a terminal; the first `left` columns are aligned to the left."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 
@@ -35,7 +35,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """A table of a page."""
+    """Build a table of an HTML page."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
@@ -46,7 +46,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 
 def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
-    """What the rows of a simulation are of."""
+    """Describe the trace and the order of a simulation, in two lines of text."""
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {int(trace.offsets[-1]):,} experts in {trace.layers} layers, top-{trace.top_k}"
@@ -55,13 +55,15 @@ def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
 
 
 def rows_text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The rows of a simulation for a terminal, under their heading."""
+    """Format the rows of a simulation for a terminal, under their heading."""
     return f"{above}\n\n{text_table(header, rows, sum(title in LEFT for title in header))}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of the cells of a simulation, as `--json` prints them, over so many experts.
-    Columns that no cell has are left out."""
+    """Return (header, rows) of a simulation's table, without empty columns.
+
+    `rows` are cells as `--json` prints them, of a model with so many `experts`.
+    """
     entries = [_entry(row, experts) for row in rows]
     ahead = any("prefetches" in row for row in rows)
     chosen = [
@@ -77,7 +79,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
 
 
 def _entry(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
-    """A cell with what is computed of its fields; prefetches end in shares of those that began."""
+    """Add computed fields to a cell; prefetch counts become shares of all prefetches."""
     entry = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
     if row.get("seconds"):
         entry["stalled"] = row["stall_s"] / row["seconds"]
@@ -99,7 +101,7 @@ def _ratio(value: float) -> str:
     return f"{value:.2%}"
 
 
-# A title, the field of a cell, and how it is shown.
+# Title, field of a cell, and format of each column.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     *((name, name, str) for name in LEFT),
     ("capacity", "size", str),

@@ -1,9 +1,9 @@
-"""How long a trace takes on a machine: TTFT, TPOT and stalls of every request, in simulated time.
+"""Simulated times of a trace on a machine: TTFT, TPOT and stalls of every request.
 
-Who is missed is decided first, by the compiled replay. Then the steps are timed: in one compiled
-call, and where a step waits for slots of its own by the event machine of the runtime, which is
-given these decisions. `event_driven.py` runs the event machine over everything; it gives the same
-times, a thousand times slower.
+The compiled replay decides first which requests miss. Then one compiled call times all steps; a
+step that uses a slot twice is timed by the runtime's event machine, which is given these decisions.
+`event_driven.py` runs the event machine over all steps; it gives the same times, a thousand times
+slower.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Seconds and bytes of a run of R requests, one after another.
+    """Seconds and bytes of a simulated run of R requests, one after another.
 
     ttft [R]: from a request's start to the end of its prompt's passes (of its first pass, where
-    the trace has no prompts); gaps [D]: what each decode pass after that took, as between two
-    tokens; stall: time with nothing to compute but a wait.
+              the trace has no prompts)
+    gaps [D]: the time of each later decode pass, which is the time between two tokens
+    stall:    time spent waiting with nothing to compute
     """
 
     requests: int  # experts asked for
@@ -50,7 +51,7 @@ class SimulatedTimes:
     bytes_moved: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """The fields of a cell: `_s` without more is the median, as `greenroom run` has it."""
+        """Return the fields of a cell; `ttft_s` and `tpot_s` are medians, as in `greenroom run`."""
         return {
             **_spread("ttft", self.ttft),
             **_spread("tpot", self.gaps),
@@ -82,10 +83,10 @@ def time_trace(
     chunk_bytes: int = CHUNK_BYTES,
     **how: Any,
 ) -> SimulatedTimes:
-    """Time a trace; `stream` is its requests in `runtime` order, `expert_bytes` an expert's size.
+    """Time a trace; `stream` has its requests in `runtime` order.
 
-    An expert comes in chunks of at most `chunk_bytes`. `how` is served (`scope`, `pin`, `seed`,
-    `reset`), and UsageError, are as of `replay`.
+    An expert of `expert_bytes` comes in chunks of at most `chunk_bytes`. `how` (`scope`, `pin`,
+    `seed`, `reset`) and UsageError are as in `replay`.
     """
     missed, slots = _decisions(stream, trace.offsets, capacity, policy, **how)
     each = StepTimer(trace.offsets, expert_bytes, chunk_bytes, costs)
@@ -105,7 +106,7 @@ def time_trace(
 
 
 def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
-    """(TTFT of each request, time of each decode pass after it), from the time of each pass [P]."""
+    """Split pass times [P] into (TTFT of each request, time of each later decode pass)."""
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
     for request, (begin, end) in enumerate(pairwise(trace.first_passes.tolist())):
@@ -125,7 +126,7 @@ def _decisions(
     pin: str = "step",
     **how: Any,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
-    """Which requests are misses, [N], and their slots [N] where a step may use a slot twice."""
+    """Decide which requests miss, [N], and their slots [N] where a step may use a slot twice."""
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
     if pin != "step" or sizes.max(initial=0) > least:
@@ -145,8 +146,10 @@ def replay_steps(
     seed: int = 0,
     reset: bool = False,
 ) -> tuple[NDArray[np.bool_], Ints]:
-    """Which requests are misses, [N], and their slots [N]: by what serves a step in a run, so that
-    nothing is compiled for it that a run does not need."""
+    """Replay a stream step by step, by a run's cache: (misses [N], slots [N]).
+
+    It needs no compiled code that a run does not need too.
+    """
     missed = np.empty(stream.pieces.size, np.bool_)
     slots = np.empty(stream.pieces.size, np.int64)
     pieces = Pieces.unsplit(offsets.tolist(), [1] * (len(offsets) - 1))
@@ -173,8 +176,10 @@ def replay_steps(
 
 
 class StepTimer:
-    """Times single steps: the scheduler and its clock; it stands in the place of their cache, and
-    says what becomes of a step's requests."""
+    """Timer of single steps: a scheduler and its clock.
+
+    It replaces the scheduler's cache, and returns the decisions that were made beforehand.
+    """
 
     served: Served
 
@@ -189,7 +194,7 @@ class StepTimer:
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
-        """[3]: seconds, stall, compute. A slot of -1 is one that no other request has."""
+        """Time a step: (seconds, stall, compute). Slot -1 is a slot of no other request."""
         fresh = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
         slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
@@ -210,7 +215,7 @@ class StepTimer:
 def _seconds(
     trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: StepTimer
 ) -> Floats:
-    """[S, 3]: seconds, stall and compute of each step."""
+    """Time all steps: seconds, stall and compute, [S, 3]."""
     tokens = np.diff(trace.pass_starts)[stream.token]
     results = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks

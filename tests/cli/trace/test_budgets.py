@@ -71,7 +71,7 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
         (("--method", "moepic"), "moepic weighs loading against computing: give --machine"),
         (("--expert-bytes", "1MiB"), "--expert-bytes has an effect only with --machine"),
         (("--limit", "0"), "--limit must be at least 1 token, got 0"),
-        (("--capacity", "1"), "2 layers need a slot each, there are 1"),
+        (("--capacity", "1"), "2 layers need at least one slot each, got 1"),
         (("--capacity", "2,3"), "--capacity is one number here, got 2,3"),
         (("--machine", "MACHINE"), "the trace does not say how large an expert is"),
         ((*MOEPIC, "--zeta", "2"), "zeta must be above 0 and below 1: 2"),

@@ -146,7 +146,7 @@ def test_counts_are_those_of_the_simulator():
         driver._handle = recorded
         model.generate(ids(1, 7), max_new_tokens=12, do_sample=False)
         counts, pieces = replace(driver.scheduler.counts), driver.scheduler.pieces
-        tier = model.greenroom._tier.requests, model.greenroom._tier.hits
+        tier = model.greenroom._host_tier.requests, model.greenroom._host_tier.hits
         lanes = driver.scheduler.transfers.queue.lanes
     known = [CoCompute(rates(nbytes, 0.9e-3))]
     links = tuple(Link(nbytes / 1e-3, lanes=n) for n in lanes)
@@ -174,7 +174,7 @@ def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)
-        assert not model.greenroom._tier.cache.state.pinned.any()
+        assert not model.greenroom._host_tier.cache.state.pinned.any()
 
 
 def test_an_error_on_the_device_waits_for_the_host(monkeypatch):

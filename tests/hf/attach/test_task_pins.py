@@ -30,10 +30,10 @@ def test_each_prompt_says_which_task_it_is_of():
     for request, used in ((1, 1), (2, 0)):
         pins.on_pass(request, True, 1)
         for layer in (0, 1):
-            pins.on_choice(layer, np.array([[used, -1, 3]]))  # 3 is no expert of a layer
+            pins.on_routing(layer, np.array([[used, -1, 3]]))  # 3 is no expert of a layer
         for _ in range(2):
             pins.on_pass(request, False, 1)
-            pins.on_choice(0, np.array([[2]]))  # an answer says nothing of its task
+            pins.on_routing(0, np.array([[2]]))  # an answer says nothing of its task
     assert orders.given == [[], [1, 4], [0, 3]]
 
 

@@ -213,13 +213,13 @@ def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
 def test_a_run_leaves_its_routing(folder, monkeypatch):
     heard: list[tuple[int, np.ndarray]] = []
     model, _ = greenroom.load(folder, cache="40%", kernels="eager", prefetch="off")
-    chosen = RecentRouting.on_choice
+    chosen = RecentRouting.on_routing
 
     def hear(self: RecentRouting, layer: int, experts: np.ndarray) -> None:
         heard.append((layer, experts.copy()))
         chosen(self, layer, experts)
 
-    monkeypatch.setattr(RecentRouting, "on_choice", hear)
+    monkeypatch.setattr(RecentRouting, "on_routing", hear)
     for prompt in ([[5, 6, 7]], [[9, 8]]):
         model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     digest = model.greenroom.setup.fingerprint

@@ -123,7 +123,7 @@ def test_what_a_cache_takes_is_counted(name):
                 model(ids(1, 1), past_key_values=cache)
     assert 0 < kv.held_bytes(cache) <= sizes.held_bytes(63)
     pages = sum(layer.rows for layer in sizes.layers) * kv.PAGESIZE
-    forgotten = sum(layer.token * 64 for layer in sizes.layers if layer.most is not None)
+    forgotten = sum(layer.token * 64 for layer in sizes.layers if layer.max_tokens is not None)
     written = 63 if not seq2seq else 60
     assert sizes.held_bytes(written) <= kv.held_bytes(cache) + pages + forgotten
 

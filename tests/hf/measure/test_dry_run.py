@@ -51,14 +51,14 @@ def test_every_processor_has_a_rehearsal(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_waits_cost_is_told_by_two_runs_that_wait():
     """Ten tokens with three misses each: waits of 1 ms against 2 ms; of longer ones 4 ms count."""
 
-    def ran(wait: float, computed: float) -> Measurement:
+    def ran(wait: float, compute_seconds: float) -> Measurement:
         stall = 10 * 3 * wait
-        gaps = (computed + 3 * wait,) * 10
+        gaps = (compute_seconds + 3 * wait,) * 10
         return Measurement((0.1,), gaps, ((1,),), 80, 30, 0, stall, 0.0)
 
     short, long = ran(1e-3, 0.010), ran(2e-3, 0.0106)
-    assert dry_run.waited(long) == pytest.approx(6e-3)
-    assert dry_run.waiting(short, long) == pytest.approx(0.2)
-    assert dry_run.waiting(long, short) == 0
-    assert dry_run.waiting(short, ran(1.0, 0.0118)) == pytest.approx(0.2)
-    assert dry_run.waiting(short, ran(2e-3, 0.009)) == 0
+    assert dry_run.wait_seconds(long) == pytest.approx(6e-3)
+    assert dry_run.wake_cost(short, long) == pytest.approx(0.2)
+    assert dry_run.wake_cost(long, short) == 0
+    assert dry_run.wake_cost(short, ran(1.0, 0.0118)) == pytest.approx(0.2)
+    assert dry_run.wake_cost(short, ran(2e-3, 0.009)) == 0

@@ -107,9 +107,9 @@ def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder)
 
 def test_what_is_there_for_the_next_tokens_is_not_asked_again(watched, monkeypatch):
     settled = []
-    settle = watched.slot_budget._settle
+    settle = watched.slot_budget._resize_slots
     monkeypatch.setattr(
-        watched.slot_budget, "_settle", lambda *args: (settled.append(1), settle(*args))
+        watched.slot_budget, "_resize_slots", lambda *args: (settled.append(1), settle(*args))
     )
     watched.model.generate(ids(1, 40), max_new_tokens=65, min_new_tokens=65, do_sample=False)
     assert len(settled) == 4  # the prompt, the first token, and where 64 and 96 tokens are passed

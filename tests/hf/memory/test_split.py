@@ -249,12 +249,20 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     skeleton = ModelSkeleton.of(packed())
     model = skeleton.load()
     parts = ModelSetup(
-        cut, capacity=8, split=split, scope=scope, watch=True, prefetch="next-gate", guard=False
+        cut,
+        capacity=8,
+        split=split,
+        scope=scope,
+        counts_split=True,
+        prefetch="next-gate",
+        guard=False,
     )
     model.greenroom = Greenroom(model, parts)
     try:
         model.generate(ids(1, 7), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        state = model.greenroom._watch.state(model.greenroom.driver, model.greenroom._head.seconds)
+        state = model.greenroom._split_counts.state(
+            model.greenroom.driver, model.greenroom._head_timer.seconds
+        )
     finally:
         model.greenroom.detach()
     assert state["tokens"].tolist() == [5, 5]
@@ -299,7 +307,7 @@ def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path
         model.greenroom.detach()
     model, _ = greenroom.load(str(packed()), **options)
     try:
-        assert model.greenroom._watch.activity.tokens.tolist() == [19, 19]
+        assert model.greenroom._split_counts.activity.tokens.tolist() == [19, 19]
     finally:
         model.greenroom.detach()
 

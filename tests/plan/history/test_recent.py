@@ -28,7 +28,7 @@ def noted(
     for request, prompt, layers in passes:
         made.on_pass(request, prompt, 1)
         for layer, experts in enumerate(layers):
-            made.on_choice(layer, experts)
+            made.on_routing(layer, experts)
     return made
 
 
@@ -72,7 +72,7 @@ def test_passes_of_several_sequences_are_left_out():
     made = RecentRouting(OFFSETS, None)
     made.on_pass(1, False, 2)
     for layer in (0, 1):
-        made.on_choice(layer, rows((0, 1), (2, 3)))
+        made.on_routing(layer, rows((0, 1), (2, 3)))
     assert made.state() is None
 
 

@@ -184,7 +184,7 @@ def test_the_largest_states_are_left_out(monkeypatch, caplog):
     found = load(KEY)
     assert found is not None
     assert sorted(found.states) == ["p15", "p3", "p9"]
-    assert warnings(caplog) == ["the state of predictor p20 is too large to be kept"]
+    assert warnings(caplog) == ["the state of predictor p20 is too large to be stored"]
     assert path_of(KEY).stat().st_size < 4000 + files._OVERHEAD
 
 

@@ -66,7 +66,7 @@ def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
     with pytest.raises(UsageError, match=r"int4, which change the output .--miss-precision.$"):
         system_options(system("hobbit"), {}, every)
     assert system_options(system("hobbit"), {"miss_precision": "int4"}, every)["policy"] == "hobbit"
-    with pytest.raises(UsageError, match="system static needs a set chosen beforehand"):
+    with pytest.raises(UsageError, match="system static needs a set of experts chosen beforehand"):
         system_options(system("static"), {}, every)
     pinned = system_options(system("static"), {"pin": "hot.json"}, every)
     assert pinned["policy"] == "lru"

@@ -30,7 +30,7 @@ def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
         )
 
     monkeypatch.setattr(torch.cuda, "init", busy)
-    with pytest.raises(DeviceError, match="the GPU is busy, another process has it") as caught:
+    with pytest.raises(DeviceError, match="the GPU is busy, another process uses it") as caught:
         Cuda()
     assert "\n" not in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_memory_that_others_have_taken(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
     with pytest.raises(DeviceError, match="has no room for 2 GiB for slots: 1 GiB of 24") as caught:
         gpu.empty(2 << 30)
-    assert "2 GiB are this process's, 21 GiB others'" in str(caught.value)
+    assert "this process uses 2 GiB, CUDA and other processes 21 GiB" in str(caught.value)
     assert "smaller --memory" in str(caught.value)
 
 

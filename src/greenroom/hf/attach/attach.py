@@ -33,8 +33,8 @@ from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import (
     chunks_in,
     host_tier,
+    make_host_memory,
     make_slots,
-    memory_between,
     open_store,
     pieces_of,
     slots_for,
@@ -83,12 +83,16 @@ class Greenroom:
         name, self.predictor = "", None
         if predictors:
             name, self.predictor = next(iter(predictors.predictors.items()))
-        self._inputs = predictors.capture_inputs() if predictors else None
+        self._gate_inputs = predictors.capture_inputs() if predictors else None
         key = setup.fingerprint if setup.remember else ""
         history = files.load_routing(key) if key else None
-        self._watch = SplitCounts(setup.catalog.offsets, history) if setup.watch else None
+        self._split_counts = (
+            SplitCounts(setup.catalog.offsets, history) if setup.counts_split else None
+        )
         records_routing = key and files.enabled() and not model.config.is_encoder_decoder
-        self._recent = RecentRouting(setup.catalog.offsets, history) if records_routing else None
+        self._recent_routing = (
+            RecentRouting(setup.catalog.offsets, history) if records_routing else None
+        )
         co_compute = host_computes(setup)
         self._ahead = default_borrow_limit(predictors.shape.top_k) if predictors else 0
         if co_compute or setup.config.proposes():
@@ -96,24 +100,24 @@ class Greenroom:
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         self.driver = self._make_driver(store, co_compute)
-        if self._watch is not None:
-            self.driver.predictions.observers.append(self._watch.predicted)
+        if self._split_counts is not None:
+            self.driver.predictions.observers.append(self._split_counts.predicted)
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
         self.warm_experts = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # without dense parts and slots; None: not measured
         self._close = weakref.finalize(model, self.driver.close)
-        self._head: HeadTimer | None = None
-        self._base = self._totals()
+        self._head_timer: HeadTimer | None = None
+        self._stats_base = self._totals()
         self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
-            each for each in (self._watch, self._recent) if each is not None
+            each for each in (self._split_counts, self._recent_routing) if each is not None
         ]
         self.hooks = PassHooks(setup, self.driver, self.bindings, observers)
-        chosen = self.hooks.on_choice if observers or setup.pins is not None else None
+        on_routing = self.hooks.on_routing if observers or setup.pins is not None else None
         try:
-            self.bindings.bind(model, self._inputs, chosen)
+            self.bindings.bind(model, self._gate_inputs, on_routing)
             self.hooks.install(model)
-            self._head = HeadTimer(model) if setup.watch else None
+            self._head_timer = HeadTimer(model) if setup.counts_split else None
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
             self.hooks.check_weights = module_guard.make_address_check(model, modules, compiled)
@@ -129,12 +133,14 @@ class Greenroom:
         chunks = chunks_in(store, setup)
         pieces = pieces_of(setup, [len(each) for each in chunks])
         slots = make_slots(setup, pieces, self.engines)
-        self._tier = host_tier(setup, pieces)
+        self._host_tier = host_tier(setup, pieces)
         scheduler = self._make_scheduler(pieces, co_compute)
         between = None
         if len(lanes_of(setup)) > 1:
             slots_between = scheduler.view.staging_slots
-            between = memory_between(setup, pieces, chunks, slots_between, self.engines, co_compute)
+            between = make_host_memory(
+                setup, pieces, chunks, slots_between, self.engines, co_compute
+            )
         return Driver(
             scheduler,
             store,
@@ -158,7 +164,7 @@ class Greenroom:
             lanes=lanes_of(setup),
             ahead=self._ahead,
             seed=setup.seed,
-            host=self._tier,
+            host=self._host_tier,
         )
 
     @property
@@ -220,12 +226,12 @@ class Greenroom:
     def stats(self) -> Stats:
         """Statistics since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
-        counts_before, meter_before, requests, hits = self._base
+        counts_before, meter_before, requests, hits = self._stats_base
         counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
         meter = subtract_counts(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
-            kernels=self.bindings.described,
+            kernels=self.bindings.kernel_description,
             capacity=self.capacity,
             capacity_least=driver.capacity_range[0],
             capacity_most=driver.capacity_range[1],
@@ -246,22 +252,22 @@ class Greenroom:
             split=split_stats(driver, counts),
             lesser=approximation_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
-            host=None if self._tier is None else {
-                "capacity": self._tier.capacity,
-                "requests": self._tier.requests - requests,
-                "hits": self._tier.hits - hits,
+            host=None if self._host_tier is None else {
+                "capacity": self._host_tier.capacity,
+                "requests": self._host_tier.requests - requests,
+                "hits": self._host_tier.hits - hits,
             },
         )  # fmt: skip
 
     def reset_stats(self) -> None:
         """Restart the statistics; resident experts stay."""
-        self._base = self._totals()
+        self._stats_base = self._totals()
         self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
     def _totals(self) -> tuple[Counts, Meter, int, int]:
         """Counters since loading: the scheduler's, the meter's, requests and hits of the tier."""
-        driver, tier = self.driver, self._tier
+        driver, tier = self.driver, self._host_tier
         host_counts = (0, 0) if tier is None else (tier.requests, tier.hits)
         return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
@@ -300,17 +306,17 @@ class Greenroom:
         if self._close.alive:
             self._close()
             counted = None
-            if self._watch is not None and self._head is not None:
-                counted = self._watch.state(self.driver, self._head.seconds)
-            routing = self._recent.state() if self._recent is not None else None
+            if self._split_counts is not None and self._head_timer is not None:
+                counted = self._split_counts.state(self.driver, self._head_timer.seconds)
+            routing = self._recent_routing.state() if self._recent_routing is not None else None
             states = {split_counts.NAME: counted, recent.NAME: routing}
             self._warm_start.save(states)
-        if self._head is not None:
-            self._head.close()
+        if self._head_timer is not None:
+            self._head_timer.close()
         self.hooks.detach()
         self.bindings.detach()
-        if self._inputs is not None:
-            self._inputs.detach()
+        if self._gate_inputs is not None:
+            self._gate_inputs.detach()
 
     def materialize(self) -> PreTrainedModel:
         """Detach, and read all experts into ordinary parameters of the model.

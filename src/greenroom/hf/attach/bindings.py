@@ -64,17 +64,17 @@ class Bindings:
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Slots of host memory that the host's processor computes from.
         self._slab = None if driver.host_memory is None else driver.host_memory.slots
-        self.described = kernel.name  # the kernels in words, also after `detach`
+        self.kernel_description = kernel.name  # the kernels in words, also after `detach`
 
     def bind(
         self,
         model: PreTrainedModel,
         inputs: GateInputProbe | None,
-        chosen: Callable[[int, Ids], None] | None,
+        on_routing: Callable[[int, Ids], None] | None,
     ) -> None:
         """Give every experts module its binding.
 
-        `inputs` capture what enters the routers; `chosen` is called with each step's choice.
+        `inputs` capture what enters the routers; `on_routing` is called with each step's experts.
         """
         if isinstance(self.kernel, CpuKernel):
             self.accelerated = accelerate(
@@ -99,12 +99,12 @@ class Bindings:
                 router_inputs=partial(inputs.latest, layer) if inputs else None,
                 overlapped_work=self.shared.compute_early[layer],
                 mark_computed=self._slots.mark_computed,
-                on_routing=chosen,
+                on_routing=on_routing,
             )
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
             fuse_layers(model, self.accelerated.layers, fuse_experts, remove_token)
-        self.described = describe_kernel(self.kernel, self.experts)
+        self.kernel_description = describe_kernel(self.kernel, self.experts)
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
         """The kernel, wrapped for several devices, co-computing, segments or approximate misses."""

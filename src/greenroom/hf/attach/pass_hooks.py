@@ -28,7 +28,7 @@ class Observer(Protocol):
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins."""
 
-    def on_choice(self, layer: int, experts: Ids) -> None:
+    def on_routing(self, layer: int, experts: Ids) -> None:
         """A layer's router chose these experts, [T, K]."""
 
 
@@ -63,8 +63,8 @@ class PassHooks:
             passes = [model.get_encoder(), self._decoder]
         for module in passes:
             self._hooks += [
-                module.register_forward_pre_hook(self._begins, with_kwargs=True),
-                module.register_forward_hook(self._ends, always_call=True),
+                module.register_forward_pre_hook(self._on_pass_start, with_kwargs=True),
+                module.register_forward_hook(self._on_pass_end, always_call=True),
             ]
 
     def detach(self) -> None:
@@ -80,10 +80,10 @@ class PassHooks:
         """
         self._new_prompts = prompts
 
-    def on_choice(self, layer: int, experts: Ids) -> None:
+    def on_routing(self, layer: int, experts: Ids) -> None:
         """Notify the observers of the experts [T, K] that a layer's router chose."""
         for each in self.observers:
-            each.on_choice(layer, experts)
+            each.on_routing(layer, experts)
 
     @contextmanager
     def without_experts(self) -> Iterator[None]:
@@ -99,7 +99,9 @@ class PassHooks:
                 del module.forward
 
     @outside_graphs
-    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_pass_start(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Report the start of a pass, and prepare its KV cache.
 
         A pass with an empty cache is the first of a prompt. In an encoder-decoder model the
@@ -119,7 +121,7 @@ class PassHooks:
             caches, lengths = cache.caches, cache.lengths
         for each in caches:
             make_growing(each, max(self._setup.context, ROOM) + 1, in_blocks=self._setup.cuda)
-        if (slot_budget := self.slot_budget) is not None:  # a resize may take it away meanwhile
+        if (slot_budget := self.slot_budget) is not None:  # another thread may resize the cache
             slot_budget.make_room(caches, lengths, batch)
         before = self._request
         if self._new_prompts is not None:
@@ -144,7 +146,7 @@ class PassHooks:
         return args, kwargs
 
     @outside_graphs
-    def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def _on_pass_end(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if self._trial:
             return
         self._driver.end_pass()

@@ -35,7 +35,7 @@ class TaskPins:
             self._driver.send(Pinned(self._pins.tasks[task].experts))
         self._in_prompt = prompt
 
-    def on_choice(self, layer: int, experts: Ids) -> None:
+    def on_routing(self, layer: int, experts: Ids) -> None:
         """Count the experts that a layer's router chose: numbers in the layer, [T, K]."""
         if self._in_prompt:
             first, end = self._pins.offsets[layer : layer + 2]

@@ -61,5 +61,5 @@ def describe_loss(source: str, loss: Loss | None) -> str:
     return (
         f"quality, as verify measured it on {loss.when} over {loss.tokens} tokens with"
         f" {loss.inexact:.1%} not exact: KL divergence {loss.kl:.3g} nats, perplexity"
-        f" {loss.perplexity:.6g} beside {loss.exact_perplexity:.6g}"
+        f" {loss.perplexity:.6g}, with exact experts {loss.exact_perplexity:.6g}"
     )

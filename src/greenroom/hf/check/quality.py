@@ -89,13 +89,13 @@ def quality(
     if lesser and against is None:
         original = source
     else:
-        original = _original(source, against, itself=changed != config)
+        original = _find_original(source, against, itself=changed != config)
     skeletons = tuple(ModelSkeleton.of(find_checkpoint(name), dtype) for name in (source, original))
-    _check(source, original, skeletons)
+    _check_match(source, original, skeletons)
     for skeleton in skeletons:
         slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     check_copies(skeletons[0].catalog, changed.approximation())
-    windows = _windows((source, original), skeletons, text, tokens)
+    windows = _cut_windows((source, original), skeletons, text, tokens)
     step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
     size = skeletons[1].model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * skeletons[1].dtype.itemsize)
@@ -104,7 +104,7 @@ def quality(
         say(f"reading {sum(map(len, windows))} tokens with {original}")
         with streamed_model(original, config) as model:
             shapes = [_spool(_logits(model, window, step), spool) for window in windows]
-        say(f"reading them with {source}{_named(config, changed)}")
+        say(f"reading them with {source}{_option_text(config, changed)}")
         spool.seek(0)
         with streamed_model(source, changed) as model:
             for window, shape in zip(windows, shapes, strict=True):
@@ -129,7 +129,7 @@ def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | N
     )
 
 
-def _original(source: str, against: str | None, itself: bool) -> str:
+def _find_original(source: str, against: str | None, itself: bool) -> str:
     """The original to compare with; it may be the model `itself` where options differ."""
     checkpoint = find_checkpoint(source)
     if against is None and checkpoint.pack is None:
@@ -150,7 +150,7 @@ def _original(source: str, against: str | None, itself: bool) -> str:
     return original
 
 
-def _check(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> None:
+def _check_match(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> None:
     """UsageError unless both are decoders of one architecture and vocabulary."""
     kinds = [type(skeleton.model).__name__ for skeleton in skeletons]
     if kinds[0] != kinds[1]:
@@ -162,14 +162,14 @@ def _check(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> No
         raise UsageError(f"{source} is an encoder-decoder: --quality is for decoder-only models")
 
 
-def _named(config: LoadConfig, changed: LoadConfig) -> str:
+def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
     """The options that only the model has, as on the command line."""
     names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
 
 
-def _windows(
+def _cut_windows(
     names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
 ) -> list[list[int]]:
     """The text's token ids, cut into windows; both tokenizers must agree on them."""
@@ -235,7 +235,7 @@ def _compare(
         yield torch.stack([(share * gap).sum(-1), *likelihoods, same], 1)
 
 
-def text_in(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The content of a text file; UsageError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ class GgufCheckpoint(Checkpoint):
         return str(self.config["general.architecture"])
 
     @property
-    def mapped(self) -> bool:
+    def has_value_mapping(self) -> bool:
         """True if transformers maps the tensors' values too, and not only their names."""
         return self.architecture in GGUF_CONFIG_ARCHS
 
@@ -108,7 +108,7 @@ class GgufCheckpoint(Checkpoint):
         """transformers' config of the model, completed by metadata that its mapping leaves out."""
         check_layers(self.config, len(self.tensors), str(self.folder))
         with wrap_library_errors(f"{self.folder}: no config can be made of its metadata"):
-            if self.mapped:
+            if self.has_value_mapping:
                 values = get_gguf_config(self.config, tuple(self.tensors))
             else:
                 with self.read_by_transformers():
@@ -127,7 +127,7 @@ class GgufCheckpoint(Checkpoint):
         kind = self.config.get(f"{prefix}type", "none")
         if kind == "none":
             return None
-        if kind != "yarn" or self.mapped:
+        if kind != "yarn" or self.has_value_mapping:
             raise UnsupportedModel(
                 f"{self.folder}: the RoPE scaling {kind} is not supported for this architecture"
             )

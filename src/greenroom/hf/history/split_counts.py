@@ -38,7 +38,8 @@ class HeadTimer:
         self._begun, self._spent, self._count = 0.0, 0.0, 0
         layer = model.get_output_embeddings()
         self._hooks = [] if layer is None else [
-            layer.register_forward_pre_hook(self._begins), layer.register_forward_hook(self._ends)
+            layer.register_forward_pre_hook(self._start_timer),
+            layer.register_forward_hook(self._stop_timer),
         ]  # fmt: skip
 
     @property
@@ -50,10 +51,10 @@ class HeadTimer:
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _start_timer(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self._begun = time.perf_counter()
 
-    def _ends(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def _stop_timer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if out.shape[-2] == 1 and not out.is_meta:
             self._spent += time.perf_counter() - self._begun
             self._count += 1
@@ -102,7 +103,7 @@ class SplitCounts:
         """Note the start of a pass; passes of prompts are not counted."""
         self._in_prompt = prompt
 
-    def on_choice(self, layer: int, experts: Ids) -> None:
+    def on_routing(self, layer: int, experts: Ids) -> None:
         """Count the experts [T, K] that a layer's router chose."""
         if self._in_prompt:
             return

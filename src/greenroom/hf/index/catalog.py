@@ -203,9 +203,9 @@ def _copies(
     plans = []
     for i, tensor in enumerate(stored.parts):
         copies: list[Copy] = []
-        for name, its in blocks.items():
+        for name, target_blocks in blocks.items():
             spec = layout.weight(name).parts[i]
-            for block in (block for block in its if block.source == source):
+            for block in (block for block in target_blocks if block.source == source):
                 if stored.encoding != PLAIN:
                     unit = stored.codes[0] // tensor.shape[0]
                     block = elements_of(block, unit, tensor.shape[1])
@@ -229,13 +229,13 @@ def _layout(
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     encodings: dict[str, str] = {}
     for by_expert, blocks_of in zip(parts, blocks, strict=True):
-        for name, its in blocks_of.items():
-            first, streamed = by_expert[0][its[0].source].stored, parameters[name]
+        for name, target_blocks in blocks_of.items():
+            first, streamed = by_expert[0][target_blocks[0].source].stored, parameters[name]
             plain, kinds = first.encoding == PLAIN, [""]
             if not plain:
                 encodings[name] = first.encoding
                 kinds += ENCODINGS[first.encoding].companions
-            outputs = sum(block.shape[0] * block.shape[1] for block in its)
+            outputs = sum(block.shape[0] * block.shape[1] for block in target_blocks)
             for kind, tensor in zip(kinds, first.parts, strict=True):
                 key = f"{name}.{kind}".rstrip(".")
                 place[key] = tensor.file, tensor.offset

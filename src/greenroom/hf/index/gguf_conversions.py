@@ -36,11 +36,11 @@ def gguf_conversions(
     model: PreTrainedModel, checkpoint: GgufCheckpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
     """(conversions, unused tensors) of a GGUF checkpoint; see `find_conversions`."""
-    if checkpoint.mapped:
+    if checkpoint.has_value_mapping:
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
         return find_conversions(model, checkpoint.tensors, mapping)
     processor = TENSOR_PROCESSORS.get(checkpoint.architecture, TensorProcessor)(config={})
-    with _one_name_map():
+    with _cached_name_map():
         names = get_gguf_hf_weights_map(model, processor)
     parameters = model.state_dict()
     conversions, unused = _expert_conversions(checkpoint, model, names), []
@@ -52,13 +52,13 @@ def gguf_conversions(
         if target not in parameters:
             unused.append(name)
             continue
-        _fit(checkpoint, name, tuple(parameters[target].shape))
+        _restore_axes(checkpoint, name, tuple(parameters[target].shape))
         conversions[target] = WeightConversion((target,), None, {name: [name]})
     return conversions, unused
 
 
 @contextmanager
-def _one_name_map() -> Iterator[None]:
+def _cached_name_map() -> Iterator[None]:
     """Cache gguf's table of names, which transformers would build for every module.
 
     That takes a second for 16 layers, and grows with the square of the layers.
@@ -73,7 +73,7 @@ def _one_name_map() -> Iterator[None]:
         gguf.get_tensor_name_map = original
 
 
-def _fit(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, ...]) -> None:
+def _restore_axes(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, ...]) -> None:
     """Restore a tensor's axes of length 1, which GGUF leaves out."""
     stored: StoredTensor = checkpoint.tensors[name]
     if stored.shape != shape and prod(stored.shape) == prod(shape) and 1 in shape:

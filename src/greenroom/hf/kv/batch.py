@@ -345,7 +345,7 @@ def try_batching(batch: Batch, model: Any) -> str:
             if not (each - single).float().norm() <= near * single.float().norm():
                 return f"{type(model).__name__} mixes tokens of different sequences"
             if batch.exact and not torch.equal(each, single):
-                return f"{type(model).__name__}: a token's bits depend on those beside it"
+                return f"{type(model).__name__}: a token's bits depend on other tokens of its pass"
     return ""
 
 

@@ -26,7 +26,7 @@ class LayerSize:
     token:    bytes a token
     fixed:    bytes of states, whatever the tokens
     rows:     heads of keys and of values: each begins on a page of its own
-    most:     tokens of a sliding window, None without
+    max_tokens: tokens that a sliding window keeps, None without
     in_place: whether its tensors grow in place
     shape:    heads, width of keys, width of values
     """
@@ -34,13 +34,16 @@ class LayerSize:
     token: int
     fixed: int = 0
     rows: int = 2
-    most: int | None = None
+    max_tokens: int | None = None
     in_place: bool = True
     shape: tuple[int, int, int] = (1, 1, 1)
 
     def held_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens, without the unused ends of pages."""
-        return self.token * (tokens if self.most is None else min(tokens, self.most)) + self.fixed
+        return (
+            self.token * (tokens if self.max_tokens is None else min(tokens, self.max_tokens))
+            + self.fixed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def _layer(layer: Any, block: int) -> LayerSize:
         token=nbytes // tokens,
         fixed=sum(tensor.nbytes for tensor in tensors) - nbytes,
         rows=sum(prod(tensor.shape[:-2]) for tensor in growing),
-        most=None if window is None else window + block,
+        max_tokens=None if window is None else window + block,
         in_place=type(layer) is DynamicLayer,
         shape=shape,
     )

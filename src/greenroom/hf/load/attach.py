@@ -1,4 +1,4 @@
-"""Stage 5 of loading: load the dense parts, attach the cache, and give it what memory is left."""
+"""Stage 5 of loading: load the dense parts, and attach a cache in the remaining memory."""
 
 from __future__ import annotations
 

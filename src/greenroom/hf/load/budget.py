@@ -1,4 +1,4 @@
-"""Stage 3 of loading: how many experts have room, before anything is loaded."""
+"""Stage 3 of loading: the number of slots, before anything is loaded."""
 
 from __future__ import annotations
 

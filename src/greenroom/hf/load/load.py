@@ -12,7 +12,7 @@ from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.describe import Description
-from greenroom.hf.load.place import place, requested_setup
+from greenroom.hf.load.place import complete_setup, requested_setup
 from greenroom.hf.load.resolve import resolve
 from greenroom.runtime.memory.system import gc_paused
 
@@ -105,5 +105,5 @@ def load_with(
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
         budget = budget_for(description, setup, config, caller_bytes)
-        setup = place(description, budget, config)
+        setup = complete_setup(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -12,7 +12,7 @@ from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check_prefetch
 from greenroom.hf.checkpoint.source import ModelSource
-from greenroom.hf.defaults import START, auto_split, with_defaults
+from greenroom.hf.defaults import START_SHARE, apply_defaults, auto_split
 from greenroom.hf.load.budget import Budget, least_slots
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.approximate import check_copies, copies_of
@@ -36,7 +36,7 @@ def requested_setup(
     skeleton, catalog, split = description.skeleton, description.skeleton.catalog, None
     shares = split_of(config.split)
     if shares is not None:  # auto is set when the capacity is known
-        first = START if isinstance(shares, str) else shares
+        first = START_SHARE if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
     check_prefetch(
@@ -51,7 +51,7 @@ def requested_setup(
         policy=config.policy,
         scope=scope_of(config.scope),
         split=split,
-        watch=shares == "auto",
+        counts_split=shares == "auto",
         pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
         predictor=config.predictor,
@@ -87,16 +87,16 @@ def _warn_of_kv(description: Description, kv: str) -> None:
         )  # fmt: skip
 
 
-def place(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
+def complete_setup(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
     """The setup of a run, with stored settings for its number of slots.
 
     Options without effect are off where every expert has a slot.
     """
     skeleton, room = description.skeleton, budget.full_context_slots
-    setup = with_defaults(budget.setup, config, budget.initial_slots, description.top_k)
+    setup = apply_defaults(budget.setup, config, budget.initial_slots, description.top_k)
     everything = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
-    if setup.watch:
+    if setup.counts_split:
         setup = _configured(description, setup, config, room)
     if everything:  # nothing is missed, so nothing is approximated or split
         setup = replace(setup, config=setup.config.without_approximation())

@@ -1,4 +1,4 @@
-"""The start-up line: what was placed where, and the flags that reproduce it."""
+"""The start-up line: sizes and places of a loaded model, and flags that reproduce them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.driver.stats import Stats
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 
-# Options that are repeated as they were given, beside those of the scheduler.
+# Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
     "kv", "device", "host_memory", "readers", "direct", "read_limit", "dtype", "threads", "pin",
 )  # fmt: skip
@@ -24,15 +24,15 @@ LONGEST = 160  # characters of the short line
 def startup_line(
     name: str, model: PreTrainedModel, config: LoadConfig, verbose: bool = False
 ) -> str:
-    """One line for people; a long one says all, and the flags that give the same placement again.
+    """The start-up line; with `verbose` it has all sizes and the flags for the same run again.
 
-    What changes the output is in both.
+    Options that change the output are in both.
     """
-    return _all_of(name, model, config) if verbose else _short(name, model)
+    return _verbose_line(name, model, config) if verbose else _short_line(name, model)
 
 
-def _short(name: str, model: PreTrainedModel) -> str:
-    """The line in LONGEST characters: what is left out is what comes last."""
+def _short_line(name: str, model: PreTrainedModel) -> str:
+    """The line in LONGEST characters; items at its end are left out first."""
     greenroom = model.greenroom
     stats, setup = greenroom.stats(), greenroom.setup
     slots = show_bytes(stats.capacity * stats.slot_bytes)
@@ -46,7 +46,7 @@ def _short(name: str, model: PreTrainedModel) -> str:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {setup.context} tokens"
     for text in (
-        f"settings {setup.chosen.partition(',')[0]}" if setup.chosen else "",
+        f"settings {setup.settings_origin.partition(',')[0]}" if setup.settings_origin else "",
         _memory(stats),
         f"{show_bytes(dense_bytes(model))} of dense parts",
         "--verbose says more",
@@ -57,15 +57,15 @@ def _short(name: str, model: PreTrainedModel) -> str:
 
 
 def _memory(stats: Stats) -> str:
-    """What the process will take, and its budget; "" where neither is known."""
+    """Memory of the process and its budget; "" where neither is known."""
     budget = f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
     if stats.memory_bytes is None:
         return budget
     return f"memory {show_bytes(stats.memory_bytes)}" + f" of {budget}" * bool(budget)
 
 
-def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
-    """All that was placed, ending in the flags that give the same placement again."""
+def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
+    """The verbose line: all sizes, and the flags that give the same placement again."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.setup.catalog
     setup, tier = greenroom.setup, stats.host
@@ -74,34 +74,39 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
     slot_budget = greenroom.slot_budget
-    gives = slot_budget is not None and slot_budget.full_context_slots < stats.capacity
+    shrinks = slot_budget is not None and slot_budget.full_context_slots < stats.capacity
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
-    rest = stats.experts - stats.capacity
+    on_disk = stats.experts - stats.capacity
     warm = f", {greenroom.warm_experts} of them filled as earlier runs left them" * bool(
         greenroom.warm_experts
     )
     fewer = (
         f", {slot_budget.full_context_slots} with a full KV cache"
-        if slot_budget is not None and gives
+        if slot_budget is not None and shrinks
         else ""
     )
     kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
     approximation = f" · {_approximation(greenroom)}" if setup.approximation is not None else ""
-    left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
-    chosen = f" · settings {setup.chosen}" if setup.chosen else ""
+    kernels = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
+    origin = f" · settings {setup.settings_origin}" if setup.settings_origin else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
-    kept = f"up to {tier['capacity']} experts in host memory{_both(greenroom)}, " if tier else ""
+    in_host = (
+        f"up to {tier['capacity']} experts in host memory{_host_computes(greenroom)}, "
+        if tier
+        else ""
+    )
+    flags = " ".join(_flags(greenroom, stats, config))
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
         " and"
         f" {show_bytes(kv_bytes)} of KV cache{quantised} for {setup.context} tokens in"
-        f" {_where(greenroom)}, {kept}"
-        f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
+        f" {_memory_name(greenroom)}, {in_host}"
+        f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
-        f"{approximation}{left}{chosen} · same again: {' '.join(_flags(greenroom, stats, config))}"
+        f"{approximation}{kernels}{origin} · same again: {flags}"
     )
 
 
@@ -121,19 +126,19 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
         flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or setup.scope}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
-    elif setup.split is not None:  # as it was left to this run
+    elif setup.split is not None:  # from a stored setting
         cut = zip(setup.split.tops, setup.split.bottoms, strict=True)
         flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
-    known = {*AS_GIVEN, *option_names()}
+    repeated = {*AS_GIVEN, *option_names()}
     return flags + [
         flag(name) + (f" {value}" if value is not True else "")
         for name, value in changed_options(config).items()
-        if name in known
+        if name in repeated
     ]
 
 
 def _approximation(greenroom: Greenroom) -> str:
-    """What misses are served with, and what that means."""
+    """How misses are approximated, and that this changes the output."""
     setup, at = greenroom.setup, greenroom.setup.approximation
     assert at is not None
     secondary_slots = setup.copies.secondary_slots if setup.copies is not None else 0
@@ -152,13 +157,13 @@ def _approximation(greenroom: Greenroom) -> str:
     )
 
 
-def _where(greenroom: Greenroom) -> str:
-    """The memory that slots are in; a GPU's is named."""
+def _memory_name(greenroom: Greenroom) -> str:
+    """The memory that has the slots; a GPU is named."""
     return "memory" if greenroom.engine is None else f"{greenroom.engine.name}'s memory"
 
 
-def _both(greenroom: Greenroom) -> str:
-    """Whether misses are computed in host memory too."""
+def _host_computes(greenroom: Greenroom) -> str:
+    """The part of the line about misses that the host computes; "" where it does not."""
     if greenroom.stats().co_compute is None:
         return ""
     bits = "" if greenroom.engine is None else ", which may change the last bits of an answer"
@@ -166,7 +171,7 @@ def _both(greenroom: Greenroom) -> str:
 
 
 def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
-    """What predicts, by name; nothing does where every expert has a slot."""
+    """Flags of the predictor that runs; none runs where every expert has a slot."""
     running = greenroom.predictor
     if running is None:
         return [f"--prefetch {OFF}"]

@@ -1,4 +1,4 @@
-"""Stage 1 of loading: find the model that is meant, and the devices that compute it."""
+"""Stage 1 of loading: find the model, and decide whether a GPU computes it."""
 
 from __future__ import annotations
 

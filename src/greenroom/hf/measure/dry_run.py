@@ -39,28 +39,32 @@ def with_dry_run(
     shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
         processors = [
-            _measured(machine, each, devices[each.memory], str(model), str(smallest), shape)
+            _measure_processor(
+                machine, each, devices[each.memory], str(model), str(smallest), shape
+            )
             for each in machine.processors
         ]
     return replace(machine, processors=tuple(processors))
 
 
-def _measured(
+def _measure_processor(
     machine: Machine, processor: Processor, device: str, model: str, smallest: str, shape: Shape
 ) -> Processor:
     resident, part, ahead = measure(model, shape, device)
     slow = Case(read_limit=int(SMALLEST.expert_bytes / WAIT))
-    wake = waiting(*measure(smallest, SMALLEST, device, (PART, slow)))
+    wake = wake_cost(*measure(smallest, SMALLEST, device, (PART, slow)))
     matrices = shape.layers * (
         shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
         + processor.dense.at(_dense_bytes(shape)).seconds(1)
     )
-    base, fetched = computed(resident), part.misses / len(part.gaps)
-    busy = computed(part) - wake * waited(part)
+    base, fetched = compute_seconds(resident), part.misses / len(part.gaps)
+    busy = compute_seconds(part) - wake * wait_seconds(part)
     handling = max(0.0, (busy - base) / fetched) if fetched >= 1 else 0.0
     extra = ahead.bytes_read / len(ahead.gaps) / shape.expert_bytes - fetched
-    predicted = computed(ahead) - wake * waited(ahead) - busy - handling * max(0.0, extra)
-    copied = min(handling, shape.expert_bytes / _copies(machine))
+    predicted = (
+        compute_seconds(ahead) - wake * wait_seconds(ahead) - busy - handling * max(0.0, extra)
+    )
+    copied = min(handling, shape.expert_bytes / _copy_rate(machine))
     # The measured token is the upper limit: matrices alone cannot take longer.
     factor = min(1.0, base / matrices)
     return replace(
@@ -75,23 +79,23 @@ def _measured(
     )
 
 
-def computed(session: Measurement) -> float:
+def compute_seconds(session: Measurement) -> float:
     """Seconds of a token without stalls."""
     return session.tpot_s - session.stall_s / len(session.gaps)
 
 
-def waited(session: Measurement) -> float:
+def wait_seconds(session: Measurement) -> float:
     """Seconds of waits in a token, each up to the limit that counts (see `Costs.wake`)."""
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 
 
-def waiting(short: Measurement, long: Measurement) -> float:
+def wake_cost(short: Measurement, long: Measurement) -> float:
     """The value of `Costs.wake`, from two runs that waited for about as many experts."""
-    more = waited(long) - waited(short)
-    return max(0.0, (computed(long) - computed(short)) / more) if more > 0 else 0.0
+    more = wait_seconds(long) - wait_seconds(short)
+    return max(0.0, (compute_seconds(long) - compute_seconds(short)) / more) if more > 0 else 0.0
 
 
-def _copies(machine: Machine) -> float:
+def _copy_rate(machine: Machine) -> float:
     """Bytes a second that one thread copies, half of the memory traffic."""
     return float(machine.measured["memory"]["1"]) / 2
 

@@ -172,10 +172,9 @@ class Harness:
                 f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
                 f" --context {self.setup.context} has no room for more after the prompt: raise it"
             )
-        self._pending += greenroom.driver.request_counts[
-            : self.experts
-        ]  # of split experts, the tops
-        greenroom.driver.request_counts[:] = 0
+        counts = greenroom.driver.request_counts
+        self._pending += counts[: self.experts]  # of split experts, the tops
+        counts[:] = 0
         requests, misses, nbytes, stall, busy = totals.tolist()
         return Measurement(
             tuple(ttft), tuple(gaps), tuple(answers), int(requests), int(misses), int(nbytes),

@@ -28,13 +28,15 @@ class ModelSetup:
     scope: Scope = "shared"
     split: Split | None = None  # sizes of split experts, as in the catalog
     copies: Copies | None = None  # sizes of low-precision copies, as in the catalog
-    watch: bool = False  # count decoded tokens for the next run's --split auto
+    counts_split: bool = False  # count decoded tokens for --split auto of the next run
     pins: Pins | None = None  # experts that are pinned, by task
     prefetch: str = "off"
     predictor: str | None = None  # the file of the predictor `learned`
     guard: bool = True
     fingerprint: str = ""  # of the checkpoint
-    chosen: str = ""  # origin of policy, scope and prefetch, where they are stored settings
+    settings_origin: str = (
+        ""  # origin of policy, scope and prefetch, where they are stored settings
+    )
     remember: bool = False  # use what earlier runs learned, and save it for the next
     kernels: str = "auto"
     fake: bool = False

@@ -96,7 +96,7 @@ class SlotBudget:
         existing = [cache for cache in caches if cache is not None]
         lengths_before = [_tokens(cache) for cache in caches]
         after = [a + b for a, b in zip(lengths_before, lengths, strict=True)]
-        blocks, length = list(map(self._rounded, after)), sum(lengths)
+        blocks, length = list(map(self._round_up, after)), sum(lengths)
         this_pass = [*map(weakref.ref, existing)], batch, length, blocks
         if existing and this_pass == self._last_pass:  # as for nearly every token
             return
@@ -109,7 +109,7 @@ class SlotBudget:
             for cache, before, tokens in zip(caches, lengths_before, after, strict=True):
                 if before:  # a cache of another kind may take more than ours
                     nbytes += max(0, kv.held_bytes(cache) - sizes.held_bytes(tokens, batch))
-            self._settle(self._needs(nbytes, batch, length, max(blocks)))
+            self._resize_slots(self._needs(nbytes, batch, length, max(blocks)))
             for cache, before, tokens in zip(caches, lengths_before, blocks, strict=True):
                 if before and sizes.on_a_gpu:
                     kv.make_room(cache, tokens, self.release)
@@ -120,7 +120,7 @@ class SlotBudget:
         """Make room for so many further bytes of keys and values."""
         with self._lock:
             nbytes += self._other_caches(())
-            self._settle(self._needs(nbytes, 1, self._block, self.context))
+            self._resize_slots(self._needs(nbytes, 1, self._block, self.context))
             self._last_pass = ()
 
     def max_kv_bytes(self) -> int:
@@ -133,7 +133,7 @@ class SlotBudget:
         if cache is not None:
             self._caches.add(cache)
 
-    def _rounded(self, tokens: int) -> int:
+    def _round_up(self, tokens: int) -> int:
         """Tokens rounded up to blocks, but no more than the context."""
         rounded = -(-tokens // BLOCK) * BLOCK
         return self.context if rounded > self.context >= tokens else rounded
@@ -151,7 +151,7 @@ class SlotBudget:
         workspace = self.workspace.nbytes(batch, length, tokens) + SLACK
         return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
-    def _settle(self, need: MemoryNeeds) -> None:
+    def _resize_slots(self, need: MemoryNeeds) -> None:
         """Resize to the slots that these needs leave, where that gains enough."""
         driver = self._driver
         target, now = self._slots(need), driver.scheduler.capacity

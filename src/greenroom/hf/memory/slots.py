@@ -155,7 +155,7 @@ def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
     return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
 
 
-def memory_between(
+def make_host_memory(
     setup: ModelSetup,
     pieces: Pieces,
     chunks: Chunks,

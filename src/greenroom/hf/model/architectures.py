@@ -98,7 +98,7 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
 
 def architectures() -> list[Architecture]:
     """All rows of the table, by name; the wrappers at its end."""
-    flags = dict(_decorated())
+    flags = dict(_decorated_architectures())
     types = _model_types()
     rows = []
     for name in sorted({*flags, *ADAPTERS, *NOT_SERVED}):
@@ -109,9 +109,9 @@ def architectures() -> list[Architecture]:
         special = [_FLAGS[flag] for flag in _FLAGS if flag in flags.get(name, ())]
         if any(each in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES for each in types[name]):
             special.append("encoder-decoder")
-        if _shares(name):
+        if _has_shared_experts(name):
             special.append("shared experts")
-        if any(_sees(each) for each in types[name]):
+        if any(_takes_images(each) for each in types[name]):
             special.append("text part")
         if how == "adapter" and (remark := load_adapter(name).special):
             special.append(remark)
@@ -131,13 +131,13 @@ def _wrappers(listed: set[str]) -> list[Architecture]:
     ]
 
 
-def _sees(model_type: str) -> bool:
+def _takes_images(model_type: str) -> bool:
     """True if the model type has a class that takes images too."""
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
     return bool(kind) and not str(kind).endswith("ForCausalLM")
 
 
-def _decorated() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
+def _decorated_architectures() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
     """(folder, the decorator's arguments) of the architectures with a decorated experts class."""
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         if decorators := DECORATOR.findall(path.read_text(encoding="utf-8")):
@@ -145,7 +145,7 @@ def _decorated() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
             yield path.parent.name, {(name, value == "True") for name, value in flags}
 
 
-def _shares(folder: str) -> bool:
+def _has_shared_experts(folder: str) -> bool:
     """True if the architecture's code has shared experts, which every token uses."""
     path = MODELS / folder / f"modeling_{folder}.py"
     return "self.shared_" in path.read_text(encoding="utf-8")

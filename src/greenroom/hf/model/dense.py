@@ -36,7 +36,7 @@ class EncodedParameter:
     tensor: str
     stored: StoredMatrix
 
-    def take_out(self, model: PreTrainedModel) -> None:
+    def detach(self, model: PreTrainedModel) -> None:
         """Detach the parameters from the modules; the attributes stay, as None."""
         for name in self.modules:
             module = model.get_submodule(name)
@@ -66,8 +66,8 @@ def find_encoded_parameters(
         names = [name for group in conversion.sources.values() for name in group]
         if conversion.converter is not None or len(names) != 1:
             continue
-        group = _group(target, tied)
-        if not all(_is_left_to_its_layer(model, name, used) for name in group):
+        group = _tied_parameters(target, tied)
+        if not all(_is_used_by_layer_only(model, name, used) for name in group):
             continue
         stored = _stored(checkpoint.tensors[names[0]], dtype)
         if stored is not None and not stored.unsupported_reason:
@@ -76,14 +76,14 @@ def find_encoded_parameters(
     return encoded
 
 
-def _group(target: str, tied: dict[str, str]) -> list[str]:
+def _tied_parameters(target: str, tied: dict[str, str]) -> list[str]:
     """A parameter and the parameters that are tied to it."""
     source = tied.get(target, target)
     others = {name for name, other in tied.items() if other == source} | {source}
     return [target, *sorted(others - {target})]
 
 
-def _is_left_to_its_layer(model: PreTrainedModel, name: str, used: set[str]) -> bool:
+def _is_used_by_layer_only(model: PreTrainedModel, name: str, used: set[str]) -> bool:
     """True if a parameter is a linear layer's or embedding's weight that no other code uses."""
     path = name.split(".")
     if path[-1] != "weight" or len(path) < 2 or path[-2] in used or _ROUTERS & set(path):

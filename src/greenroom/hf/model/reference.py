@@ -66,7 +66,11 @@ def transformers_can_load(checkpoint: Checkpoint) -> bool:
         return False
     if not isinstance(checkpoint, GgufCheckpoint):
         return True
-    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss" or checkpoint.mapped:
+    if (
+        len(checkpoint.files) > 1
+        or checkpoint.architecture == "gpt-oss"
+        or checkpoint.has_value_mapping
+    ):
         return False
     return find_spec("accelerate") is not None
 

@@ -110,7 +110,7 @@ class ModelSkeleton:
             self.model, self.checkpoint, self._conversions, self.dtype
         )
         for target, one in self._encoded.items():
-            one.take_out(self.model)
+            one.detach(self.model)
             del self._conversions[target]
 
     @property

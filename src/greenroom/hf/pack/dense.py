@@ -43,7 +43,7 @@ def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
     names = set(used)
     stems = {name.rpartition(".")[0] for name in names}
     experts = {
-        _place(part)
+        _position(part)
         for name, stored in checkpoint.tensors.items()
         if name not in names
         for part in stored.parts
@@ -55,13 +55,13 @@ def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
         or (
             name not in checkpoint.tensors
             and name.rpartition(".")[0] in stems
-            and _place(stored) not in experts
+            and _position(stored) not in experts
         )
     ]
-    return sorted(chosen, key=lambda name: _place(checkpoint.stored[name]))
+    return sorted(chosen, key=lambda name: _position(checkpoint.stored[name]))
 
 
-def _place(stored: StoredTensor) -> tuple[int, int]:
+def _position(stored: StoredTensor) -> tuple[int, int]:
     return stored.file, stored.offset
 
 

@@ -103,7 +103,9 @@ def pack(
     )
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another folder for the pack")
-    job = _Job(ModelSkeleton.of(checkpoint), _named(source), kind, segments, precision, progress)
+    job = _Job(
+        ModelSkeleton.of(checkpoint), _source_name(source), kind, segments, precision, progress
+    )
     packed = job.repair(folder) if repair else job.make(folder)
     layers, experts = job.header.layers, job.header.experts
     target = sum(layer.experts * layer.layout.nbytes for layer in layers)
@@ -111,12 +113,12 @@ def pack(
         x.experts * x.low_copy.stride for x in layers if x.low_copy and not x.low_copy.nested
     )
     return PackResult(
-        folder, _size(folder), target, job.catalog.expert_bytes, experts, experts - packed,
+        folder, _folder_bytes(folder), target, job.catalog.expert_bytes, experts, experts - packed,
         time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
 
 
-def _named(source: str) -> str:
+def _source_name(source: str) -> str:
     """The source's name, independent of the working folder: an absolute path, or a hub id."""
     path = Path(source).expanduser()
     return os.path.abspath(path) if source != "demo" and path.exists() else source
@@ -222,7 +224,7 @@ class _Job:
             )
 
     def _check_room(self, work: Path) -> None:
-        present = _size(work) if work.is_dir() else 0
+        present = _folder_bytes(work) if work.is_dir() else 0
         need = self.total + MARGIN - present
         free = shutil.disk_usage(work.parent).free
         if need > free:
@@ -315,7 +317,7 @@ def _check_free(folder: Path, what: str) -> None:
         raise OutputError(f"{folder}: is not a folder")
 
 
-def _size(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     """Bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.iterdir())
 

@@ -39,14 +39,11 @@ STEP = np.float32(2.0**24)  # the reciprocal of the smallest float16 step
 LARGEST = np.float32(65504.0)
 HALF_OF_LARGEST = np.float32(32752.0)
 ONE, ZERO = np.float32(1), np.float32(0)
-NESTED, SIXTEEN = (
-    np.float32(119),
-    np.float32(16),
-)  # the largest nested code; the weight of h in a code
+# The largest nested code, and the weight of h in a code.
+NESTED, SIXTEEN = np.float32(119), np.float32(16)
 E4M3_LEAST = np.float32(2.0**-6)  # the smallest normal value; below it steps are 2^-9
-E4M3_SHIFT = np.float32(
-    2.0**14
-)  # 2^23 steps; the low bits of x + E4M3_SHIFT are x rounded to a step
+# 2^23 steps; the low bits of x + E4M3_SHIFT are x rounded to a step.
+E4M3_SHIFT = np.float32(2.0**14)
 E4M3_SHIFTED = np.int32(0x46800000)
 
 

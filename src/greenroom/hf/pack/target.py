@@ -41,10 +41,13 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
     tensors: list[tuple[str, tuple[int, ...], str]] = []
     names = [spec.name for spec in codes_of(layout)]
     for name in names:
-        rows, columns = logical(layout.weight(name), bool(module.is_transposed))
+        rows, columns = logical_shape(layout.weight(name), bool(module.is_transposed))
         if kind == "fp8":
             gated = name == "gate_up_proj" and bool(module.is_concatenated)
-            down, across = _side(rows // 2 if gated else rows, 1), _side(columns, VECTOR)
+            down, across = (
+                _block_side(rows // 2 if gated else rows, 1),
+                _block_side(columns, VECTOR),
+            )
             tensors.append((name, (rows, columns), "float8_e4m3fn"))
             tensors.append((f"{name}.scale", (rows // down, columns // across), "float32"))
             continue
@@ -59,13 +62,13 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
     return SlotLayout.pack(tensors, dict.fromkeys(names, kind), dtype)
 
 
-def logical(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
+def logical_shape(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
     """(outputs, inputs) of a matrix, also where it is stored transposed."""
     rows, columns = weight.shape
     return (columns, rows) if transposed and weight.encoding == PLAIN else (rows, columns)
 
 
-def _side(length: int, unit: int) -> int:
+def _block_side(length: int, unit: int) -> int:
     """The largest block side up to SIDE that divides `length`, in multiples of `unit`.
 
     All of `length` where there is none.
@@ -109,8 +112,8 @@ class ExpertPacker:
         """The packers of copies and of the experts that follow them."""
         if not low_copy.nested:
             copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
-            return copy, replace(self, target=_moved(self.target, low_copy.stride))
-        remainder = _moved(low_copy.remainder, low_copy.stride).tensors
+            return copy, replace(self, target=_shift(self.target, low_copy.stride))
+        remainder = _shift(low_copy.remainder, low_copy.stride).tensors
         planes = tuple(replace(spec, name=f"{spec.name}.rest") for spec in remainder)
         both = replace(low_copy.layout, tensors=low_copy.layout.tensors + planes)
         return (replace(self, kind="nested", target=both),)
@@ -131,7 +134,7 @@ class ExpertPacker:
         segments = self.target.segments
         ends = [*(segment.first for segment in segments[1:]), self.cutting.channels]
         for segment, end in zip(segments, ends, strict=True):
-            parts = _moved(segment.layout, segment.offset).tensors
+            parts = _shift(segment.layout, segment.offset).tensors
             for spec, part in zip(self.target.tensors, parts, strict=True):
                 target(part).copy_(self.cutting.cut(spec, unsplit[spec], segment.first, end))
 
@@ -147,13 +150,15 @@ class ExpertPacker:
         weight = self.source.weight(name)
         parts = [source(spec) for spec in weight.parts]
         outputs = [target(spec) for spec in self.target.weight(name).parts]
-        rows, columns = logical(weight, self.transposed)
+        rows, columns = logical_shape(weight, self.transposed)
         unit = lcm(*(rows // len(part) for part in (*outputs, *parts[1:])))
         step = max(1, BATCH // (4 * columns * unit)) * unit
         for row in range(0, rows, step):
             stop = min(row + step, rows)
             w = self._rows(weight, parts, row, stop)
-            if not QUANTISERS[self.kind](w, *(_cut(part, row, stop, rows) for part in outputs)):
+            if not QUANTISERS[self.kind](
+                w, *(_rows_of_part(part, row, stop, rows) for part in outputs)
+            ):
                 raise CheckpointError(
                     f"expert {expert} of {self.where}: {name} has weights that are not finite"
                     " numbers"
@@ -166,18 +171,18 @@ class ExpertPacker:
         else:
             rows, columns = weight.shape
             dtype: torch.dtype = getattr(torch, weight.dtype)
-            codes = [_cut(part, row, stop, rows) for part in parts]
+            codes = [_rows_of_part(part, row, stop, rows) for part in parts]
             w = ENCODINGS[weight.encoding].decode(codes, (stop - row, columns), dtype)
         return w.float().contiguous().numpy()
 
 
-def _moved(layout: SlotLayout, by: int) -> SlotLayout:
+def _shift(layout: SlotLayout, by: int) -> SlotLayout:
     """The layout with its tensors moved by so many bytes."""
     tensors = (replace(spec, offset=spec.offset + by) for spec in layout.tensors)
     return replace(layout, tensors=tuple(tensors))
 
 
-def _cut(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
+def _rows_of_part(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
     """The codes or scales of rows `row` .. `stop` of a matrix with `rows` rows."""
     return part[row * len(part) // rows : stop * len(part) // rows]
 
@@ -197,8 +202,7 @@ def _fp8(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
     return quantise.fp8(w, down, across, codes.view(torch.uint8).numpy(), scale.numpy())
 
 
-# Kind -> a function that fills codes and scales from rows; it returns False for weights that are
-# not finite.
+# Kind -> a function that fills codes and scales from rows; False where a weight is not finite.
 QUANTISERS: dict[str, Callable[..., bool]] = {
     "int8": partial(_grouped, quantise.int8),
     "int4": partial(_grouped, quantise.int4),

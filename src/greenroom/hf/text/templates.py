@@ -47,7 +47,7 @@ class Templates:
     def close(self) -> None:
         """End the process. The next rendering starts another."""
         with self._lock:
-            self._drop()
+            self._end_process()
 
     def chat(
         self,
@@ -69,7 +69,7 @@ class Templates:
             template = tokenizer.get_chat_template(None, tools)
         except ValueError as error:
             raise UsageError(f"the model has no chat template for this: {error}") from error
-        turns = [_turn(message) for message in messages]
+        turns = [_template_message(message) for message in messages]
         if resume:
             _mark(turns[-1], template)
         text = self.render(
@@ -83,12 +83,12 @@ class Templates:
                 **variables,
             },
         )
-        return _to_the_mark(text, str(messages[-1]["content"])) if resume else text
+        return _text_before_mark(text, str(messages[-1]["content"])) if resume else text
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
         """Render a template; UsageError where it fails, or takes too much time or memory."""
         try:
-            request = json.dumps([template, variables, self.most_chars], default=_plain)
+            request = json.dumps([template, variables, self.most_chars], default=_to_json)
         except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"these messages cannot be sent to the chat template as JSON: {error}"
@@ -97,18 +97,18 @@ class Templates:
             try:
                 done, last, text = self._answer(f"{request}\n".encode())
             except BaseException:
-                self._drop()
+                self._end_process()
                 raise
             if last:
-                self._drop()
+                self._end_process()
         if not done:
-            raise _refused(" ".join(text.split())[:200])
+            raise _refusal(" ".join(text.split())[:200])
         return text
 
     def _answer(self, request: bytes) -> tuple[bool, bool, str]:
         process = self._process
         if process is None or process.poll() is not None:
-            self._drop()
+            self._end_process()
             self._start()
         try:
             self._link.sendall(request)
@@ -116,10 +116,10 @@ class Templates:
                 done, last, text = json.loads(answers.readline())
                 return done, last, text
         except TimeoutError:
-            raise _refused(f"it takes longer than {CPU_S} seconds") from None
+            raise _refusal(f"it takes longer than {CPU_S} seconds") from None
         except (json.JSONDecodeError, ConnectionError):
             # The kernel ends a process beyond its limits; nothing else is expected to.
-            raise _refused(f"it takes longer than {CPU_S} seconds, or too much memory") from None
+            raise _refusal(f"it takes longer than {CPU_S} seconds, or too much memory") from None
 
     def _start(self) -> None:
         script = str(Path(template_worker.__file__))
@@ -136,13 +136,13 @@ class Templates:
         self._process, self._link = process, ours
         self._end = weakref.finalize(self, _kill, process, ours)
 
-    def _drop(self) -> None:
+    def _end_process(self) -> None:
         if self._end is not None:
             self._end()
         self._process = self._end = None
 
 
-def _refused(why: str) -> UsageError:
+def _refusal(why: str) -> UsageError:
     return UsageError(f"the chat template does not accept these messages: {why}")
 
 
@@ -152,7 +152,7 @@ def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
     process.wait()
 
 
-def _turn(message: dict[str, Any]) -> dict[str, Any]:
+def _template_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message as transformers passes it to templates.
 
     It has no fields that are None, and its reasoning under the names that templates read.
@@ -166,7 +166,7 @@ def _turn(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **turn, "reasoning_content": reasoning}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A JSON value in place of an object of another type."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
@@ -178,7 +178,7 @@ def _mark(last: dict[str, Any], template: str) -> None:
     last["content"] += END
 
 
-def _to_the_mark(text: str, content: str) -> str:
+def _text_before_mark(text: str, content: str) -> str:
     """The text up to the mark, without spaces that the template trims."""
     at = text.rfind(END.strip())
     if at < 0 or content.strip() not in text:

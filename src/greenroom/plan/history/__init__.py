@@ -1,1 +1,1 @@
-"""What runs and measurements leave to later ones: the files, and the values that they hold."""
+"""History of runs and measurements: the files, and the values in them."""

@@ -1,10 +1,10 @@
-"""Files that runs and measurements leave to later ones, and the file of a trained predictor.
+"""Files of the history of runs, and the file of a trained predictor.
 
 In the user's cache folder a model has two files, named by its fingerprint: `learned/` holds arrays
 (`routing.py`), `plans/` holds JSON with an entry for each machine (`records.py`). Both can be
-deleted at any time. A file is written beside its place and renamed. A file that is damaged, of
-another format or of a later version is ignored until the next save replaces it.
-GREENROOM_LEARNED=off reads and writes neither. The predictor's file lies where the user says.
+deleted at any time. Files are written atomically. A file that is damaged, of another format or of a
+later version is ignored until the next save replaces it. With GREENROOM_LEARNED=off neither is read
+or written. The user chooses the path of a predictor's file.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ from greenroom.trace.container import Tensor, atomic_file
 SWITCH = "GREENROOM_LEARNED"
 LIMIT = 64 << 20  # bytes of arrays in a file of routing
 RECORDS, RECORDS_VERSION = "greenroom-kept", 1
-_OVERHEAD = 1 << 20  # bytes that a header may add
-_STALE_S = 3600.0  # an older draft was left by a process that died
-_LOCK = threading.RLock()  # a process has one draft of a file at a time
+_OVERHEAD = 1 << 20  # most bytes of a header
+_STALE_S = 3600.0  # age at which a draft is abandoned: its process died
+_LOCK = threading.RLock()  # a process writes one draft of a file at a time
 
 log = logging.getLogger(__name__)
 
 
 class ArrayFormat(NamedTuple):
-    """Safetensors files with a model's fingerprint. PredictorError, in one line, says of a file
-    that it is no `noun`, or of another version."""
+    """A format of safetensors files with a model's fingerprint.
+
+    PredictorError, in one line, where a file is not a `noun`, or of another version.
+    """
 
     noun: str
     name: str
     version: int
 
     def write(self, path: Path, arrays: Arrays, fingerprint: str, **metadata: str) -> None:
-        """Write a new file. OutputError."""
+        """Write a file. OutputError where it cannot be written."""
         header = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
         tensors = {name: Tensor(a.dtype, a.shape, [a]) for name, a in arrays.items()}
         container.write(path, tensors, header | metadata)
 
     def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Return copies of the arrays, and the metadata."""
+        """Read copies of the arrays, and the metadata."""
         try:
             arrays, metadata = container.read(path, self.noun, PredictorError)
         except OSError as error:
@@ -77,23 +79,23 @@ PREDICTOR = ArrayFormat("predictor", "greenroom.predictor", 1)
 
 
 def cache_folder() -> Path:
-    """Greenroom's folder in the user's cache folder."""
+    """Return Greenroom's folder in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "greenroom"
 
 
 def enabled() -> bool:
-    """Whether the history of models is read and written."""
+    """Check that the history is read and written, unless GREENROOM_LEARNED is off."""
     return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
 
 
 def routing_path(fingerprint: str) -> Path:
-    """A model's file of routing. ValueError for a fingerprint that cannot be a file's name."""
+    """Return the path of a model's routing. ValueError for an impossible fingerprint."""
     return _path("learned", fingerprint, ".safetensors")
 
 
 def records_path(fingerprint: str) -> Path:
-    """A model's file of records. ValueError for a fingerprint that cannot be a file's name."""
+    """Return the path of a model's records. ValueError for an impossible fingerprint."""
     return _path("plans", fingerprint, ".json")
 
 
@@ -104,18 +106,18 @@ def _path(folder: str, fingerprint: str, suffix: str) -> Path:
 
 
 def load_routing(fingerprint: str) -> RoutingHistory | None:
-    """Return the routing of earlier runs; None, with a warning, where the file is not usable."""
+    """Load the routing of earlier runs; None, with a warning, for an unusable file."""
     path = routing_path(fingerprint)
     if not enabled() or not path.exists():
         return None
     try:
         if path.stat().st_size > LIMIT + _OVERHEAD:
-            raise ValueError("it is larger than any that is written")
+            raise ValueError("it is larger than Greenroom writes them")
         arrays, metadata = ROUTING.read(path)
         if metadata.get("fingerprint") != fingerprint:
             raise ValueError("it belongs to another model")
         if metadata.get("crc32") != checksum(arrays):
-            raise ValueError("it is damaged: its checksum is another")
+            raise ValueError("it is damaged: its checksum is wrong")
         return RoutingHistory.from_arrays(arrays)
     except (PredictorError, OSError, ValueError, KeyError) as error:
         reason = printable(str(error).removeprefix(f"{path}: ")) or type(error).__name__
@@ -126,8 +128,8 @@ def load_routing(fingerprint: str) -> RoutingHistory | None:
 def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
     """Store the routing for later runs; None where GREENROOM_LEARNED is off.
 
-    States of predictors that do not fit into LIMIT are left out, largest first. OutputError;
-    ValueError where a predictor's name has a slash.
+    Predictors' states that do not fit into LIMIT are left out, largest first. OutputError;
+    ValueError for a predictor's name with a slash.
     """
     path, arrays = routing_path(fingerprint), history.arrays(LIMIT)
     if not enabled():
@@ -140,17 +142,17 @@ def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
 
 
 def load_records(fingerprint: str, machine: str) -> Records:
-    """Return what is stored of a model on the machine of this name; nothing where the file is not
-    usable."""
+    """Load the records of a model on the machine of this name; empty for an unusable file."""
     return _records(_machines(fingerprint), machine)
 
 
 def update_records(
     fingerprint: str, machine: str, change: Callable[[Records], Records]
 ) -> Path | None:
-    """Store what `change` makes of the records. The file; None where GREENROOM_LEARNED is off.
+    """Change the stored records of a model on a machine; return the file's path.
 
-    The file stays as it is where `change` returns its argument. OutputError.
+    The file is not written where `change` returns its argument. None where GREENROOM_LEARNED is
+    off. OutputError.
     """
     if not enabled():
         return None
@@ -176,7 +178,7 @@ def _records(machines: Mapping[str, Any], machine: str) -> Records:
 
 
 def _machines(fingerprint: str) -> dict[str, Any]:
-    """The entries of all machines."""
+    """Load the entries of all machines."""
     if not enabled():
         return {}
     try:
@@ -190,7 +192,7 @@ def _machines(fingerprint: str) -> dict[str, Any]:
 
 
 def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
-    """Return the tensors of a predictor that was trained for the model with this fingerprint.
+    """Load the tensors of a predictor that was trained for this model.
 
     PredictorError, in one line, where the file is missing, damaged, of another version, or of
     another model.
@@ -209,12 +211,12 @@ def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
 
 
 def save_predictor(path: Path, tensors: Arrays, fingerprint: str, about: Mapping[str, Any]) -> None:
-    """Write a predictor's file; `about` is what it says of itself, as JSON. OutputError."""
+    """Write a predictor's file, with its description `about` as JSON. OutputError."""
     PREDICTOR.write(path, tensors, fingerprint, about=json.dumps(about))
 
 
 def checksum(arrays: Arrays) -> str:
-    """CRC-32 of names, types, shapes and contents."""
+    """Compute the CRC-32 of names, types, shapes and contents of arrays."""
     crc = 0
     for name, array in sorted(arrays.items()):
         crc = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)
@@ -223,7 +225,7 @@ def checksum(arrays: Arrays) -> str:
 
 
 def _prepare(path: Path) -> None:
-    """Make the folder, and remove drafts of the file that nobody will finish. OutputError."""
+    """Make the file's folder, and remove abandoned drafts of the file. OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The routing of the latest tokens: a state of the history of a model's routing.
+"""The routing of the latest tokens, stored as a state of a model's routing history.
 
-Plans without a recording go by it (plan/workload.py), and so do the defaults of a run. Passes of
-single sequences are noted; a pass of several sequences mixes their tokens and is not. Ids of
-experts only: no text, no token, no weight.
+Plans without a recording and the defaults of a run use it (plan/workload.py). Only passes of single
+sequences are recorded, since a pass of several sequences mixes their tokens. Only ids of experts
+are stored: no text, no token, no weight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.trace import Trace
 from greenroom.trace.trace import starts_of
 
-NAME = "recent"  # of the state
-TOKENS = 4096  # that are kept, the latest
+NAME = "recent"  # name of the state
+TOKENS = 4096  # the latest ones are stored
 
 
 class RoutedPass(NamedTuple):
-    """One sequence's: experts are [tokens, layers, top_k] ids within their layers."""
+    """A recorded pass of one sequence; experts are ids in a layer, [tokens, layers, top_k]."""
 
     experts: np.ndarray
     request: int
@@ -33,35 +33,35 @@ class RoutedPass(NamedTuple):
 
 
 class RecentRouting:
-    """Notes passes until there are TOKENS, and forgets the oldest after that."""
+    """Observer of passes that stores the routing of the latest TOKENS tokens."""
 
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
         """`offsets` [layers + 1] are the dense ids at which layers begin."""
         self._sizes = [b - a for a, b in pairwise(offsets)]
         self._passes: deque[RoutedPass] = deque()
         self._tokens, self._earlier = 0, 0
-        self._now: tuple[int, bool] | None = None  # request and kind of the pass that is noted
+        self._now: tuple[int, bool] | None = None  # request and kind of the current pass
         self._rows: dict[int, Ids] = {}
         if (trace := recent_trace(history, self._sizes)) is not None:
             parts = np.split(trace.experts, trace.pass_starts[1:-1])
             for each in zip(
                 parts, trace.pass_requests.tolist(), trace.pass_prefill.tolist(), strict=True
             ):
-                self._note(RoutedPass(*each))
+                self._record(RoutedPass(*each))
             self._earlier = trace.requests
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """A pass of so many sequences begins; the one before has ended."""
+        """End the last pass, and begin one of so many sequences."""
         self._end()
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
-    def on_choice(self, layer: int, experts: Ids) -> None:
+    def on_routing(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [tokens, top_k]."""
         if self._now is not None:
             self._rows[layer] = experts.astype(np.uint16)
 
     def state(self) -> Arrays | None:
-        """What is stored; None where nothing was noted."""
+        """Return the arrays to store; None where nothing was recorded."""
         self._end()
         if not self._passes:
             return None
@@ -73,7 +73,7 @@ class RecentRouting:
         }
 
     def _end(self) -> None:
-        """Note the pass whose layers have chosen, where that is all of them."""
+        """Record the current pass, if all its layers have chosen."""
         now, rows, self._rows = self._now, self._rows, {}
         self._now = None
         complete = (
@@ -83,9 +83,9 @@ class RecentRouting:
             return
         experts = np.stack([rows[layer] for layer in range(len(self._sizes))], axis=1)
         if (experts < np.array(self._sizes)[:, None]).all():
-            self._note(RoutedPass(experts[-TOKENS:], *now))
+            self._record(RoutedPass(experts[-TOKENS:], *now))
 
-    def _note(self, each: RoutedPass) -> None:
+    def _record(self, each: RoutedPass) -> None:
         if self._passes and each.experts.shape[1:] != self._passes[0].experts.shape[1:]:
             return
         self._passes.append(each)
@@ -95,8 +95,10 @@ class RecentRouting:
 
 
 def recent_trace(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
-    """The passes that were noted as a recording of a model whose layers have so many experts; None
-    where there are none, or those of another model."""
+    """Build a trace of the stored passes; None where there are none of this model.
+
+    `sizes` are the numbers of experts of the model's layers.
+    """
     state = history.states.get(NAME, {}) if history is not None else {}
     try:
         starts = starts_of(state["lengths"])

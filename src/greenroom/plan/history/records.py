@@ -1,8 +1,8 @@
-"""What was found out about a model on a machine.
+"""Records of a model on a machine, which are stored for later runs.
 
-Runs that were observed (plan/costs.py), settings that `tune` measured or a plan chose, with the
-device and the size that they hold for, what inexact misses cost in quality, and what a process took
-beside its model.
+They are measured runs (plan/costs.py), settings that `tune` measured or a plan chose, with the
+device and the capacity for which they hold, the loss of quality by approximated misses, and the
+memory that a process takes outside of its model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from greenroom.plan.costs import RunMeasurement
 from greenroom.policies import policy
 from greenroom.predictors import predictor
 
-NEAR = 0.15  # a setting holds for sizes of the cache that differ by no more than this share
-MOST_RUNS = 12  # of a machine, the latest
-LOADS = 3  # of which the least process counts: one that compiles takes more than those that follow
-SAME = 0.02  # share by which processes differ that are the same
-OPTIONS = ("policy", "scope", "prefetch", "split")  # that a stored setting has
+NEAR = 0.15  # a setting holds for capacities that differ by no more than this share
+MOST_RUNS = 12  # stored for a machine, the latest
+LOADS = 3  # stored; the smallest counts, since a process that compiles takes more memory
+SAME = 0.02  # sizes of processes that differ by no more than this share count as equal
+OPTIONS = ("policy", "scope", "prefetch", "split")  # of a stored setting
 BY = ("tune", "plan", "quick")  # how it was found, what is trusted most first
 
 
@@ -43,7 +43,7 @@ class StoredSetting:
 
     @classmethod
     def from_json(cls, contents: Any, where: str = "a setting") -> StoredSetting:
-        """Malformed or UsageError where it is none, or none that a run can take."""
+        """Read a setting. Malformed or UsageError where a run cannot take it."""
         entry = JsonObject(contents, where)
         option_entry = entry.object("options")
         options = {name: option_entry.text(name) for name in OPTIONS if name in option_entry}
@@ -58,9 +58,12 @@ class StoredSetting:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What misses below these thresholds cost (core/options/precision.py), of which `inexact` is
-    the share that was not exact: KL divergence from the exact model in nats, a mean over `tokens`,
-    and the perplexities of both."""
+    """Measured loss of quality by misses that are approximated below these thresholds.
+
+    The thresholds are those of core/options/precision.py. `inexact` is the share of requests that
+    were not exact, `kl` the KL divergence from the exact model in nats, a mean over `tokens`; the
+    perplexities are of both models.
+    """
 
     precision: str
     low: float
@@ -79,14 +82,16 @@ class Loss:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a loss") -> Loss:
-        """Malformed where it is none."""
+        """Read a loss. Malformed for other contents."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All that is stored of a model on one machine. `loads` are bytes that processes took beside
-    dense parts and slots, when all was loaded; the latest come last."""
+    """Stored records of a model on one machine, the latest last.
+
+    `loads` are the bytes of processes outside of dense weights and slots, once all was loaded.
+    """
 
     runs: tuple[RunMeasurement, ...] = ()
     settings: tuple[StoredSetting, ...] = ()
@@ -95,7 +100,7 @@ class Records:
 
     @classmethod
     def from_json(cls, contents: Any) -> Records:
-        """Malformed or UsageError where they are none."""
+        """Read records. Malformed or UsageError for other contents."""
         entry = JsonObject(contents)
         return cls(
             entry.list_of("runs", RunMeasurement.from_json, []),
@@ -106,30 +111,32 @@ class Records:
 
     @property
     def process(self) -> int | None:
-        """Bytes that the next process will take, where one has been seen."""
+        """Bytes that the next process is expected to take outside of its model, if known."""
         return min(self.loads) if self.loads else None
 
     def nearest(self, capacity: int, device: str = "cpu") -> StoredSetting | None:
-        """The setting whose size is nearest, if it is near enough; what was measured goes first,
-        then what was planned at leisure."""
+        """Return the setting with the nearest capacity, if it is near enough.
+
+        Measured settings come first, then those of `plan`, then those of a quick plan.
+        """
         fits = [s for s in self.settings if s.device == device and _near(s, capacity)]
         order = sorted(fits, key=lambda s: (BY.index(s.by), abs(s.capacity - capacity)))
         return order[0] if order else None
 
     def with_load(self, process: int) -> Records:
-        """Unchanged where it is what was expected."""
+        """Add the bytes of a process; unchanged where they are as expected."""
         expected = self.process
         if expected is not None and abs(process - expected) <= SAME * expected:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
 
     def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
-        """What was measured with exactly these thresholds."""
+        """Return the loss that was measured with exactly these thresholds, if any."""
         key = precision, low, skip, substitute
         return next((each for each in self.losses if each.key == key), None)
 
     def with_loss(self, loss: Loss) -> Records:
-        """It takes the place of the one with its thresholds."""
+        """Add a loss, in place of the one with the same thresholds."""
         others = tuple(each for each in self.losses if each.key != loss.key)
         return replace(self, losses=(*others, loss))
 
@@ -137,7 +144,7 @@ class Records:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
 
     def with_setting(self, setting: StoredSetting) -> Records:
-        """It takes the place of those of its size that were found in the same way."""
+        """Add a setting, in place of those of its capacity, device and origin."""
         others = tuple(
             s for s in self.settings
             if (s.by, s.device) != (setting.by, setting.device) or not _near(s, setting.capacity)

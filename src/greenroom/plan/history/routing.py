@@ -1,6 +1,6 @@
 """The routing of earlier runs: resident experts, popularity and predictors' states.
 
-MoE-Infinity (appendix, failure recovery) stores its collection likewise.
+MoE-Infinity (appendix, failure recovery) stores its collection in the same way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """Of a model with E experts in all, ids dense.
+    """Routing of earlier runs of a model with E experts; ids are dense.
 
-    hot:        experts that were resident at the end [n], dearest first
-    popularity: how much each expert was asked for [E]
-    states:     what predictors and others counted, by name
+    hot:        experts that were resident at the end [n], most valuable first
+    popularity: how often each expert was requested [E]
+    states:     counts of predictors and other observers, by name
     """
 
     hot: Ids
@@ -36,7 +36,7 @@ class RoutingHistory:
 
     @classmethod
     def of_counts(cls, requests: NDArray[Any]) -> RoutingHistory:
-        """A history that knows no more than how often each expert was asked for [E]."""
+        """Make a history of requests for each expert [E] only."""
         return cls(np.empty(0, np.int64), requests.astype(np.float64))
 
     @classmethod
@@ -44,7 +44,7 @@ class RoutingHistory:
         """Read arrays by their names in a file. KeyError or ValueError for others."""
         hot, popularity = arrays["hot"], arrays["popularity"]
         if (hot.ndim, popularity.ndim) != (1, 1) or hot.dtype != np.int64:
-            raise ValueError("its arrays are of another kind")
+            raise ValueError("its arrays have other shapes or types")
         states: dict[str, dict[str, NDArray[Any]]] = {}
         for name, array in arrays.items():
             if name not in ("hot", "popularity"):
@@ -53,9 +53,9 @@ class RoutingHistory:
         return cls(hot, popularity.astype(np.float64), states)
 
     def arrays(self, limit: int) -> Arrays:
-        """All arrays by their names in a file: `hot`, `popularity`, `states/OWNER/NAME`.
+        """Return all arrays by their names in a file: `hot`, `popularity`, `states/OWNER/NAME`.
 
-        While they have more than `limit` bytes the largest state is left out. ValueError for an
+        While they exceed `limit` bytes the largest state is left out. ValueError for an
         owner with a slash.
         """
         arrays: dict[str, NDArray[Any]] = {
@@ -66,7 +66,7 @@ class RoutingHistory:
         sizes = {name: sum(a.nbytes for a in state.values()) for name, state in self.states.items()}
         stored = sorted(sizes, key=sizes.__getitem__)
         while stored and sum(sizes[name] for name in stored) > left:
-            log.warning("the state of predictor %s is too large to be kept", stored.pop())
+            log.warning("the state of predictor %s is too large to be stored", stored.pop())
         for name in stored:
             if "/" in name:
                 raise ValueError(f"no predictor's name: {name!r}")
@@ -77,12 +77,12 @@ class RoutingHistory:
         return arrays
 
     def hot_set(self, offsets: Sequence[int], capacity: int, scope: Scope = "shared") -> Ids:
-        """The experts to load at the start into `capacity` slots, dearest first, each once.
+        """List the experts to load at the start into `capacity` slots, most valuable first.
 
-        `offsets` [L + 1] are the dense ids at which layers begin. First come those that were
-        resident at the end of the last run, then those that were asked for most; none that was
-        never asked for. With scope `per-layer` no layer gets more than its share. Ids that cannot
-        be this model's are passed over.
+        `offsets` [L + 1] are the dense ids at which layers begin. Experts that were resident at the
+        end of the last run come first, then those that were requested most; experts that were never
+        requested are left out. With scope `per-layer` no layer gets more than its share. Ids that
+        cannot be of this model are skipped.
         """
         groups = np.array(split_capacity(capacity, len(offsets) - 1, scope), np.int64)
         experts, popularity = int(offsets[-1]), self.popularity

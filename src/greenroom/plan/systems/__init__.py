@@ -1,1 +1,1 @@
-"""Named systems: the table of what papers describe, and its rows as cells of a simulation."""
+"""Named systems: a table of the systems in papers, and their simulation."""

@@ -1,4 +1,4 @@
-"""Named systems in a simulation: each row of the table as cells of a sweep."""
+"""Simulation of named systems: each row of the table as cells of a sweep."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from greenroom.sim.foresight import automatic_predictor, resolve_predictor
 from greenroom.sim.study import Cell, Row, Study
 from greenroom.trace import Trace
 
-STAND_IN = "noisy-oracle:1,accuracy=0.85"  # about what the papers report of the next layer's gate
+ASSUMED_PREDICTOR = "noisy-oracle:1,accuracy=0.85"  # as papers report of the next layer's gate
 
-UserOptions = Mapping[
-    str, Any
-]  # options of `simulate`; one that is missing or None is as the row has it
+UserOptions = Mapping[str, Any]  # options of `simulate`; the row decides what is missing or None
 
 
 def simulate_systems(
@@ -34,28 +32,30 @@ def simulate_systems(
     user_options: UserOptions,
     study: Study,
     capacities: Sequence[int],
-    go: Callable[[Study, list[Cell]], list[Row]],
-    before: Trace | None = None,
+    run_cells: Callable[[Study, list[Cell]], list[Row]],
+    earlier: Trace | None = None,
 ) -> list[Row]:
-    """A row of the result for each system and capacity; with a guard the faster of its cells.
+    """Simulate each system at each capacity; return a row for each pair.
 
-    `go` runs cells. Algorithm 1 looks at `before`, with the predictions of the row's predictor;
-    without it the trace that is simulated stands in for what a run would have counted until then.
-    UsageError for options that cannot be right.
+    `run_cells` runs cells; of a system with a guard the faster cell counts. Algorithm 1 uses the
+    `earlier` trace, with the predictions of the row's predictor; without it the simulated trace
+    itself. UsageError for impossible options.
     """
     results: list[Row] = []
     for row in rows:
         policy, prefetches, both, notes = conditions(user_options, study, row)
-        activity = cache(partial(predicted_activity, before or study.trace, prefetches[-1]))
+        activity = cache(partial(predicted_activity, earlier or study.trace, prefetches[-1]))
         for capacity in capacities:
             sized, less = sized_study(user_options, study, row, capacity, activity)
             if both:
                 sized = replace(sized, config=with_options(sized.config, co_compute="auto"))
-            if row.chosen and study.event_by_event and policy == "lru":
+            if row.preselected and study.event_by_event and policy == "lru":
                 sized = replace(sized, stay=most_used(study, capacity))
             pin = user_options.get("pin") or "step"
             cells = [Cell(policy, capacity, pin, each) for each in prefetches]
-            best = min(go(sized, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"])
+            best = min(
+                run_cells(sized, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"]
+            )
             shares = {"split": list(sized.split)} if isinstance(sized.split, tuple) else {}
             results.append({"system": row.name, **best, **shares, "without": [*notes, *less]})
     return results
@@ -64,11 +64,12 @@ def simulate_systems(
 def conditions(
     user_options: UserOptions, study: Study, row: System
 ) -> tuple[str, tuple[str, ...], bool, list[str]]:
-    """How a system is simulated, with the options that are given beside it: its policy, its
-    predictors (several, where its guard would choose among them), whether misses are computed where
-    they are, and notes of what is not simulated, or by what instead.
+    """Decide how to simulate a system: (policy, predictors, co-computing, notes).
+
+    The user's options go before the row's. There are several predictors if a guard would choose
+    among them. The notes name parts that are not simulated, and what replaces them.
     """
-    both = row.both and user_options.get("co_compute") is None and can_share(study)
+    both = row.co_compute and user_options.get("co_compute") is None and can_share(study)
     notes = [
         what
         for option, what in row.parts().items()
@@ -79,8 +80,8 @@ def conditions(
     if row.split and user_options.get("split") is None:
         notes += without_algorithm_1(user_options, study)
     policy = user_options.get("policy") or row.policy
-    if row.chosen and not user_options.get("policy") and study.event_by_event:
-        policy = "lru"  # of the scratch slots, as in a run: what was chosen stays by itself
+    if row.preselected and not user_options.get("policy") and study.event_by_event:
+        policy = "lru"  # for the scratch slots, as in a run: the chosen set is pinned
     prefetch = user_options.get("prefetch") or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)
     if prefetch != OFF and study.costs is None:
@@ -93,53 +94,57 @@ def conditions(
         )
         if replayable != prefetch:
             notes.append(
-                f"{prefetch}, for which {replayable} stands in: the trace has no predictions"
+                f"{prefetch}, which {replayable} replaces: the trace has no predictions of it"
             )
         prefetches = (OFF, replayable) if row.guard else (replayable,)
     return policy, prefetches, both, notes
 
 
 def without_algorithm_1(user_options: UserOptions, study: Study) -> list[str]:
-    """What of MoEpic's Algorithm 1 is not simulated, or by what instead."""
+    """Note which parts of MoEpic's Algorithm 1 are not simulated, and what replaces them."""
     if user_options.get("scope") is not None:
         return ["split experts, since --scope is given and no --split with it"]
     if study.costs is None:
-        return ["Algorithm 1, which needs --machine: sizes of layers by a dynamic programme stand"
-                " in, and experts are whole"]  # fmt: skip
+        return ["Algorithm 1, which needs --machine: a dynamic programme sizes the layers instead,"
+                " and experts are not split"]  # fmt: skip
     if not can_split(study):
-        return ["split experts, which have no host tier, are on one device and exact: Algorithm"
-                " 1's budgets are of whole ones"]  # fmt: skip
+        return ["split experts, which need one device, no host tier and exact misses: Algorithm 1's"
+                " budgets are of unsplit experts"]  # fmt: skip
     return []
 
 
 def can_split(study: Study) -> bool:
-    """Whether the simulator can cut the experts of this study in two."""
+    """Check that the simulator can split the experts of this study."""
     return not study.host and study.devices == 1 and study.approximation is None
 
 
 def can_share(study: Study) -> bool:
-    """Whether misses can be shared out between two processors: there is such an option, host
-    memory keeps experts, and somebody computes there."""
+    """Check that two processors can share misses.
+
+    It needs the option co_compute, experts in host memory, and a processor there.
+    """
     available = "co_compute" in option_names()
     return available and study.host > 0 and study.costs is not None and study.costs.host is not None
 
 
 def most_used(study: Study, capacity: int) -> tuple[int, ...]:
-    """The experts asked for most in the trace that is simulated, but for the slots that a step of
-    one token needs."""
+    """List the most requested experts of the trace, as many as slots allow.
+
+    The slots that a step of one token needs are left free.
+    """
     counts = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
     most = np.argsort(-counts, kind="stable")[: max(0, capacity - study.trace.top_k)]
     return tuple(np.sort(most).tolist())
 
 
 def replayable_predictor(trace: Trace, prefetch: str) -> str:
-    """A row's predictor, or what stands in for one that runs beside a model only."""
+    """Return a row's predictor, or a replacement if it needs a running model."""
     if predictor(prefetch).kind is AUTO:
         return automatic_predictor(trace)
     try:
         resolve_predictor(trace, prefetch)
     except UsageError:
-        return STAND_IN
+        return ASSUMED_PREDICTOR
     return prefetch
 
 
@@ -150,11 +155,11 @@ def sized_study(
     capacity: int,
     activity: Callable[[], Activity],
 ) -> tuple[Study, tuple[str, ...]]:
-    """The study with a row's slots shared out as it says, unless the user said otherwise; experts
-    split, where Algorithm 1 has them so; and what of that there is no room for.
+    """Size the layers of a study as a row says: (study, notes).
 
-    Sizes of a dynamic programme are found on the trace that is simulated, which flatters them a
-    little; `activity` gives what Algorithm 1 looks at.
+    The user's `scope` goes first. Algorithm 1, which counts `activity`, also splits experts; a note
+    says if there are too few slots for that. A dynamic programme finds sizes on the simulated trace
+    itself, which flatters them a little.
     """
     if user_options.get("scope") is not None:
         return study, ()
@@ -171,5 +176,5 @@ def sized_study(
         return unsplit, ()
     pieces = split_pieces(study.trace, study.expert_bytes, best.split)
     if capacity < least_capacity(pieces, best.scope):
-        return unsplit, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
+        return unsplit, (f"Algorithm 1's splits, which need more than {capacity} slots",)
     return replace(unsplit, split=best.split), ()

@@ -1,9 +1,9 @@
-"""Named systems: what a paper describes, as a row that puts our own parts together.
+"""Table of named systems: each row combines Greenroom's parts as a paper describes.
 
-A row says who is evicted, how slots are shared out, what is fetched ahead and by whom, and which
-further parts a system needs. What a paper leaves open, or what we do otherwise, is its `reading`.
-All rows share our transfer queue (demands first, chunks, a layer's wrong prefetches dropped), our
-groups and our prompts that stream through: a comparison of rows is one of decisions alone.
+A row has an eviction policy, a scope, a predictor, and the further parts that a system needs. Its
+`reading` says what the paper leaves open, and where we differ. All rows share our transfer queue
+(demands first, chunks, a layer's wrong prefetches dropped), our expert groups and our streaming of
+prompts, so that rows differ in decisions alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 from greenroom.config import SCOPES
 from greenroom.errors import UnknownName, UsageError
 
-NO_GUARD = "prefetches whether it pays or not"
-LOW = ("miss_precision", "low_below", "low_share", "low_follow")  # these go together
+LOW = ("miss_precision", "low_below", "low_share", "low_follow")  # options that belong together
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A row. `prefetch` is a predictor, `NAME[:distance]`, or off; with `guard` only while it pays.
+    """A system, as a row of the table.
 
-    sizes:     how each layer's slots are found: `dp` (a dynamic programme), `configurator`
-               (MoEpic's Algorithm 1, with the split), or None where `scope` says all
-    split:     a top part of each expert stays, the bottom is fetched
-    chosen:    what stays is chosen beforehand, by counts
-    precision: a miss may be served from a copy of so many bits, which changes the output
-    both:      a miss may be computed where the weights are
+    prefetch:    a predictor, `NAME[:distance]`, or off
+    guard:       prefetch only while it pays
+    sizes:       how each layer's slots are found: `dp` (a dynamic programme), `configurator`
+                 (MoEpic's Algorithm 1, with the split), or None if `scope` is enough
+    split:       the top of an expert stays resident, the bottom is fetched
+    preselected: the resident experts are chosen beforehand, by counts
+    precision:   a copy of this precision may serve a miss, which changes the output
+    co_compute:  the processor beside the weights may compute a miss
     """
 
     name: str
@@ -40,12 +41,12 @@ class System:
     guard: bool = False
     sizes: str | None = None
     split: bool = False
-    chosen: bool = False
+    preselected: bool = False
     precision: str | None = None
-    both: bool = False
+    co_compute: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """The options of a run that every row has."""
+        """Return the options of a run that every row has."""
         return {
             "policy": self.policy,
             "scope": self.scope,
@@ -54,29 +55,31 @@ class System:
         }
 
     def parts(self) -> dict[str, str]:
-        """Further parts, by the option that each of them is: what it needs, in words."""
+        """Describe further parts of the system, by the option that enables each."""
         parts = {}
         if self.sizes == "dp":
             parts["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
         if self.split:
             parts["split"] = "split experts and sizes of layers by Algorithm 1"
-        if self.chosen:
-            parts["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
+        if self.preselected:
+            parts["pin"] = "a set of experts chosen beforehand: a FILE of `greenroom trace hot`"
         if self.precision is not None:
             parts["miss_precision"] = f"misses in {self.precision}, which change the output"
-        if self.both:
-            parts["co_compute"] = "misses computed where they are"
+        if self.co_compute:
+            parts["co_compute"] = "misses computed by the processor beside their weights"
         return parts
 
-    def routed(self) -> tuple[str, ...]:
-        """Those parts, as options, that a recording of routing says."""
+    def calibrated_options(self) -> tuple[str, ...]:
+        """List the options that are calibrated on a recording of routing."""
         sized = ("scope",) if self.sizes is not None else ()
-        return (*sized, *("split",) * self.split, *("pin",) * self.chosen)
+        return (*sized, *("split",) * self.split, *("pin",) * self.preselected)
 
-    def takes(self, user_options: Mapping[str, Any]) -> dict[str, Any]:
-        """What goes to this row of the options given beside several: parts to the rows that have
-        them, all others to every row. Sizes go to a row that splits with the split only, since they
-        are found together."""
+    def select_options(self, user_options: Mapping[str, Any]) -> dict[str, Any]:
+        """Select the user's options that apply to this row, of a comparison of several rows.
+
+        Options of a part apply to the rows that have it, all others to every row. To a row that
+        splits experts, sizes of layers apply only together with a split.
+        """
         has = {*self.parts()}
         if self.split and "split" in user_options:
             has.add("scope")
@@ -95,9 +98,9 @@ SYSTEMS: dict[str, System] = {
             "mixtral-offloading",
             "Eliseev and Mazur, 2023: Fast Inference of Mixture-of-Experts Language Models with"
             " Offloading",
-            "an LRU cache of equal size for each layer; the next layer's gate, asked with this"
-            " layer's hidden states, says what is fetched while this one is computed. Its mixed"
-            " quantisation is the checkpoint's affair here: give it a quantised one",
+            "an LRU cache of equal size for each layer; the next layer's gate, on this"
+            " layer's hidden states, predicts what to prefetch while this layer is computed. Its"
+            " mixed quantisation is left to the checkpoint: give it a quantised one",
             scope="per-layer",
             prefetch="next-gate:1",
         ),
@@ -112,23 +115,23 @@ SYSTEMS: dict[str, System] = {
         System(
             "moe-infinity",
             "Xue et al., 2024: MoE-Infinity",
-            "evicts by the activation matrices of the requests that are most alike, and fetches"
-            " what they would use in the layers ahead",
+            "evicts by the activation matrices of the most similar earlier requests, and"
+            " prefetches the experts that they used in the layers ahead",
             policy="moe-infinity",
             prefetch="eamc",
         ),
         System(
             "promoe",
             "Song et al., 2024: ProMoE",
-            "LRU, its own baseline with everything else switched on; a trained predictor for each"
+            "LRU, as in the paper's baseline with all other parts on; a trained predictor for each"
             " layer. Chunks, early preemption and reordered inference are in every row",
             prefetch="learned",
         ),
         System(
             "moepic",
             "Yan et al., 2025: MoEpic",
-            "LCP; sizes of layers and split ratios by Algorithm 1; the next layer's gate fetches"
-            " bottoms of what is resident, and the whole of what is not",
+            "LCP; sizes of layers and split ratios by Algorithm 1; the next layer's gate prefetches"
+            " bottoms of resident experts, and all of the others",
             policy="lcp",
             scope="per-layer",
             prefetch="next-gate:1",
@@ -138,15 +141,15 @@ SYSTEMS: dict[str, System] = {
         System(
             "pre-gated",
             "Hwang et al., 2024: Pre-gated MoE",
-            "gates that were trained to choose a layer ahead, so that what is fetched is never"
-            " wrong; LRU for what stays. With a model that was not trained so, its gates guess",
+            "gates that were trained to choose experts a layer ahead, so that prefetches are never"
+            " wrong; LRU eviction. With a model that was not trained so, its gates only guess",
             prefetch="pregated",
         ),
         System(
             "hobbit",
             "Tang et al., 2024: HOBBIT",
-            "evicts by its several-sided score (docs/policies.md); the next layer's gate"
-            " prefetches; misses of small gate weight come in int4",
+            "evicts by its combined score (docs/policies.md); the next layer's gate"
+            " prefetches; misses with a low gate weight come in int4",
             policy="hobbit",
             prefetch="next-gate:1",
             precision="int4",
@@ -155,32 +158,32 @@ SYSTEMS: dict[str, System] = {
             "fate",
             "Fang et al., 2025: Fate",
             "a cache that favours shallow layers, and the gate of the layer ahead. Its hybrid"
-            " quantisation is the checkpoint's affair here",
+            " quantisation is left to the checkpoint",
             policy="fate",
             prefetch="next-gate:1",
         ),
         System(
             "hybrimoe",
             "Zhong et al., 2025: HybriMoE",
-            "evicts by scores of the gate; the next layer's gate prefetches; misses are shared out"
-            " between both processors as their queues end",
+            "evicts by scores of the gate; the next layer's gate prefetches; both"
+            " processors share the misses, by which queue ends first",
             policy="hybrimoe",
             prefetch="next-gate:1",
-            both=True,
+            co_compute=True,
         ),
         System(
             "fiddler",
             "Kamahori et al., 2024: Fiddler",
-            "the most popular experts stay, and others are computed where they are whenever that"
-            " is sooner than to move them",
+            "the most popular experts stay; the host computes others whenever that is faster"
+            " than moving them",
             policy="static",
-            chosen=True,
-            both=True,
+            preselected=True,
+            co_compute=True,
         ),
         System(
             "llru",
             "Layered paging (LLRU)",
-            "its policy alone, as the paper measures it",
+            "its eviction policy alone, as the paper measures it",
             policy="llru",
         ),
         System(
@@ -188,7 +191,7 @@ SYSTEMS: dict[str, System] = {
             "the baseline of ProMoE, section 5.1",
             "the most popular experts stay, others pass through scratch slots",
             policy="static",
-            chosen=True,
+            preselected=True,
         ),
         System(
             "greenroom",
@@ -203,7 +206,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def system(name: str) -> System:
-    """The row of that name; UnknownName lists them."""
+    """Return the system of this name; UnknownName lists the names."""
     try:
         return SYSTEMS[name]
     except KeyError:
@@ -211,27 +214,29 @@ def system(name: str) -> System:
 
 
 def systems(text: str) -> list[System]:
-    """`A,B,C`, each once; UnknownName."""
+    """Parse the names `A,B,C` into systems, each once; UnknownName."""
     return [system(name) for name in dict.fromkeys(part.strip() for part in text.split(","))]
 
 
 def part_of(option: str, value: Any) -> str | None:
-    """The part of a row that an option of a run is; None of one that every row can have."""
+    """Return the part that an option belongs to; None for an option of every row."""
     if option in LOW:
         return LOW[0]
-    if option == "scope":  # by name it is how slots are shared out, else each layer's sizes
+    if option == "scope":  # a name is an option of every row; sizes of layers are a part
         return None if value in SCOPES else option
     return option if option in ("pin", "split", "co_compute", "predictor") else None
 
 
 def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None:
-    """UsageError for an option that is a part of none of these rows: it would do nothing."""
+    """UsageError for an option of a part that none of these rows has."""
     for option in user_options:
-        if not any(option in row.takes(user_options) for row in rows):
-            have = [name for name, row in SYSTEMS.items() if option in row.takes(user_options)]
+        if not any(option in row.select_options(user_options) for row in rows):
+            have = [
+                name for name, row in SYSTEMS.items() if option in row.select_options(user_options)
+            ]
             raise UsageError(
-                f"--{option.replace('_', '-')} is a part of {', '.join(have)}: name one of them, or"
-                " leave it out"
+                f"--{option.replace('_', '-')} is an option of {', '.join(have)} only: name one of"
+                " them, or leave it out"
             )
 
 
@@ -241,11 +246,11 @@ def system_options(
     available: Collection[str],
     calibrated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The options of a run that make a row: `given` by the user go before the row's own.
+    """Build the options of a run of a system; the user's options go before the row's.
 
-    `known` are the options that there are, `later` those that somebody will find. UsageError names
-    every part that is missing, and what would bring it: nothing of a row is left out in silence.
-    What changes the output is never switched on by a name: the user gives it.
+    `available` are the options of a run, `calibrated` those that a calibration sets. UsageError
+    names every missing part and its option, since no part is left out silently. Options that change
+    the output are never implied by a system's name: the user gives them.
     """
     result = {**row.settings(), **user_options}
     missing = []
@@ -254,13 +259,13 @@ def system_options(
         if option in user_options or option in calibrated:
             continue
         if option not in available:
-            missing.append(f"{what} ({flag}, which is not built)")
+            missing.append(f"{what} ({flag}, which this version does not have)")
         elif option in ("split", "co_compute"):
             result[option] = "auto"
         else:
             missing.append(f"{what} ({flag})")
     if missing:
         raise UsageError(f"system {row.name} needs {', and '.join(missing)}")
-    if row.chosen and "policy" not in user_options:
-        result["policy"] = "lru"  # of the scratch slots: what was chosen stays by itself
+    if row.preselected and "policy" not in user_options:
+        result["policy"] = "lru"  # for the scratch slots: the chosen set is pinned
     return result

@@ -1,1 +1,1 @@
-"""The CUDA tier: slots in device memory, host memory behind them, kernels that read the slots."""
+"""GPUs: slots in device memory, the host memory behind them, kernels on several devices."""

@@ -1,7 +1,7 @@
-"""What an expert takes to move, on the device and on the host: measured when a model is attached.
+"""Calibration of transfer and compute costs of an expert, when a model is attached.
 
-A few milliseconds' work, on slots that hold nothing yet. How fast the disk is, is seen when it is
-read; until then it is taken to be an ordinary one.
+It takes a few milliseconds, on empty slots. The speed of the disk is measured by its later reads;
+until then it has an ordinary disk's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.tier import Tier
 
-DISK, BUS, DEVICE, HOST = 1e9, 10e9, 200e9, 10e9  # bytes a second of ordinary ones
+DISK, BUS, DEVICE, HOST = 1e9, 10e9, 200e9, 10e9  # bytes a second of an ordinary machine
 TOKENS = (1, 16, 64)
-TRIES = 3  # the first finds caches and clocks cold
-TOUCHED = 4  # slots of host memory, so that none is in the processor's cache
+TRIES = 3  # the first one is slower: cold caches and clocks
+TOUCHED = 4  # slots of host memory: more than the processor's cache holds
 
 
 def nominal_costs(nbytes: int) -> Costs:
-    """An ordinary machine, for an expert of so many bytes."""
+    """Costs on an ordinary machine, for an expert of `nbytes`."""
     links = Link(DISK), Link(BUS)
     expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
     return Costs(links, expert, Work.constant(0.0), host=host)
@@ -38,7 +38,7 @@ def nominal_costs(nbytes: int) -> Costs:
 def calibrate(
     both: CoComputeKernel, layer: LayerExperts, engine: Engine, slots: Tier, slab: HostSlots
 ) -> Costs:
-    """The costs of a layer's experts, as large as a slot of `slab`."""
+    """Measure the costs of a layer's experts, which fill a slot of `slab`."""
     touched = min(TOUCHED, slab.capacity)
     for slot in range(touched):
         slab.bytes(slot)[:] = 0
@@ -62,7 +62,7 @@ def calibrate(
 
 
 def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> KernelStep:
-    """A step of zeros, of which every token wants expert 0."""
+    """Begin a step of zeros in which every token chooses expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)
     routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
@@ -70,10 +70,10 @@ def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int)
 
 
 def shortest_time(works: list[Callable[[], None]]) -> float:
-    """Seconds of the quickest; the first is not counted. Never 0: rates are ratios."""
-    found = []
+    """Seconds of the quickest call, without the first; never 0, since rates are ratios."""
+    times = []
     for work in works:
         begin = time.perf_counter()
         work()
-        found.append(time.perf_counter() - begin)
-    return max(1e-7, min(found[1:]))
+        times.append(time.perf_counter() - begin)
+    return max(1e-7, min(times[1:]))

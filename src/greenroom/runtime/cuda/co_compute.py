@@ -1,9 +1,9 @@
-"""A step on a device and on the host at once: two kernels, one sum.
+"""Co-computing: one step computed on a device and on the host, by two kernels.
 
-The host's kernel computes from the slots of host memory, on a copy of the step's inputs. What it
-gives is put beside what the device gives before the sum over a token's experts is taken, on the
-device and by ascending id, as ever. Where both are the same kernel (the fake device) the bits are
-those of the device alone; a GPU's matrix products round otherwise than a CPU's.
+The host's kernel computes from slots in host memory, on a copy of the step's inputs. Its outputs
+are merged with the device's before the device sums over a token's experts, by ascending id as
+always. If both kernels are the same (the fake device) the bits are those of the device alone; a
+GPU's matrix products round differently from a CPU's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ CPU = torch.device("cpu")
 
 
 class HostShare:
-    """What the host's processor computes of a step; its inputs begin to come down at once."""
+    """The part of a step that the host processor computes.
+
+    Copying the step's inputs to the host begins at once.
+    """
 
     def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
-        """`layer` is the layer as the host has it."""
-        self.experts: list[int] = []  # that are computed
+        """`layer` is the host's copy of the layer."""
+        self.experts: list[int] = []  # computed so far
         self._layer, self._routing, self._engine = layer, step.routing, engine
         self._inputs = [engine.copy_to_host(tensor) for tensor in (step.x, step.weights)]
         self._kernel = step.main_step.host_kernel(layer)
         self._step: KernelStep | None = None
 
     def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts from these slots of host memory."""
+        """Compute experts from slots in host memory."""
         if self._step is None:
             for _, mark in self._inputs:
                 self._engine.wait(mark)
@@ -45,25 +48,27 @@ class HostShare:
         self._step.compute_from(experts, slots, self._layer)
         self.experts += experts
 
-    def give(self, step: KernelStep) -> None:
-        """Put what was computed into the device's step."""
+    def merge_into(self, step: KernelStep) -> None:
+        """Merge the outputs into the device's step."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
             step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
 
 
 class CoComputeKernel(Kernel):
-    """A device's kernel with the host's beside it."""
+    """A device's kernel that also has experts computed on the host."""
 
     def __init__(self, kernel: Kernel, engine: Engine, slots: Slots) -> None:
-        """`slots` are those of host memory; `engine` is the first device's."""
+        """`slots` are in host memory; `engine` is the first device's."""
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
-        self._layers: dict[int, LayerExperts] = {}  # by the identity of the device's
-        self._part: HostShare | None = None  # of the step under way
+        self._layers: dict[
+            int, LayerExperts
+        ] = {}  # the host's copy of a layer, by the id() of the device's
+        self._share: HostShare | None = None  # of the current step
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Have a layer computed on the host too."""
+        """Prepare a layer for computing on the device and on the host."""
         self.kernel.prepare(layer)
         module = copy_module(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
@@ -72,21 +77,20 @@ class CoComputeKernel(Kernel):
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
         """Start a step: x [T, H], weights [T, K], on the first device."""
-        self._part = None
+        self._share = None
         return self.kernel.begin(layer, x, routing, weights)
 
     def host_job(
         self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
-        """A group of the host's processor, to be called in its thread. `slots` are those of host
-        memory."""
-        if self._part is None:
-            self._part = HostShare(step, self._layers[id(step.layer)], self._engine)
-        return partial(self._part.compute, experts, slots)
+        """Make a job that computes a group from host slots, for the host processor's thread."""
+        if self._share is None:
+            self._share = HostShare(step, self._layers[id(step.layer)], self._engine)
+        return partial(self._share.compute, experts, slots)
 
     def combine(self, step: KernelStep) -> Tensor:
         """The step's result [T, H], in x's type."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.give(step)
+        share, self._share = self._share, None
+        if share is not None:
+            share.merge_into(step)
         return super().combine(step)

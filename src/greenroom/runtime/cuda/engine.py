@@ -1,9 +1,8 @@
-"""What the tier asks of a GPU: memory, copies that do not disturb what is computed, and marks.
+"""Engines: a GPU's memory, copies that overlap with computation, and marks in its streams.
 
-An `Engine` is the only place where streams and events are made. `Cuda` is a GPU; an `Engine` itself
-does the same on a CPU, for the fake device and for tests.
-
-Whatever the driver of a GPU refuses or loses comes out of here as one DeviceError.
+Streams and events are made by an `Engine` only. `Cuda` is a GPU; an `Engine` itself does the same
+on a CPU, for the fake device and for tests. Every failure of a GPU's driver becomes one
+DeviceError.
 """
 
 from __future__ import annotations
@@ -20,53 +19,54 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.memory.numa import node_of
 from greenroom.runtime.memory.system import available_bytes, trim_heap
 
-Mark = Any  # a point in what is computed; None is one that has passed
+Mark = Any  # an event in a stream; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 
 
 class Engine:
-    """Copies and marks on one device: here on the CPU, where everything is done when it is ordered
-    and every mark has passed."""
+    """Copies and marks on one device; this base class is the CPU, where all is synchronous."""
 
     device = torch.device("cpu")
     name = "the host"  # for people
-    node: int | None = None  # of NUMA, where it is known
+    node: int | None = None  # NUMA node, if known
 
     def empty(self, nbytes: int) -> Tensor:
-        """Memory of the device, [nbytes] uint8; DeviceError where there is not so much."""
+        """Allocate device memory, [nbytes] uint8; DeviceError if there is not enough."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device now, of all processes."""
+        """Free and total bytes of the device, of all processes."""
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        """Give memory back to the device that is unused and kept for later."""
+        """Release cached unused memory to the device."""
         trim_heap()
 
     def mark(self) -> Mark:
-        """A mark behind everything that this thread has ordered to be computed so far."""
+        """Record a mark behind all work that this thread has launched so far."""
         return None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
-        """What is ordered within is done beside what is computed, once `after` has passed, and
-        before the block is left."""
+        """Run copies of the block concurrently with computation, after the mark `after`.
+
+        They are done when the block is left.
+        """
         yield
 
     def wait(self, mark: Mark) -> None:
-        """Return when a mark has passed."""
+        """Wait until a mark has passed."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        """A tensor of the device in host memory, there once the mark has passed."""
+        """Copy a device tensor to host memory; the copy is complete once the mark has passed."""
         return tensor, None
 
     def copy_to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of host memory on the device, for what is computed from here on."""
+        """Copy a host tensor to the device, for work that is launched from here on."""
         return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Have host memory read by the device itself; None, or why it cannot be."""
+        """Register (pin) host memory for direct reads by the device; None, or the refusal."""
         return None
 
     def unregister(self, address: int) -> None:
@@ -74,7 +74,7 @@ class Engine:
 
 
 class Cuda(Engine):
-    """A GPU. Copies run on a stream of their own; whoever orders one sleeps until it is done."""
+    """A GPU. Copies run on their own stream; the calling thread sleeps until they are done."""
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -109,7 +109,7 @@ class Cuda(Engine):
             if after is not None:
                 self._stream.wait_event(after)
             yield
-            done = torch.cuda.Event(blocking=True)  # its waiter sleeps, and lets go of Python
+            done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and releases the GIL
             done.record(self._stream)
             done.synchronize()
 
@@ -136,8 +136,7 @@ class Cuda(Engine):
             return first_line(refused)
         if int(error) == 0:
             return None
-        # CUDA keeps the refusal as its last error, and the next launch would raise it: let it be
-        # this one.
+        # CUDA keeps the refusal as its last error, and the next launch raises it: launch one here.
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             torch.ones(1, device=self.device)  # zeros may be a memset, and no launch
         return f"cudaHostRegister: error {int(error)}"
@@ -148,19 +147,19 @@ class Cuda(Engine):
 
 
 def pci_address(device: torch.device) -> str:
-    """A GPU's address on its bus, as Linux writes it."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    """A GPU's PCI address, as Linux writes it."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of torch says first; pages of advice follow."""
+    """The first line of an error of torch, without the pages of advice that follow."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def device_errors(what: str = "") -> Iterator[None]:
-    """A CUDA error becomes a DeviceError of one line; `what` was wanted where memory is refused."""
+    """Turn a CUDA error into a DeviceError of one line; `what` names the allocation."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -170,30 +169,29 @@ def device_errors(what: str = "") -> Iterator[None]:
             raise
         if "busy or unavailable" in str(error):
             raise DeviceError(
-                f"the GPU is busy, another process has it for itself ({first_line(error)}): end"
-                " that one, or take another with --device"
+                f"the GPU is busy, another process uses it exclusively ({first_line(error)}): end"
+                " that process, or choose another GPU with --device"
             ) from error
         raise DeviceError(f"the GPU failed: {first_line(error)}; restart the process") from error
 
 
 def out_of_memory(what: str, error: BaseException) -> str:
-    """Who has the memory that was refused, as far as can be seen."""
-    wanted = f"has no room for {what}" if what else "is out of memory"
+    """The message for refused memory: how much is free, and who has the rest."""
+    problem = f"has no room for {what}" if what else "is out of memory"
     try:
         free, total = torch.cuda.mem_get_info()
-        own = torch.cuda.memory_reserved()
-    except (RuntimeError, AssertionError):  # no answer is left
-        return f"the GPU {wanted}: {first_line(error)}"
-    others = max(0, total - free - own)
+        reserved = torch.cuda.memory_reserved()
+    except (RuntimeError, AssertionError):  # the device no longer answers
+        return f"the GPU {problem}: {first_line(error)}"
+    others = max(0, total - free - reserved)
     return (
-        f"the GPU {wanted}: {show_bytes(free)} of {show_bytes(total)} are free,"
-        f" {show_bytes(own)} are this process's, {show_bytes(others)} others' (and what CUDA itself"
-        " takes): give a smaller --memory, or --cache"
+        f"the GPU {problem}: {show_bytes(free)} of {show_bytes(total)} are free, this process uses"
+        f" {show_bytes(reserved)}, CUDA and other processes {show_bytes(others)}: give a smaller"
+        " --memory or --cache"
     )
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Whether a RuntimeError of torch is the device's: `torch.AcceleratorError`, or one that only
-    its words tell."""
-    words = ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
-    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in words)
+    """True if a RuntimeError of torch is the device's, by its type or its text."""
+    markers = ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
+    return isinstance(error, torch.AcceleratorError) or any(each in str(error) for each in markers)

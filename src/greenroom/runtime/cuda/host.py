@@ -1,9 +1,9 @@
-"""Host memory behind a device: the staging slots, and the slots of the tier that keeps experts.
+"""Host memory behind a device: staging slots, and the slots of the host cache.
 
-One reservation, made and registered with the device once: registered memory is read by the device
-itself, beside everything else. Where the system refuses to register it (locked memory is limited,
-say), copies go by the driver's own buffers, slower, and a warning says so. Bytes as the disk has
-them lie chunk after chunk, each with the room that direct reads need around it.
+It is one reservation, registered (pinned) with the device once, so that copies run concurrently
+with computation. Where the system refuses to register it (a limit of locked memory, for example),
+copies go through the GPU driver's buffers, more slowly, and a warning says so. Slots in the disk's
+layout hold chunk after chunk, each with the room that direct reads need around it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 
 
 def chunk_room(chunk: Chunk) -> int:
-    """Bytes that a chunk may take here: direct reads begin and end at blocks."""
+    """Bytes that a chunk needs in host memory: direct reads begin and end at blocks."""
     return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
 
 
 class HostMemory:
-    """`staging_slots` places for a chunk, then `capacity` slots for all chunks of an expert.
+    """Host memory of `staging_slots` for a chunk each and `capacity` slots for an expert each.
 
-    Slots hold an expert as the disk has it, and the device rearranges it as it arrives there. With
-    a `stride`, `slots` are laid out as kernels read them, so that the host's processor computes
-    from them: a chunk is read into the reading thread's own staging buffer and copied into its
-    expert's slot once, and on its way to the device nothing is left to be rearranged.
+    Slots hold experts in the disk's layout, and the device rearranges them as they arrive there.
+    With a `stride`, `slots` have the layout that kernels read, and the host processor computes from
+    them: a chunk is read into the thread's staging buffer and copied into its expert's slot once,
+    and its copy to the device is not rearranged.
     """
 
     def __init__(
@@ -52,8 +52,11 @@ class HostMemory:
         nodes: Sequence[tuple[int, int | None]] = (),
         stride: int | None = None,
     ) -> None:
-        """`chunks` of every expert; `nodes` are (slots, NUMA node) of each device's part, where
-        there are several. DeviceError where there is no address space for it."""
+        """Reserve and register the memory; DeviceError if there is no address space for it.
+
+        chunks: of every expert
+        nodes: (slots, NUMA node) of each device's part, if there are several devices
+        """
         self.engine, self.capacity = engine, capacity
         self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
         if stride is not None:
@@ -71,15 +74,15 @@ class HostMemory:
         if stride is not None:
             memory = self._bytes[self._first_slot : self.nbytes]
             self.slots = HostSlots(capacity, stride, memory=memory)
-        self._at: dict[tuple[int, int, int], np.ndarray] = {}  # the bytes of a chunk, see `_key`
+        self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         address = self._bytes.ctypes.data
         numa.place(address + self._first_slot, [(n * self.slot_bytes, node) for n, node in nodes])
         self.refused = engine.register(address, self.nbytes)
         if self.refused is not None:
             log.warning(
                 "%s of host memory could not be registered with the GPU (%s): copies to it are"
-                " slower, and wait for one another; a higher limit of locked memory (ulimit -l), or"
-                " a smaller --host-memory, may help",
+                " slower and do not overlap; a higher limit of locked memory (ulimit -l), or a"
+                " smaller --host-memory, may help",
                 show_bytes(self.nbytes),
                 self.refused,
             )
@@ -91,8 +94,10 @@ class HostMemory:
         read: Callable[[Chunk, Staging], np.ndarray],
         staging: Staging,
     ) -> None:
-        """Have a chunk read into its place; a store that lends its own memory is copied from.
-        `staging` is the thread's."""
+        """Read a chunk into host memory; `staging` is the calling thread's.
+
+        A store may return its own memory, which is then copied.
+        """
         if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
             self.slots.write(action.host_slot, chunk.extent.copies, data, chunk.start)
@@ -107,19 +112,19 @@ class HostMemory:
     def chunk_source(
         self, action: StartChunk, chunk: Chunk
     ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
-        """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
+        """The copies, bytes and first offset with which a chunk is written to a slot."""
         if self.slots is not None and action.host_slot >= 0:
             return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:
-        """What lies where; a place is that of one piece at a time."""
-        kept = action.host_slot >= 0
-        return (action.host_slot, action.chunk, 1) if kept else (action.staging_slot, 0, 0)
+        """The key of a chunk's memory, which belongs to one piece at a time."""
+        cached = action.host_slot >= 0
+        return (action.host_slot, action.chunk, 1) if cached else (action.staging_slot, 0, 0)
 
     def _place(self, action: StartChunk) -> np.ndarray:
-        """What a store reads a chunk into; it never asks for more than the chunk's `chunk_room`."""
+        """The memory that a chunk is read into, of `chunk_room` bytes or more."""
         begin, nbytes = action.staging_slot * self.staging_bytes, self.staging_bytes
         if action.host_slot >= 0:
             *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])
@@ -127,7 +132,7 @@ class HostMemory:
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Give the pages back; the address range goes with the last view of it."""
+        """Return the pages; the address range is freed with its last view."""
         if self.refused is None:
             self.engine.unregister(self._bytes.ctypes.data)
             self.refused = "closed"
@@ -136,7 +141,7 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Bytes of a staging slot, which takes any chunk, and of a slot, which takes any expert."""
+    """Bytes of a staging slot (the largest chunk) and of a slot (the largest expert)."""
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),
         max(sum(chunk_room(chunk) for chunk in each) for each in chunks),
@@ -144,13 +149,15 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """Where a chunk's bytes lie in a slot, as copies from one slot to another."""
-    found = []
+    """Copies of a chunk's bytes from a slot to the same place of another slot."""
+    copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk
             strides, dtype = copy.target_strides, copy.target_dtype
-            found.append(Copy(copy.target, copy.target, copy.shape, strides, strides, dtype, dtype))
+            copies.append(
+                Copy(copy.target, copy.target, copy.shape, strides, strides, dtype, dtype)
+            )
         elif part := overlap(copy, chunk.start, chunk.length):
             at, n = part[1].start, part[1].stop - part[1].start
-            found.append(Copy(at, at, (1, n), (n, 1), (n, 1), "uint8", "uint8"))
-    return tuple(found)
+            copies.append(Copy(at, at, (1, n), (n, 1), (n, 1), "uint8", "uint8"))
+    return tuple(copies)

@@ -1,4 +1,4 @@
-"""What the host must know of a step: the experts that were chosen, by one small copy a layer."""
+"""The copy of a layer's chosen experts and gate weights to the host."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _local = threading.local()
 
 
 def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], Any]:
-    """(index [T, K] int64, weights [T, K] float32 or None) in NumPy.
+    """Copy a step's index and weights to the host, as NumPy arrays.
 
-    From a GPU they come by pinned memory, and only what was ordered before them is waited for. It
-    is the one synchronisation of a layer.
+    index [T, K] becomes int64; weights [T, K] become float32, or are None. From a GPU they are
+    copied by pinned memory, after the work launched before: the one synchronisation of a layer.
     """
     index = index.to(torch.int64)
     weights = None if weights is None else weights.float()
     if not index.is_cuda:
         return index.numpy(), None if weights is None else weights.numpy()
-    wanted = [index] if weights is None else [index, weights]
-    pinned = [_pinned(i, each) for i, each in enumerate(wanted)]
-    for target, each in zip(pinned, wanted, strict=True):
+    sources = [index] if weights is None else [index, weights]
+    pinned = [_pinned(i, each) for i, each in enumerate(sources)]
+    for target, each in zip(pinned, sources, strict=True):
         target.copy_(each, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(index.device))
     done.synchronize()
-    found = [each.numpy().copy() for each in pinned]  # the buffer is the next layer's
-    return found[0], found[1] if weights is not None else None
+    arrays = [each.numpy().copy() for each in pinned]  # the next layer reuses the buffer
+    return arrays[0], arrays[1] if weights is not None else None
 
 
 def _pinned(number: int, like: Tensor) -> Tensor:
-    """This thread's buffer, as large as what it was ever asked for."""
+    """This thread's pinned buffer with a number, which grows to its largest request."""
     buffers: dict[int, Tensor] = _local.__dict__.setdefault("buffers", {})
-    found = buffers.get(number)
-    if found is None or found.numel() < like.numel():
+    buffer = buffers.get(number)
+    if buffer is None or buffer.numel() < like.numel():
         size = max(1024, like.numel())
-        found = buffers[number] = torch.empty(size, dtype=like.dtype, pin_memory=True)
-    return found[: like.numel()].view(like.shape)
+        buffer = buffers[number] = torch.empty(size, dtype=like.dtype, pin_memory=True)
+    return buffer[: like.numel()].view(like.shape)

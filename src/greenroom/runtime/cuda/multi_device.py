@@ -1,9 +1,9 @@
-"""Experts over several devices: a step's groups as one sum.
+"""Experts on several devices, with one sum a step.
 
 Slot `n * devices + d` of the tier is slot n of device d. Dense parts are on the first device. A
-group goes to the devices that hold its experts, each of which gets the step's inputs once, and what
-they gave is brought back before the sum over a token's experts is taken, on the first device and in
-the order of their ids. So the bits are those of one device.
+group is computed on the devices that hold its experts; each gets the step's inputs once. Their
+outputs are copied to the first device, which sums over a token's experts in the order of their ids.
+So the bits are those of one device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Tier, group_by_pool
 
 
-class SpreadStep(base.KernelStep):
-    """A step under way: the steps of the devices that have had a group."""
+class MultiDeviceStep(base.KernelStep):
+    """A step on several devices: one step for each device that computes a group."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class SpreadStep(base.KernelStep):
         self._experts: dict[int, list[int]] = {}  # computed on each device
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step, each where its slot is."""
+        """Compute experts of the step, each on the device of its slot."""
         for device, places in group_by_pool(slots, len(self._layers)).items():
-            own = [experts[i] for i in places]
+            local = [experts[i] for i in places]
             numbers = [slots[i] // len(self._layers) for i in places]
             if device:
-                self._on(device).compute_from(own, numbers, self._layers[device])
+                self._device_step(device).compute_from(local, numbers, self._layers[device])
             else:
-                self.main_step.compute_group(own, numbers)
-            self._experts.setdefault(device, []).extend(own)
+                self.main_step.compute_group(local, numbers)
+            self._experts.setdefault(device, []).extend(local)
 
-    def _on(self, device: int) -> base.KernelStep:
-        """The step as a device has it."""
+    def _device_step(self, device: int) -> base.KernelStep:
+        """A device's step, which begins with its first group."""
         if device not in self._steps:
             layer = self._layers[device]
             x, weights = self.x, self.weights
@@ -61,27 +61,29 @@ class SpreadStep(base.KernelStep):
 
     @property
     def main_step(self) -> base.KernelStep:
-        return self._on(0)
+        return self._device_step(0)
 
     def total(self) -> Tensor:
-        others = {device: own for device, own in self._experts.items() if device}
+        others = {device: computed for device, computed in self._experts.items() if device}
         if others and 0 not in self._experts:
             self.main_step.compute_group([], [])  # some kernels send the routing with it
-        for device, own in others.items():
-            self.main_step.merge_outputs(self._steps[device], own, lambda tensor: tensor)
+        for device, computed in others.items():
+            self.main_step.merge_outputs(self._steps[device], computed, lambda tensor: tensor)
         return self.main_step.combine()
 
 
 class MultiDeviceKernel(Kernel):
-    """A kernel whose experts are on several devices, those of the pools of a tier."""
+    """A kernel for experts on several devices, one for each pool of the tier."""
 
     def __init__(self, kernel: Kernel, slots: Tier, devices: Sequence[torch.device]) -> None:
         self.kernel, self.name, self._slots = kernel, kernel.name, slots
         self._devices = devices
-        self._layers: dict[int, list[LayerExperts]] = {}  # by the identity of the first device's
+        self._layers: dict[
+            int, list[LayerExperts]
+        ] = {}  # of all devices, by the id() of the first one's
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Have a layer computed on all devices; `layer` is that of the first."""
+        """Prepare a layer on all devices; `layer` is the first device's."""
         self._layers[id(layer)] = [
             layer,
             *(
@@ -92,14 +94,14 @@ class MultiDeviceKernel(Kernel):
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> SpreadStep:
+    ) -> MultiDeviceStep:
         """Start a step: x [T, H], weights [T, K], on the first device."""
-        return SpreadStep(self.kernel, self._layers[id(layer)], x, routing, weights)
+        return MultiDeviceStep(self.kernel, self._layers[id(layer)], x, routing, weights)
 
 
 def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """What experts have beside their matrices (biases, norms), on another device."""
-    own = next(module.parameters(), None)
-    if own is None or own.device == device:
+    """Copy the parameters of an experts module that are not in slots (biases, norms)."""
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device == device:
         return module
     return deepcopy(module).to(device)

@@ -1,1 +1,1 @@
-"""Memory of this machine and process: how much there is, in which pages, at which node."""
+"""Memory of this machine and process: sizes, page sizes, NUMA nodes."""

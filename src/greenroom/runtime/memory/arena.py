@@ -1,7 +1,7 @@
-"""Memory for what is read from end to end again and again: in pages of the largest size.
+"""Memory in large pages, for tensors that are streamed again and again.
 
-A core that streams weights from pages of 4 KB waits for their addresses too: from pages of 2 MB the
-same matrix is read a tenth to a quarter faster (docs/log/).
+A core that streams weights from pages of 4 KB also waits for their addresses: from pages of 2 MB
+the same matrix is read a tenth to a quarter faster (docs/log/).
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from torch import Tensor
 from greenroom.runtime.memory.system import reserve_memory
 
 ALIGNMENT = 64  # bytes, as of torch's own memory
-SPAN = 256 << 20  # bytes of address space that are taken at a time
+SPAN = 256 << 20  # bytes of address space that are reserved at a time
 
 
 class TensorArena:
-    """Tensors side by side. Memory is taken as they are written, and goes back with the last of
-    those that share a span: it is for tensors that are kept as long as each other."""
+    """An allocator of tensors side by side in large pages.
+
+    Memory is taken as tensors are written, and freed with the last tensor of a span, so it suits
+    tensors of equal lifetime.
+    """
 
     def __init__(self) -> None:
         self._span: Tensor | None = None  # bytes
         self._used = 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As torch.empty. DeviceError where there is no address space."""
+        """Allocate a tensor like torch.empty; DeviceError if there is no address space."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(*shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Memory's nodes: host memory that lies by the device that reads it.
+"""Placement of host memory on the NUMA node of the device that reads it.
 
-On a machine with several NUMA nodes a device hangs at one of them, and what lies at another comes
-over the link between them. Which node that is, Linux tells in /sys; pages are asked for there by
+On a machine with several NUMA nodes a device is attached to one of them; memory of another node
+comes over the link between them. Linux tells a device's node in /sys. Pages are requested there by
 `mbind`, as a preference: where a node is full they lie elsewhere.
 """
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 def nodes(sys: Path = SYS) -> list[int]:
-    """The nodes that this machine has, ascending; [] where Linux does not tell."""
-    found = (sys / "devices/system/node").glob("node*")
-    return sorted(int(p.name[4:]) for p in found if re.fullmatch(r"node\d+", p.name))
+    """The NUMA nodes of this machine, ascending; [] where Linux does not tell."""
+    folders = (sys / "devices/system/node").glob("node*")
+    return sorted(int(p.name[4:]) for p in folders if re.fullmatch(r"node\d+", p.name))
 
 
 def node_of(pci: str, sys: Path = SYS) -> int | None:
-    """The node that a device (`0000:3b:00.0`) hangs at; None where that is not known."""
+    """The node that a device (`0000:3b:00.0`) is attached to; None if unknown."""
     try:
         node = int((sys / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -38,37 +38,37 @@ def node_of(pci: str, sys: Path = SYS) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Have the pages within this range, which nothing has touched yet, lie on a node.
+    """Prefer a node for the untouched pages within a range.
 
-    None, or why the system refuses.
+    Returns None, or the reason why the system refuses.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
-        return f"not known for {platform.machine()}"
+        return f"the number of mbind is unknown for {platform.machine()}"
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin >= end:
         return None
     libc, bits = ctypes.CDLL(None, use_errno=True), 8 * ctypes.sizeof(ctypes.c_ulong)
-    words = node // bits + 1
-    mask = (ctypes.c_ulong * words)()
+    longs = node // bits + 1
+    mask = (ctypes.c_ulong * longs)()
     mask[node // bits] = 1 << node % bits
     failed = libc.syscall(
         ctypes.c_long(number), ctypes.c_void_p(begin), ctypes.c_ulong(end - begin),
-        ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(words * bits + 1), ctypes.c_uint(0),
+        ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(longs * bits + 1), ctypes.c_uint(0),
     )  # fmt: skip
     return os.strerror(ctypes.get_errno()) if failed else None
 
 
 def place(address: int, parts: list[tuple[int, int | None]], sys: Path = SYS) -> None:
-    """Have consecutive parts of a reservation, (bytes, node) each, lie on their nodes.
+    """Prefer nodes for consecutive parts of a reservation, (bytes, node) each.
 
-    Nothing is to be done on a machine of one node; what cannot be done is said.
+    Failures are logged as warnings. On a machine with one node nothing is done.
     """
     if len(nodes(sys)) < 2:
         return
     for nbytes, node in parts:
-        reason = "the device does not say where it hangs"
+        reason = "the device does not tell its node"
         if nbytes and (node is None or (reason := prefer(address, nbytes, node) or "")):
             log.warning(
                 "host memory of a device could not be placed at its NUMA node (%s): copies may"

@@ -1,4 +1,4 @@
-"""How much memory there is, how much this process holds, and giving back what is free."""
+"""Sizes of free and used memory, reservations, and the release of unused memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def available_bytes() -> int:
-    """What this process could take now: the machine's free memory or its cgroup's, if less."""
+    """Memory available to this process: the machine's or its cgroup's, whichever is less."""
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms()])
 
 
 def _cgroup_rooms() -> list[int]:
-    """Limit minus usage (page cache not counted) of the cgroups this process is in, v1 and v2."""
+    """Limit minus usage without page cache, of each cgroup of this process, v1 and v2."""
     rooms = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -60,32 +60,32 @@ def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> lis
 def rss_bytes() -> int:
     """Memory that this process and its helper processes hold now.
 
-    This is the one count of memory: budgets, the start-up line, the closing line and statistics go
-    by it. Pages of libraries' files count once, as this process has them mapped; of a helper
-    process only its own pages count. A memory cgroup counts the same pages, and also the page
-    cache of files that nobody maps, which the kernel takes back where memory is short.
+    Budgets, the start-up line, the closing line and statistics all use this count. Pages of library
+    files count once, as this process maps them; of a helper process only private pages count. A
+    memory cgroup counts the same pages, and the page cache of unmapped files, which the kernel
+    reclaims where memory is short.
     """
     return _status_bytes("self", "VmRSS") + _helpers_bytes()
 
 
 def peak_rss_bytes() -> int:
-    """The most that this process has held since it started, with its helper processes."""
-    own = _status_bytes("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-    return own + _helpers_bytes()
+    """The peak memory of this process since it started, with its helper processes."""
+    peak = _status_bytes("self", "VmHWM")
+    return (peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB) + _helpers_bytes()
 
 
 def _helpers_bytes() -> int:
-    """Pages of their own that the children that live now hold."""
-    found = 0
+    """Bytes of the private and shared-memory pages of the living child processes."""
+    nbytes = 0
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             for pid in path.read_text().split():
-                found += _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem")
-    return found
+                nbytes += _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem")
+    return nbytes
 
 
 def _status_bytes(pid: str, name: str) -> int:
-    """A field of /proc/PID/status in bytes; 0 where the process or the field is not there."""
+    """A field of /proc/PID/status in bytes; 0 if the process or the field does not exist."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -94,10 +94,10 @@ def _status_bytes(pid: str, name: str) -> int:
 
 
 def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
-    """Address space whose pages are there once they are written, by pages of the smallest size or,
-    where the system has them, of the largest.
+    """Reserve address space, which takes memory as its pages are written.
 
-    It goes back with its last reader. DeviceError where there is not so much.
+    Pages have the smallest size, or with `large_pages` the largest that the system has. The space
+    is freed with its last view. DeviceError if there is not enough.
     """
     try:
         space = mmap.mmap(-1, max(nbytes, 1), flags=_PRIVATE | _NORESERVE)
@@ -109,28 +109,31 @@ def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
 
 
 def advise_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
-    """Pages of 2 MiB for a part of a reservation, which begins and ends at such a page's edge."""
+    """Request pages of 2 MiB for an aligned part of a reservation."""
     if nbytes:
         with contextlib.suppress(OSError, AttributeError):
             space.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the system (glibc keeps them otherwise)."""
+    """Return freed heap pages to the system, which glibc would keep."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def release_memory() -> None:
-    """Collect garbage and return freed heap pages to the system (glibc keeps them otherwise)."""
+    """Collect garbage and return freed heap pages to the system."""
     gc.collect()
     trim_heap()
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's garbage collector, which would walk a million objects of the libraries
-    again and again while a model is built and kernels are compiled: a fifth of the time."""
+    """Pause Python's garbage collector.
+
+    While a model is built and kernels are compiled it takes a fifth of the time, since it visits a
+    million objects of the libraries again and again.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -44,7 +44,7 @@ class PackCatalog(Catalog):
     def pieces(self) -> list[int]:
         """The ids of all pieces, except empty ones."""
         kinds = range(len(self.spans[0]) * self.experts)
-        return [piece for piece in kinds if self._at(piece)[2][1]]
+        return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
         """Bytes of a piece, [kind][layer]."""
@@ -58,7 +58,7 @@ class PackCatalog(Catalog):
             spans.append((_run(0, ends[cut]), _run(ends[cut], layout.nbytes - ends[cut])))
         return replace(self, spans=tuple(spans), cuts=tuple(cuts))
 
-    def _at(self, piece: int) -> tuple[PackLayer, int, Span]:
+    def _position_of(self, piece: int) -> tuple[PackLayer, int, Span]:
         """(layer, the expert's index in it, span) of a piece."""
         kind, expert_id = divmod(piece, self.experts)
         layer = self.layer_of(expert_id)
@@ -66,12 +66,12 @@ class PackCatalog(Catalog):
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
         """The extents of a piece, given its id."""
-        layer, expert, (begin, n, copies) = self._at(expert_id)
+        layer, expert, (begin, n, copies) = self._position_of(expert_id)
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
         """The CRC-32 of a piece's bytes."""
-        layer, expert, (begin, n, _) = self._at(piece)
+        layer, expert, (begin, n, _) = self._position_of(piece)
         combined = 0
         for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
             if begin <= at < begin + n:
@@ -85,7 +85,7 @@ class PackCatalog(Catalog):
 
     def damage_message(self, piece: int) -> str:
         """The error message for a piece whose checksum is wrong."""
-        layer, expert, _ = self._at(piece)
+        layer, expert, _ = self._position_of(piece)
         return (
             f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
             f" wrong): `{self.header.command(self.folder, '--repair')}` repairs it"

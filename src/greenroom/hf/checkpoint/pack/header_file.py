@@ -86,7 +86,7 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
     layout = _layout(raw, dtype)
     if "segments" in raw:
         layout = _with_segments(raw, layout)
-    low_copy = _low(raw.object("low"), layout) if "low" in raw else None
+    low_copy = _low_copy(raw.object("low"), layout) if "low" in raw else None
     experts = raw.integer("experts", least=1)
     layer = PackLayer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low_copy)
     if len(layer.crc32) != layer.experts * len(layer.runs):
@@ -160,7 +160,7 @@ def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
     return SlotLayout(layout.tensors, end, layout.encodings, layout.dtype, tuple(segments))
 
 
-def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
+def _low_copy(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     precision, nested = _one_of(raw.text("precision"), PRECISIONS), raw.flag("nested")
     layout = _layout(raw, exact.dtype)
     if nested:
@@ -174,12 +174,12 @@ def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
             "its copies have other matrices than its experts, or experts have segments too"
         )
     for name in names:
-        if not _alike(layout.weight(name), exact.weight(name)):
+        if not _has_shape_of(layout.weight(name), exact.weight(name)):
             raise Malformed(f"the copy of {name} has another shape")
     return LowPrecisionCopy(precision, nested, layout)
 
 
-def _alike(copy: WeightSpec, exact: WeightSpec) -> bool:
+def _has_shape_of(copy: WeightSpec, exact: WeightSpec) -> bool:
     """True if a copy has the shape of its matrix; a plain matrix may be transposed."""
     transposed = exact.encoding == PLAIN and copy.shape == exact.shape[::-1]
     return transposed or copy.shape == exact.shape
