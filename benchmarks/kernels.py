@@ -28,7 +28,7 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import make_kernel
-from greenroom.runtime.measure.kernels import Experts, random_layer, step
+from greenroom.runtime.measure.kernels import SwiGLUExperts, compute_step, random_layer
 from greenroom.runtime.slots.host import HostSlots
 
 EXPERTS, TOP_K = 48, 8
@@ -74,8 +74,8 @@ def expert_rows(clock: Clock) -> None:
             floor, times = clock.floor(), []
             for name in ("eager", "numba"):
                 chosen, turn = make_kernel(name), iter(range(1 << 30))
-                step(chosen, experts, *cases[0])
-                run = lambda: step(chosen, experts, *cases[next(turn) % 4])  # noqa: E731, B023
+                compute_step(chosen, experts, *cases[0])
+                run = lambda: compute_step(chosen, experts, *cases[next(turn) % 4])  # noqa: E731, B023
                 times.append(clock.best(run))
             distinct = float(np.mean([len(case[1].unique()) for case in cases]))
             speed = distinct * experts.layout.nbytes / times[1]
@@ -113,7 +113,7 @@ def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
     for slot in range(count):
         for name, tensor in parts.items():
             slots.tensor(slot, layout[name]).view(torch.uint8).copy_(tensor.view(torch.uint8))
-    return LayerExperts(Experts(count), layout, slots, Recipe())
+    return LayerExperts(SwiGLUExperts(count), layout, slots, Recipe())
 
 
 def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
                     first = TOP_K * (turn + 1) % (experts.num_experts - TOP_K + 1)
                     index = torch.arange(first, first + TOP_K).expand(tokens, -1).contiguous()
                     start = now()
-                    step(KERNELS_OF[chosen], experts, x, index, weights)
+                    compute_step(KERNELS_OF[chosen], experts, x, index, weights)
                     if turn >= 0:
                         times[name, chosen].append((now() - start) / TOP_K)
             floor = float(np.median(floors))

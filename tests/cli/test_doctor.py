@@ -30,7 +30,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.setattr(dry_run, name, tokens)
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
-    monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
+    monkeypatch.setattr(measure_kernels, "WEIGHT_BYTES", 1 << 16)
     monkeypatch.setattr(measure_kernels, "TOKENS", (1, 4))
     monkeypatch.setattr(doctor.constants, "HF_HUB_CACHE", str(tmp_path / "hub" / "deeper"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

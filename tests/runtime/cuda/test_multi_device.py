@@ -51,7 +51,7 @@ class Two(Rig):
             FakeSlots(n, catalog.slot_bytes, catalog.experts)
             for n in self.pieces.slots_per_device(capacity)
         ]
-        self.slots = MultiPoolTier(each, capacity, self.pieces.shares)
+        self.slots = MultiPoolTier(each, capacity, self.pieces.slots_per_device)
         self.driver = Driver(
             self.scheduler,
             self.store,

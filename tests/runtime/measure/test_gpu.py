@@ -54,7 +54,7 @@ class Paced(Engine):
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
-    monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 18)
+    monkeypatch.setattr(measure_kernels, "WEIGHT_BYTES", 1 << 18)
     monkeypatch.setattr(measure_kernels, "TOKENS", (1, 4))
 
 

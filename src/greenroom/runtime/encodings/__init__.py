@@ -1,9 +1,9 @@
-"""How encoded matrices are expanded: a table from an encoding's name to what decodes it.
+"""Encodings of quantised matrices: a table from each encoding's name to its decoder.
 
-A decoder is the reference for every kernel that reads the same bytes in place: each value is the
-one that transformers' (or gguf's) own dequantisation gives in the model's dtype, bit for bit. All
-of them compute in float32, rounding after every operation (never fused), and round to the model's
-dtype once, at the end.
+A decoder is the reference for every kernel that reads the same bytes in place. Each value equals
+that of transformers' (or gguf's) own dequantisation in the model's dtype, bit for bit. Decoders
+compute in float32, rounding after every operation (never fused), and round to the model's dtype
+once, at the end.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.encoding import Encoding, nibbles
-from greenroom.runtime.encodings.packed import scaled
+from greenroom.runtime.encodings.packed import scale_groups
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """See the module."""
-    values = scaled(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
+    """Expand compressed-tensors integers of 4 bits to values, as the module says."""
+    values = scale_groups(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
     return values.to(scale.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What an encoding is."""
+"""The base of all encodings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 class Encoding:
     """One way to store a matrix of [outputs, inputs].
 
-    expand:     (codes, companions, ...) -> its values row by row, in any shape; these are not
-                changed
-    companions: what is stored beside the codes; the tensors are called `<matrix>.<companion>`
+    expand:     (codes, companions, ...) -> its values row by row, in any shape; the arguments are
+                not changed
+    companions: tensors stored with the codes, named `<matrix>.<companion>`
     """
 
     name: str
@@ -23,10 +23,10 @@ class Encoding:
     companions: tuple[str, ...] = ()
 
     def decode(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The matrix of that shape, in that dtype; `parts` are as `WeightSpec.parts` names them."""
+        """Decode a matrix to a shape and dtype; `parts` has the tensors of `WeightSpec.parts`."""
         return self.expand(*parts).reshape(shape).to(dtype)
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """The halves of each byte, the low one first: uint8 [..., n] -> uint8 [..., 2n]."""
+    """Split bytes into 4-bit halves, the low one first: uint8 [..., n] -> uint8 [..., 2n]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -1,8 +1,8 @@
 """The block types of GGUF files: every row is a run of blocks, in ggml's own bytes.
 
 The codes are uint8 [rows, row bytes]; scales lie inside the blocks. Layouts and arithmetic are
-those of ggml's `dequantize_row_*` and of gguf's `quants.py`, which are this file's reference:
-everything in float32, one rounding after each product and each difference.
+those of ggml's `dequantize_row_*` and of gguf's `quants.py`, which are the reference: everything
+in float32, one rounding after each product and each difference.
 
     q8_0        d f16 | 32 x i8                        d * q
     q4_0        d f16 | 16 bytes: q[i], q[i + 16]      d * (q - 8)
@@ -32,19 +32,19 @@ from greenroom.runtime.encodings.mxfp4 import E2M1
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block, [n, 1] float32."""
+    """Read the float16 at byte `at` of each block, as [n, 1] float32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _fields(codes: Tensor, width: int, bits: int, count: int) -> Tensor:
-    """Fields of `bits` bits: runs of `width` bytes hold `count` groups -> [n, groups, width]."""
+    """Unpack `bits`-bit fields; runs of `width` bytes hold `count` groups -> [n, groups, width]."""
     runs = codes.reshape(len(codes), -1, 1, width)
     shift = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=codes.device).view(-1, 1)
     return ((runs >> shift) & (2**bits - 1)).flatten(1, 2)
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes -> 8 scales and 8 minima of six bits, [n, 8, 1] float32 each."""
+    """Unpack 12 bytes to 8 scales and 8 minima of six bits, [n, 8, 1] float32 each."""
     a, b, c = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((a & 63, c & 15 | a >> 2 & 48), dim=1)
     minima = torch.cat((b & 63, c >> 4 | b >> 2 & 48), dim=1)
@@ -84,7 +84,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _with_minima(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Codes [n, 8, 32] of a block that begins with d, dmin, scales and minima."""
+    """Expand codes [n, 8, 32] of blocks that begin with d, dmin, scales and minima."""
     scales, minima = _six_bits(blocks[:, 4:16])
     d, dmin = _half(blocks, 0)[..., None], _half(blocks, 2)[..., None]
     return (d * scales) * codes.float() - dmin * minima

@@ -1,4 +1,4 @@
-"""`int8` and `int4`: Greenroom's own, symmetric integers with one scale a group of inputs.
+"""`int8` and `int4`: Greenroom's symmetric integers, with one scale a group of inputs.
 
 int8:   codes int8 [rows, columns], groups of 64
 int4:   codes uint8 [rows, columns / 2], two values a byte, the low half first, stored plus 8;
@@ -17,17 +17,17 @@ GROUP = {"int8": 64, "int4": 32}  # inputs that share a scale
 
 
 def int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """See the module."""
-    return scaled(codes.float(), scale.float())
+    """Expand int8 codes to values, as the module says."""
+    return scale_groups(codes.float(), scale.float())
 
 
 def int4(codes: Tensor, scale: Tensor) -> Tensor:
-    """See the module."""
-    return scaled(nibbles(codes).float() - 8, scale.float())
+    """Expand int4 codes to values, as the module says."""
+    return scale_groups(nibbles(codes).float() - 8, scale.float())
 
 
-def scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    """Each group of a row times its scale: [rows, columns] and [rows, groups] -> [rows, g, n]."""
+def scale_groups(codes: Tensor, scale: Tensor) -> Tensor:
+    """Scale groups of a row: [rows, columns] and [rows, groups] -> [rows, groups, n]."""
     return codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
 
 

@@ -1,1 +1,1 @@
-"""What this machine can do: memory, disk, kernels, GPU."""
+"""Measurements of this machine: memory, disk, kernels, GPU."""

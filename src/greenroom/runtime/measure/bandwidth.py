@@ -1,7 +1,7 @@
-"""What this machine can do: memory, disk. All bandwidths in bytes a second.
+"""Bandwidth of memory and disk, in bytes a second.
 
-The disk is read past the page cache (O_DIRECT), as the store reads it; where the file system
-refuses, through it, with the files dropped first.
+The disk is read past the page cache (O_DIRECT), as the store reads it; if the file system refuses,
+through the page cache, after dropping the files from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Reads = Mapping[tuple[int, int], float]  # (bytes of a read, threads) -> bytes a
 
 
 def run_threads(work: Sequence[Callable[[], Any]]) -> float:
-    """Seconds until all have ended. The first error of any of them is raised."""
+    """Seconds until all threads have ended; raises the first error of any of them."""
     with ThreadPoolExecutor(len(work)) as threads:
         start = time.perf_counter()
         for each in [threads.submit(part) for part in work]:
@@ -49,7 +49,7 @@ def run_threads(work: Sequence[Callable[[], Any]]) -> float:
 
 @jit(fastmath=True)
 def _total(values: np.ndarray) -> int:
-    """One add for eight bytes: the memory is what takes the time."""
+    """Sum int64 values: one addition for eight bytes, so memory limits the speed."""
     result = 0
     for i in range(values.size):
         result += values[i]
@@ -57,7 +57,7 @@ def _total(values: np.ndarray) -> int:
 
 
 def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> float:
-    """Read from memory by that many threads, best pass."""
+    """Bandwidth of memory reads by `threads` threads, in the best pass."""
     values = np.ones(nbytes // 8, np.int64)
     parts = np.array_split(values, threads)
     _total(parts[0][:8])
@@ -69,7 +69,7 @@ def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> fl
 
 
 def drop_page_cache(files: Sequence[Path]) -> None:
-    """Forget the files' pages. Pages that a live process still maps stay."""
+    """Drop files from the page cache; pages that a live process maps stay."""
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -80,7 +80,7 @@ def drop_page_cache(files: Sequence[Path]) -> None:
 
 
 def reads_directly(path: Path) -> bool:
-    """Whether the file system takes O_DIRECT; some accept it when opening and refuse the read."""
+    """True if the file system supports direct reads (O_DIRECT)."""
     try:
         os.close(open_direct(str(path)))
     except (OSError, AttributeError):
@@ -96,10 +96,10 @@ def disk_bandwidth(
     most_bytes: int = 1_200_000_000,
     seconds: float = math.inf,
 ) -> float:
-    """Random reads of `size` bytes (rounded up to 4 KiB), cold.
+    """Bandwidth of cold random reads of `size` bytes (rounded up to 4 KiB).
 
-    Ends after `most_bytes` or `seconds`, or when every block has been read once, so that no block
-    is in a cache because of an earlier read of it.
+    Ends after `most_bytes` or `seconds`, or when every block has been read once: no block is in a
+    cache because of an earlier read.
     """
     size = -(-size // BLOCK) * BLOCK
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
@@ -129,16 +129,16 @@ def disk_bandwidth(
                 if time.perf_counter() > end:
                     return
 
-        taken = run_threads([lambda i=i: read(i) for i in range(threads)])  # type: ignore[misc]
+        elapsed = run_threads([lambda i=i: read(i) for i in range(threads)])  # type: ignore[misc]
     finally:
         for handle in handles:
             os.close(handle)
-    return sum(done) / taken
+    return sum(done) / elapsed
 
 
 @contextmanager
 def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file of noise in a folder, gone afterwards. OutputError where it cannot be written."""
+    """Create a temporary file of noise in a folder; OutputError if it cannot be written."""
     noise = np.random.default_rng(0).bytes(4 << 20)
     try:
         handle, name = tempfile.mkstemp(prefix=".greenroom-", dir=folder)
@@ -147,7 +147,7 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     try:
         with undo_on_interrupt(partial(os.unlink, name)), os.fdopen(handle, "wb") as file:
             for i in range(-(-nbytes // len(noise))):
-                file.write(i.to_bytes(8, "little") + noise[8:])  # no two blocks are alike
+                file.write(i.to_bytes(8, "little") + noise[8:])  # all blocks differ
             file.flush()
             os.fsync(file.fileno())
             yield Path(name)
@@ -161,33 +161,33 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fit_link(reads: Reads) -> Link:
-    """The link of the cost model that describes these reads.
+    """Fit a link of the cost model to measured reads.
 
-    Its bandwidth is the best that was measured; its latency, the median time of a single reader's
-    reads beyond what they take at that bandwidth; its lanes, the fewest threads that come within
-    5 % of the best with the largest reads.
+    bandwidth: the best one measured
+    latency: of a single thread's reads, the median time beyond that at the best bandwidth
+    lanes: the fewest threads that come within 5 % of the best, with the largest reads
     """
     bandwidth = max(reads.values())
     largest = max(size for size, _ in reads)
-    alone = [size / rate - size / bandwidth for (size, n), rate in reads.items() if n == 1]
+    latencies = [size / rate - size / bandwidth for (size, n), rate in reads.items() if n == 1]
     full = {n: rate for (size, n), rate in reads.items() if size == largest}
     lanes = min(n for n, rate in full.items() if rate >= 0.95 * max(full.values()))
-    return Link(bandwidth, statistics.median(alone), lanes)
+    return Link(bandwidth, statistics.median(latencies), lanes)
 
 
 def host_facts() -> dict[str, Any]:
-    """Facts that a measurement cannot be read without; the load tells who else was at work."""
+    """Facts about the machine that belong to every measurement, with its present load."""
     import torch
 
     info = ""
     with suppress(OSError):
         info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*:\s*(.+)", info)
-    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+    flags = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
     return {
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "instructions": [flag for flag in wanted if re.search(rf"\b{flag}\b", info)],
+        "instructions": [flag for flag in flags if re.search(rf"\b{flag}\b", info)],
         "memory_bytes": int(psutil.virtual_memory().total),
         "available_bytes": int(psutil.virtual_memory().available),
         "system": platform.platform(),

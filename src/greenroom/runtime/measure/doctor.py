@@ -1,4 +1,4 @@
-"""Measure this machine, and make of it the profile that the simulator takes."""
+"""Measure this machine, and make the profile that the simulator reads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.measure import bandwidth
 from greenroom.runtime.measure.bandwidth import READ_SIZES, READ_THREADS
 
-LEAST_BYTES = 64 << 20  # fewer report nothing about a disk
+LEAST_BYTES = 64 << 20  # a smaller file does not show a disk's bandwidth
 SUFFIXES = (".safetensors", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long each measurement may take."""
+    """Sizes and durations of the measurements."""
 
     ram_bytes: int
     ram_passes: int
@@ -43,7 +43,7 @@ Report = Callable[[str], None]
 
 
 def gpu_engines() -> list[Engine]:
-    """The GPU that a run would take, where there is one."""
+    """The GPU that a run would use; [] if there is none."""
     return [Cuda(0)] if torch.cuda.is_available() else []
 
 
@@ -55,10 +55,11 @@ def measure_machine(
 ) -> Machine:
     """Measure memory, disk and kernels of this machine, and its devices.
 
-    `report` is called with the name of each measurement as it begins.
+    path: a model's folder or file, which is read, or any other folder, where a file is written
+        and read back (default: the folder of downloaded models)
+    report: called with the name of each measurement as it begins
 
-    `path` is a model's folder or file, which is read, or any other folder, where a file is written
-    and read back (default: where models are downloaded to). UsageError, OutputError.
+    UsageError, OutputError.
     """
     begin = time.perf_counter()
     facts = bandwidth.host_facts()
@@ -111,7 +112,7 @@ def measure_machine(
 
 @contextmanager
 def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple[list[Path], Path]]:
-    """Files to read, and the folder or file that the user would name for them."""
+    """Files to read during the block, and the folder or file to report for them."""
     if path is not None and not path.exists():
         raise UsageError(f"--path {path}: no such file or folder")
     files = model_files(path) if path is not None else []
@@ -137,14 +138,14 @@ def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple
 
 
 def model_files(path: Path) -> list[Path]:
-    """The file, or the weights in a folder."""
+    """The file itself, or the weight files in a folder."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 def models_folder() -> Path:
-    """Where models are downloaded to; the nearest folder above it that exists."""
+    """The folder of downloaded models, or its nearest parent that can be written to."""
     folder = Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(StopIteration):
         return next(each for each in (folder, *folder.parents) if os.access(each, os.W_OK))

@@ -1,8 +1,8 @@
-"""What a device can do, for a machine's profile: its link to host memory, its memory, its products.
+"""Measurements of a GPU: its link to host memory, its memory, its matrix products.
 
-All of it goes through an `Engine`, so that the CPU in a GPU's place is measured by the same code.
-Host memory is copied from as the tier does it: registered with the device (pinned) where it lets
-us, and beside that as it is (pageable), which tells what pinning is worth.
+All of them use an `Engine`, so a CPU in place of a GPU is measured by the same code. Host memory is
+copied both pinned (registered with the device), as a run does if the system allows it, and
+pageable, which shows the gain of pinning.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.measure import kernels
 from greenroom.runtime.measure.kernels import Steps, Work, table_of, typical
 
-SMALL = 64 << 10  # bytes of a copy that little but its latency takes
-MEMORY = 256 << 20  # bytes that are copied within the device: more than any cache has
-LANES = 2  # of a link to a device, as a run has them
-TOGETHER = 4  # experts, or layers, that are ordered at once: their launches overlap
+SMALL = 64 << 10  # bytes of a copy that takes little more than the latency
+MEMORY = 256 << 20  # bytes that are copied within the device, more than any cache holds
+LANES = 2  # of the link to a device, as in a run
+STEP_LAUNCHES = 4  # experts or layers launched at once, so that their launches overlap
 
 
 def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
-    """The profile with a device behind host memory; each figure is measured for about `seconds`.
-    DeviceError where the device fails."""
+    """Add a device behind host memory to a machine's profile; DeviceError if it fails.
+
+    Each figure is measured for about `seconds`.
+    """
     link, measured = link_of(engine, seconds)
     measured |= {
         "name": engine.name,
@@ -48,34 +50,36 @@ def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
 
 
 def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
-    """(host to device, bytes a second of `pinned` and `pageable` copies); `pinned` is None and
-    `unpinned` says why where the device does not register memory, and the link is then the other's.
+    """Measure the link from host to device, and its rates in bytes a second.
+
+    `pinned` is None, and `unpinned` is the reason, if the device refuses to register memory; the
+    link is then that of `pageable` copies.
     """
     source, target = torch.zeros(CHUNK_BYTES, dtype=torch.uint8), engine.empty(CHUNK_BYTES)
     pageable = CHUNK_BYTES / copy_time(engine, source, target, CHUNK_BYTES, seconds)
-    with registered(engine, source) as refused:
+    with registered(engine, source) as refusal:
         pinned = CHUNK_BYTES / copy_time(engine, source, target, CHUNK_BYTES, seconds)
         small = copy_time(engine, source, target, SMALL, seconds)
-    rate = pageable if refused else pinned
-    found: dict[str, Any] = {"pinned": None if refused else pinned, "pageable": pageable}
-    if refused:
-        found["unpinned"] = refused
-    return Link(rate, max(0.0, small - SMALL / rate), LANES), found
+    rate = pageable if refusal else pinned
+    rates: dict[str, Any] = {"pinned": None if refusal else pinned, "pageable": pageable}
+    if refusal:
+        rates["unpinned"] = refusal
+    return Link(rate, max(0.0, small - SMALL / rate), LANES), rates
 
 
 @contextmanager
 def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
-    """Within, the device reads this memory itself; why not, where it refuses."""
-    refused = engine.register(memory.data_ptr(), memory.nbytes)
+    """Register host memory during the block; yields None, or the device's refusal."""
+    refusal = engine.register(memory.data_ptr(), memory.nbytes)
     try:
-        yield refused
+        yield refusal
     finally:
-        if refused is None:
+        if refusal is None:
             engine.unregister(memory.data_ptr())
 
 
 def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, seconds: float) -> float:
-    """Seconds of one copy to the device, ordered and awaited as the copier does."""
+    """Seconds of one copy to the device, including the wait for it."""
 
     def copy() -> None:
         with engine.copying(None):
@@ -85,52 +89,52 @@ def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, secon
 
 
 def memory_rate(engine: Engine, seconds: float) -> float:
-    """Bytes a second that the device reads and writes in its own memory, together."""
+    """Bytes a second that the device reads and writes in its own memory, in total."""
     nbytes = min(MEMORY, engine.memory()[0] // 8)
     source, target = engine.empty(nbytes), engine.empty(nbytes)
-    return 2 * nbytes / typical(awaited(engine, lambda: target.copy_(source)), seconds)
+    return 2 * nbytes / typical(with_wait(engine, lambda: target.copy_(source)), seconds)
 
 
-def awaited(engine: Engine, work: Work) -> Work:
-    """The work, and until the device has done it."""
+def with_wait(engine: Engine, work: Work) -> Work:
+    """The work, followed by a wait until the device has done it."""
 
-    def done() -> None:
+    def work_and_wait() -> None:
         work()
         engine.wait(engine.mark())
 
-    return done
+    return work_and_wait
 
 
 def expert_times(engine: Engine, seconds: float) -> Table:
-    """Seconds of one bf16 SwiGLU expert by torch's products, others in every step."""
+    """Seconds of one bf16 SwiGLU expert by torch's products; steps use other experts."""
 
     def expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, h = linear(x, up).chunk(2, dim=-1)
         return linear(silu(gate) * h, down)
 
     shapes = [((2 * inner, hidden), (hidden, inner)) for hidden, inner in kernels.SHAPES]
-    return table_of((_steps(engine, shape, expert) for shape in shapes), seconds, TOGETHER)
+    return table_of((_steps(engine, shape, expert) for shape in shapes), seconds, STEP_LAUNCHES)
 
 
 def dense_times(engine: Engine, seconds: float) -> Table:
     """Seconds of one bf16 linear layer without bias."""
     shapes = [(shape,) for shape in kernels.DENSE]
-    return table_of((_steps(engine, shape, linear) for shape in shapes), seconds, TOGETHER)
+    return table_of((_steps(engine, shape, linear) for shape in shapes), seconds, STEP_LAUNCHES)
 
 
 def _steps(
     engine: Engine, shapes: Sequence[tuple[int, int]], compute: Callable[..., Tensor]
 ) -> Steps:
-    """Steps of TOGETHER that are ordered at once, with weights of these shapes that take turns."""
+    """Steps of STEP_LAUNCHES computations, with weights of these shapes that are used in turn."""
     nbytes = sum(2 * rows * columns for rows, columns in shapes)
     weights = [
-        [[_ones(engine, *shape) for shape in shapes] for _ in range(TOGETHER)]
-        for _ in range(max(1, kernels.STREAMED // nbytes // TOGETHER))
+        [[_ones(engine, *shape) for shape in shapes] for _ in range(STEP_LAUNCHES)]
+        for _ in range(max(1, kernels.WEIGHT_BYTES // nbytes // STEP_LAUNCHES))
     ]
 
     def steps(tokens: int) -> Work:
         x, turns = _ones(engine, tokens, shapes[0][1]), itertools.cycle(weights)
-        return awaited(engine, lambda: [compute(x, *each) for each in next(turns)])
+        return with_wait(engine, lambda: [compute(x, *each) for each in next(turns)])
 
     return nbytes, steps
 

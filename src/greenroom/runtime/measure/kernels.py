@@ -1,7 +1,7 @@
-"""What the kernels of this machine take: one expert, and one dense layer, by size and tokens.
+"""Times of this machine's kernels: one expert, and one dense layer, by size and tokens.
 
-Weights are random and larger than the caches together, so that they come from memory as they do
-when a model runs. Medians of several calls.
+Weights are larger than all caches of the processor, so they come from memory, as in a running
+model. Times are medians of several calls.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.slots.host import HostSlots
 
-STREAMED = 96 << 20  # bytes of weights that take turns
-TOGETHER = 4  # experts of a step
+WEIGHT_BYTES = 96 << 20  # bytes of all weights, which are used in turn
+EXPERTS_PER_STEP = 4  # experts of a step
 SHAPES = ((1024, 512), (2048, 768), (2048, 1408))  # hidden, intermediate
 DENSE = ((1024, 1024), (4096, 2048))  # rows, columns
 TOKENS = (1, 16, 128)
 
 Work = Callable[[], object]
-Steps = tuple[int, Callable[[int], Work]]  # bytes of weights, what a step of n tokens does
+Steps = tuple[int, Callable[[int], Work]]  # bytes of weights; makes a step of n tokens
 
 
-class Experts(nn.Module):
-    """A SwiGLU experts module whose weights lie in slots."""
+class SwiGLUExperts(nn.Module):
+    """A module of SwiGLU experts whose weights lie in slots."""
 
     def __init__(self, experts: int, transposed: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Experts(nn.Module):
 
 
 def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False) -> LayerExperts:
-    """A layer of bf16 experts, all resident; expert e lies in slot e.
+    """Make a layer of bf16 experts, all resident; expert e lies in slot e.
 
     All have the same small random weights: drawing them takes longer than any measurement.
     """
@@ -63,11 +63,13 @@ def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False
         drawn = (torch.randn(spec.shape) / 30).bfloat16()
         for slot in range(experts):
             slots.tensor(slot, spec).copy_(drawn)
-    return LayerExperts(Experts(experts, transposed), layout, slots, Recipe())
+    return LayerExperts(SwiGLUExperts(experts, transposed), layout, slots, Recipe())
 
 
-def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """A whole step of `random_layer` in one group: x [T, H], index and weights [T, K] -> [T, H]."""
+def compute_step(
+    chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """Compute a step of `random_layer`: x [T, H], index and weights [T, K] -> [T, H]."""
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = chosen.begin(layer, x, routing, weights)
     ids = routing.experts.tolist()
@@ -76,28 +78,32 @@ def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights:
 
 
 def expert_times(seconds: float) -> Table:
-    """Seconds of one bf16 SwiGLU expert in a step of four, all resident, by the compiled kernel."""
-    return table_of(map(_expert_steps, SHAPES), seconds, TOGETHER)
+    """Seconds of one resident bf16 SwiGLU expert, by the compiled kernel, four a step."""
+    return table_of(map(_expert_steps, SHAPES), seconds, EXPERTS_PER_STEP)
 
 
 def dense_times(seconds: float) -> Table:
-    """Seconds of one bf16 linear layer without bias, as Greenroom computes it."""
+    """Seconds of one bf16 linear layer without bias, compiled by Greenroom."""
     return table_of(map(_dense_steps, DENSE), seconds)
 
 
 def _expert_steps(shape: tuple[int, int]) -> Steps:
-    """Steps in which every token chooses the same four experts, others in every step."""
+    """Steps in which all tokens choose the same four experts; each step has other ones."""
     hidden, inner = shape
     nbytes, chosen = 6 * hidden * inner, make_kernel("numba")
-    layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
-    firsts = range(0, layer.num_experts, TOGETHER)
+    layer = random_layer(
+        hidden, inner, EXPERTS_PER_STEP * max(2, WEIGHT_BYTES // nbytes // EXPERTS_PER_STEP)
+    )
+    firsts = range(0, layer.num_experts, EXPERTS_PER_STEP)
 
     def steps(tokens: int) -> Work:
         x = torch.randn(tokens, hidden).bfloat16()
-        weights = torch.full((tokens, TOGETHER), 1 / TOGETHER).bfloat16()
-        together = [torch.arange(n, n + TOGETHER).expand(tokens, -1).contiguous() for n in firsts]
-        turns = itertools.cycle(together)
-        return lambda: step(chosen, layer, x, next(turns), weights)
+        weights = torch.full((tokens, EXPERTS_PER_STEP), 1 / EXPERTS_PER_STEP).bfloat16()
+        per_step = [
+            torch.arange(n, n + EXPERTS_PER_STEP).expand(tokens, -1).contiguous() for n in firsts
+        ]
+        turns = itertools.cycle(per_step)
+        return lambda: compute_step(chosen, layer, x, next(turns), weights)
 
     return nbytes, steps
 
@@ -105,7 +111,7 @@ def _expert_steps(shape: tuple[int, int]) -> Steps:
 def _dense_steps(shape: tuple[int, int]) -> Steps:
     height, width = shape
     nbytes = 2 * height * width
-    model = nn.ModuleList(_linear(width, height) for _ in range(max(2, STREAMED // nbytes)))
+    model = nn.ModuleList(_linear(width, height) for _ in range(max(2, WEIGHT_BYTES // nbytes)))
     accelerate(model)
 
     def steps(tokens: int) -> Work:
@@ -116,14 +122,14 @@ def _dense_steps(shape: tuple[int, int]) -> Steps:
 
 
 def _linear(width: int, height: int) -> nn.Linear:
-    """Ones as weights: to draw them takes longer than to multiply with them."""
-    made = nn.utils.skip_init(nn.Linear, width, height, bias=False, dtype=torch.bfloat16)
-    nn.init.ones_(made.weight)
-    return made
+    """A layer of ones: random weights take longer to draw than to multiply."""
+    layer = nn.utils.skip_init(nn.Linear, width, height, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    return layer
 
 
 def typical(work: Work, seconds: float) -> float:
-    """The median time of a call, after one that warms up; at least one call is timed."""
+    """The median time of calls after a first one; at least one call is timed."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -135,12 +141,14 @@ def typical(work: Work, seconds: float) -> float:
 
 
 @torch.no_grad()
-def table_of(measured: Iterable[Steps], seconds: float, together: int = 1) -> Table:
-    """Seconds of one of `together` that a step computes, by bytes and tokens; each is measured for
-    about `seconds`. More tokens are never faster: what noise says otherwise is levelled."""
+def table_of(measured: Iterable[Steps], seconds: float, per_step: int = 1) -> Table:
+    """Seconds of one of `per_step` equal computations in a step, by bytes and tokens.
+
+    Each entry is measured for about `seconds`. Noise is levelled: more tokens are never faster.
+    """
     sizes, rows = [], []
     for nbytes, steps in measured:
-        times = [typical(steps(tokens), seconds) / together for tokens in TOKENS]
+        times = [typical(steps(tokens), seconds) / per_step for tokens in TOKENS]
         sizes.append(nbytes)
         rows.append(tuple(itertools.accumulate(times, max)))
     return Table(tuple(sizes), TOKENS, tuple(rows))
