@@ -42,7 +42,7 @@ def requested_setup(
     check_prefetch(
         skeleton.model, catalog, config.prefetch, config.predictor, description.fingerprint
     )
-    _warn_of_kv(description, config.kv)
+    _warn_about_kv(description, config.kv)
     kind, devices = parse_device(config.device)
     limit = config.read_limit
     setup = ModelSetup(
@@ -76,7 +76,7 @@ def requested_setup(
     return replace(setup, capacity=least_slots(setup))
 
 
-def _warn_of_kv(description: Description, kv: str) -> None:
+def _warn_about_kv(description: Description, kv: str) -> None:
     """Warn where a quantised KV cache takes more memory than a plain one."""
     keys_values, context = description.keys_values, description.context
     if keys_values.kind.quantised and (saved := keys_values.saved_bytes(context)) <= 0:
@@ -94,22 +94,24 @@ def complete_setup(description: Description, budget: Budget, config: LoadConfig)
     """
     skeleton, room = description.skeleton, budget.full_context_slots
     setup = apply_defaults(budget.setup, config, budget.initial_slots, description.top_k)
-    everything = room >= setup.catalog.experts
+    all_resident = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
     if setup.counts_split:
-        setup = _configured(description, setup, config, room)
-    if everything:  # nothing is missed, so nothing is approximated or split
+        setup = _configure_split(description, setup, config, room)
+    if all_resident:  # nothing is missed, so nothing is approximated or split
         setup = replace(setup, config=setup.config.without_approximation())
         if setup.split is not None:
             setup = replace(setup, catalog=skeleton.catalog, split=None)
     else:
-        setup = _with_copies(description, setup, config, room)
-    if everything or skeleton.model.config.is_encoder_decoder:  # predictors do not know its passes
+        setup = _add_copies(description, setup, config, room)
+    if (
+        all_resident or skeleton.model.config.is_encoder_decoder
+    ):  # predictors do not know its passes
         setup = replace(setup, prefetch="off")
     return setup
 
 
-def _configured(
+def _configure_split(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
     """Set the budgets and splits of layers by the counts of earlier runs."""
@@ -126,7 +128,7 @@ def _configured(
     return setup
 
 
-def _with_copies(
+def _add_copies(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
     """Add the low-precision copies that the options ask for."""

@@ -56,7 +56,7 @@ class RecentRouting:
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """A layer's router has chosen these experts, [tokens, top_k]."""
+        """Record the experts that a layer's router chose, [tokens, top_k]."""
         if self._now is not None:
             self._rows[layer] = experts.astype(np.uint16)
 
