@@ -78,7 +78,7 @@ class Ablated(Scheduler):
 
     def _advance(self, actions: list[Action]) -> None:
         step = self.step
-        if step is None or step.ending or self._reorder:
+        if step is None or step.aborted or self._reorder:
             return super()._advance(actions)
         if step.groups:
             return None

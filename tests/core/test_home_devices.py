@@ -75,7 +75,9 @@ def test_slots_are_shared_in_proportion(capacity, experts_per_device):
 
 
 def test_a_policy_that_decides_beforehand_is_for_one_device():
-    with pytest.raises(UsageError, match="opt decides beforehand, for one device alone"):
+    with pytest.raises(
+        UsageError, match="opt must know the whole trace, which works on one device only"
+    ):
         Cache(pieces(devices=2), 6, policy("opt"))
 
 

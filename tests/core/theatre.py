@@ -137,7 +137,7 @@ class Theatre:
         """What lies in the buffer and is not moving is there, whole."""
         for piece, held in self.s.placement.buffer.borrowed.items():
             assert self.s.placement.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
-            if held.use is BorrowState.COMPLETE:
+            if held.state is BorrowState.COMPLETE:
                 assert self.memory.get(int(self.s.placement.tier_slots[held.slot])) == piece
 
     def run(

@@ -164,7 +164,7 @@ class Rig:
             for piece in residents:
                 assert self.holds(s.placement.slot(piece), piece)
             for piece, each in held.items():
-                assert each.use is BorrowState.COMPLETE
+                assert each.state is BorrowState.COMPLETE
                 assert self.holds(int(s.placement.tier_slots[each.slot]), piece)
             c = s.counts
             over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed

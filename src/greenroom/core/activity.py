@@ -1,4 +1,4 @@
-"""What MoEpic's configurator looks at, recorded while tokens are decoded: H, P and PH.
+"""Statistics of decoding for MoEpic's configurator: hit ratio H, accuracy P, and both PH.
 
 MoEpic (section 3.4.2) counts over all tokens so far (its q), for each layer:
 
@@ -26,9 +26,10 @@ RHO, OMEGA = 0.25, 128  # MoEpic's defaults
 
 
 class Activity:
-    """Counts of one model's layers; `experts[i]` is how many layer i has. Ids are the layer's own.
+    """Activation counts of a model's layers, by which H, P and PH are computed.
 
-    `tokens[i]` have been counted in layer i.
+    `experts[i]` is the number of experts of layer i, `tokens[i]` the number of tokens counted
+    there. Expert ids are within their layer.
     """
 
     def __init__(self, experts: Sequence[int], rho: float = RHO, omega: float = OMEGA) -> None:
@@ -46,13 +47,15 @@ class Activity:
         self._both = [square.reshape(n + 1, n + 1) for square, n in zip(both, experts, strict=True)]
 
     def _each(self, name: str, sizes: Ints) -> list[Floats]:
-        """Counts of each layer, which lie one after another in `_counted`."""
+        """Return a view of each layer's counts in one new array of `_counted`."""
         self._counted[name] = np.zeros(sizes.sum())
         return np.split(self._counted[name], np.cumsum(sizes)[:-1])
 
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
-        """A token has activated the experts `chosen` of a layer, of which `predicted` had been
-        expected, likeliest first."""
+        """Count a token that activated the experts `chosen` of a layer.
+
+        `predicted` are the experts that were predicted for it, likeliest first.
+        """
         n, uses, last = self.experts[layer], self._uses[layer], self._last[layer]
         self._clock[layer] += 1
         now = self._clock[layer]
@@ -69,21 +72,21 @@ class Activity:
         last[chosen] = now
 
     def _order(self, layer: int) -> Ints:
-        """Experts by their priority, the highest first; equal ones by their ids."""
+        """Experts by priority, the highest first; ties by ascending id."""
         uses = self._uses[layer]
         silent = self._clock[layer] - self._last[layer]
         priority = np.where(uses > 0, uses * np.exp(self._fade * silent), 0.0)
         return np.argsort(-priority, kind="stable")
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """All that was counted, by name, to be kept."""
+        """Return copies of all counts by name, to be stored."""
         return {name: array.copy() for name, array in self._counted.items()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from what was kept. ValueError where it is not of such a model."""
+        """Continue from stored counts. ValueError where they are of another model."""
         for name, array in self._counted.items():
             if name not in state or state[name].shape != array.shape:
-                raise ValueError(f"{name} is of another model")
+                raise ValueError(f"the stored counts {name} are of another model")
         for name, array in self._counted.items():
             array[:] = state[name]
 

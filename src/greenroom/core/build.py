@@ -1,4 +1,4 @@
-"""Build a scheduler with the options that a config asks for."""
+"""Build a scheduler with the options of a config."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def build_scheduler(
     expert_bytes: int = 0,
     **settings: Any,
 ) -> Scheduler:
-    """A scheduler with its options; `settings` are those of `Scheduler`.
+    """Build a scheduler with the options of a config.
 
-    costs: what transfers and computations take, an expert of `expert_bytes`; None where the host's
-           processor computes nothing
+    costs:    of transfers and computations, for experts of `expert_bytes`; None where the host's
+              processor computes nothing
+    settings: further arguments of `Scheduler`
     """
     options = config.options(pieces, costs, expert_bytes)
     if any(each.uses_host for each in options) and settings.get("host") is None:

@@ -7,23 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the start.
+    """Counters of requests, hits, misses and prefetches since the start.
 
-    Requests are experts of steps; a hit was in its slot when it was asked for, and `useful` ones
-    because they had been prefetched. Prefetches that were begun end as useful, `late` (still on its
-    way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
-    `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
-    `failed`; others are under way or wait for their layer.
+    A request is one expert of a step. A hit was in its slot when its step began; a hit is `useful`
+    if a prefetch brought it. A prefetch ends in one of these ways; others are still under way, or
+    wait for their layer:
 
-    Where experts are split a hit has its top in its slot; of the `bottoms` that requests had
-    `bottom_hits` were there too. Prefetches are counted by the piece, tops and bottoms alike.
+    useful:    its expert was a hit
+    late:      its expert was a miss: the transfer was not complete when the step began
+    wasted:    complete, but not used by its layer's next step
+    dropped:   given up before it was complete
+    displaced: complete, but its slot was needed before its layer came
+    failed:    the transfer failed
 
-    Of the misses `low` were computed from a low-precision copy, which `low_hits` times was there,
-    `left_out` not computed at all, and `substituted` computed with another expert's weights;
-    `joined` ones came as what their copy lacked.
-    Of the misses `on_host` were computed by the host's processor. What follows such a one to the
-    device, or an exact expert its copy, is counted as a prefetch; `adopted` ones are there, and
-    residents from then on.
+    Of a split expert, a hit has its top segment in its slot; `bottoms` counts requests of split
+    experts, `bottom_hits` those whose bottom segment was there too. Prefetches are counted by
+    piece, tops and bottoms alike.
+
+    Of the misses, `low` were computed from a low-precision copy, `low_hits` of which were there;
+    `left_out` were not computed; `substituted` were computed with another expert's weights; of
+    `joined` only what their copy lacked was fetched; `on_host` were computed by the host's
+    processor. A promotion (of an expert that the host computed, or of a copy to the exact expert)
+    is counted as a prefetch; `adopted` promotions are complete and resident.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
-"""What the scheduler is told, and what it orders: the whole vocabulary of both drivers.
+"""Events and actions of the scheduler: the vocabulary that both drivers share.
 
-Nobody changes an event, or an action that was returned. They are not frozen, since that would take
-a call a field.
+Events and actions are never modified. They are not frozen dataclasses, since the constructor of a
+frozen one makes a call a field.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from greenroom.core.pieces import Ints
 if TYPE_CHECKING:  # it imports Numba, which the command line does not wait for
     from greenroom.core.policy import Rows, Weights
 
-HOST = -1  # the processor beside host memory, where devices are numbered from 0
+HOST = -1  # the host's processor; devices are numbered from 0
 
 
 @dataclass(slots=True)
 class Routed:
     """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct).
 
-    `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
-    each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    `tail_weights` say how much each matters (see `gates`), where misses may be approximated. A pass
-    that reads (a block of) a prompt is `prefill`. With `device_only` the host computes none.
+    request:      the prompt and its answer that the pass belongs to
+    rows:         how many tokens chose each expert, [n]; None where policies do not need it
+    weights:      the sums of their gate weights, [n]; None where policies do not need them
+    prefill:      the pass reads (a block of) a prompt
+    tail_weights: gate weight left to ranks below each expert (see `gates`), [n]; given where misses
+                  may be approximated
+    device_only:  the host's processor computes none of them
     """
 
     step: int
@@ -40,9 +43,9 @@ class Routed:
 
 @dataclass(slots=True)
 class Predicted:
-    """These experts (dense ids) are expected in a layer when it is routed next, likeliest first.
+    """A layer is expected to need these experts (dense ids, likeliest first) next.
 
-    `certain`: the layer's router has chosen them, and its step has not begun yet.
+    `certain`: the layer's router has already chosen them; its step has not begun yet.
     """
 
     layer: int
@@ -70,21 +73,21 @@ class Failed:
 
 @dataclass(slots=True)
 class Computed:
-    """The group that was ordered of a device, or of `HOST`, has been computed."""
+    """A device, or `HOST`, has computed the group that was ordered of it."""
 
     device: int = 0
 
 
 @dataclass(slots=True)
 class Cancelled:
-    """The step under way is given up; what is not moving yet need not come."""
+    """The current step is abandoned; transfers that have not begun are dropped."""
 
 
 @dataclass(slots=True)
 class Resized:
-    """There shall be this many slots from now on.
+    """The number of slots changes to `capacity`.
 
-    `ahead` of them (as many as before where None) are for what is fetched before it is asked for.
+    `ahead` is how many slots prefetches may borrow at a time; None leaves that as it is.
     """
 
     capacity: int
@@ -93,7 +96,7 @@ class Resized:
 
 @dataclass(slots=True)
 class Pinned:
-    """These pieces, and no longer those of before, stay once they are there."""
+    """The pinned set becomes `pieces`: once resident, they are never evicted."""
 
     pieces: Ints
 
@@ -103,12 +106,15 @@ Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | R
 
 @dataclass(slots=True)
 class StartChunk:
-    """Move chunk number `chunk` of a piece on its way to this slot, on a lane of a link.
+    """Move one chunk of a piece over a link, towards the slot of the piece.
 
-    In a chain of links it goes by `staging_slot` (-1 with one link), or by `host_slot` of the tier
-    between two links, where the piece has one. `first_of_piece`: nothing of the piece, on this way
-    to its slot, has moved before. `copy_slot` is the slot of the low-precision copy that it is
-    joined with (-1: none); the copy has to be copied to `slot` at once.
+    staging_slot:   where the chunk waits between two links of a chain; -1 with one link, or where
+                    the piece has a `host_slot`
+    host_slot:      the piece's slot in the host tier, between two links; -1: none
+    demand:         a step waits for the piece; False for a prefetch
+    first_of_piece: this is the first chunk of the transfer
+    copy_slot:      slot of the low-precision copy that the piece completes, to be copied to `slot`
+                    at once; -1: none
     """
 
     lane: int
@@ -125,12 +131,13 @@ class StartChunk:
 
 @dataclass(slots=True)
 class ComputeGroup:
-    """Compute these experts of the step (dense ids) from these slots, in one call.
+    """Compute a group of the step's experts (dense ids) from these slots, in one call.
 
-    They are all on one device; with `HOST` in its place they are computed where they wait, from
-    slots of the tier between two links. Of split experts it is one part of each: 0 the top, 1 the
-    bottom, which goes on where the top has ended. Where misses may be approximated it is 0 for
-    exact weights, 1 for low-precision copies, 2 for experts that are left out, which have no slots.
+    device: the device that holds all of them; `HOST`: the host's processor computes them from slots
+            of the host tier
+    part:   of split experts 0 is the top segment, 1 the bottom one, which continues the top's
+            result; where misses may be approximated 0 stands for exact weights, 1 for low-precision
+            copies, 2 for skipped experts, which have no slots
     """
 
     experts: Ints
@@ -141,7 +148,7 @@ class ComputeGroup:
 
 @dataclass(slots=True)
 class Move:
-    """Copy a resident piece from one slot to another, at once and in the order given."""
+    """Copy a resident piece to another slot, before any later action."""
 
     piece: int
     source: int
@@ -150,14 +157,14 @@ class Move:
 
 @dataclass(slots=True)
 class Trim:
-    """The tier has this many slots from now on; the memory of those above is free."""
+    """Shrink or grow the tier to `capacity` slots; memory above them is free."""
 
     capacity: int
 
 
 @dataclass(slots=True)
 class Finish:
-    """The step is over. `failed` is the piece that could not be had, -1 where all is computed."""
+    """The step is over; `failed` is the piece that could not be read, -1 for none."""
 
     failed: int = -1
 

@@ -1,7 +1,8 @@
 """The plan of a step, and the interface of options that change it.
 
-A step whose experts are all computed as stored, on their own devices, has no plan. Options write
-intent: which weights, in which form, on which processor. Slots, sources and groups are outcomes.
+A step whose experts are all computed as stored, on their home devices, has no plan. Options decide
+which weights are used, in which form, on which processor. The scheduler decides about slots,
+sources of transfers, and groups.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Flags = NDArray[np.bool_]
 
 
 class Plan(NamedTuple):
-    """What each expert of a step is computed from, and where; all arrays are [n].
+    """The weights, form and processor of each expert of a step; all arrays are [n].
 
     request: index into the routed experts
-    weights: the expert whose weights are used; another one is a substitute
+    weights: the expert whose weights are used; a different one is a substitute
     form:    EXACT, LOW or SKIP
     place:   the device's number, or HOST
     """
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, event: Routed, pieces: Pieces) -> Plan:
-        """Every expert exact, on its own device."""
+        """Build the default plan: every expert exact, on its home device."""
         n = event.experts.size
         return cls(
             np.arange(n),
@@ -46,8 +47,10 @@ class Plan(NamedTuple):
         )
 
     def ordered(self, experts: Ints) -> tuple[Plan, int]:
-        """The plan with exact rows first, then low, skipped and substituted ones; how many are
-        exact."""
+        """Order the rows: exact ones first, then low, skipped and substituted ones.
+
+        Returns the ordered plan, and how many rows are exact.
+        """
         kind = np.where(
             (self.form == EXACT) & (self.weights != experts[self.request]), 3, self.form
         )
@@ -57,16 +60,18 @@ class Plan(NamedTuple):
 
 
 class PromotionCandidate(NamedTuple):
-    """An expert that an option wants resident while a link is idle, for its layer's next step."""
+    """An expert that an option wants fetched while a link is idle."""
 
     expert: int
     layer: int
 
 
 class ComputedGroup(NamedTuple):
-    """Experts of a step that a processor has computed together.
+    """Experts of a step that a processor has computed in one call.
 
-    `tokens` [n] is how many each of them has; `form` is EXACT, LOW or SKIP.
+    device: the device's number, or HOST
+    form:   EXACT, LOW or SKIP
+    tokens: how many tokens each expert has, [n]
     """
 
     layer: int
@@ -77,75 +82,79 @@ class ComputedGroup(NamedTuple):
     tokens: Sequence[int]
 
 
-class Flight(NamedTuple):
-    """A piece on its way: `sure` says that nothing of it is left to start."""
+class TransferStatus(NamedTuple):
+    """The transfer of a piece; `sure`: all of its chunks have started."""
 
     sure: bool
 
 
 class View(Protocol):
-    """What an option may know of the scheduler's state, valid during one call."""
+    """The scheduler's state as options see it, valid during one call."""
 
     pieces: Pieces
 
     def resident(self, experts: Ints) -> Flags:
-        """Which of these experts have a slot of the cache, [n]."""
+        """Flags [n] of the experts that have a slot of the cache."""
 
     def borrowed(self, expert: int) -> bool:
-        """Whether a prefetch of the expert has a borrowed slot, complete or on its way."""
+        """Tell whether a prefetch of the expert, complete or not, has a borrowed slot."""
 
-    def in_flight(self, expert: int) -> Flight | None:
-        """The transfer of an expert; None where nothing of it is on its way."""
+    def in_flight(self, expert: int) -> TransferStatus | None:
+        """The transfer of an expert; None where it has none."""
 
     def in_host(self, expert: int) -> bool:
-        """Whether host memory keeps the expert, complete or on its way."""
+        """Tell whether the expert has a slot of host memory, complete or not."""
 
     def room(self, expert: int) -> int:
-        """Slots of the expert's group that no pinned set holds, less the borrowed ones."""
+        """Slots of the expert's group that are neither pinned nor borrowed."""
 
     def promotions(self) -> int:
-        """How many candidates of an option may wait; 0: none is taken, since no slot is lent."""
+        """How many promotion candidates may wait; 0 where no slot can be borrowed for them."""
 
-    def backlog(self, own: Sequence[int]) -> Sequence[tuple[int, int, int]]:
-        """(link, piece, chunks) that a new demand waits for: chunks on lanes, and what is left of
-        the step's `own` pieces."""
+    def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
+        """Chunks that a new demand waits for, as (link, piece, chunks).
+
+        They are the chunks on lanes, and those that the step's own pieces still lack.
+        """
 
 
 class Option:
-    """An option of the scheduler; every default does nothing, and costs nothing.
+    """An option of the scheduler; methods that are not overridden cost nothing.
 
-    approximates: whether its plans have forms other than EXACT
-    uses_host:    whether its plans leave experts to the host's processor
+    approximates: its plans may have forms other than EXACT
+    uses_host:    its plans may leave experts to the host's processor
     """
 
     approximates = False
     uses_host = False
 
     def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
-        """The plan of a step, changed or not. No state of the scheduler may change."""
+        """Return the plan of a step, changed or not; the scheduler's state may not change."""
         return plan
 
     def started(self, link: int, lane: int, now: float) -> None:
-        """A lane of a link begins a chunk."""
+        """A lane of a link has started a chunk."""
 
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
-        """A lane of a link has ended a chunk of so many bytes."""
+        """A lane of a link has delivered a chunk of `nbytes`."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
-        """A processor has computed a group of experts in so many seconds."""
+        """A processor has computed a group of experts in `seconds`."""
 
     def candidates(self, view: View) -> Sequence[PromotionCandidate]:
-        """Experts to admit while a link is idle, the best first. One that has a slot already, or
-        is on its way, is dismissed."""
+        """Experts to fetch while a link is idle, the best first.
+
+        The scheduler dismisses those that are resident or on their way already.
+        """
         return ()
 
     def dismiss(self, expert: int) -> None:
-        """A candidate was taken, or needs no transfer."""
+        """A candidate is being fetched, or needs no transfer."""
 
     def calibrated(self, costs: Costs) -> None:
-        """How long transfers and computations take was measured."""
+        """The costs of transfers and computations were measured."""
 
 
 def overrides(option: Option, method: str) -> bool:
-    """Whether an option does something at a hook."""
+    """Tell whether an option overrides a method of `Option`."""
     return getattr(type(option), method) is not getattr(Option, method)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache.cache import Cache, Served
+from greenroom.core.cache.cache import Cache, ServedStep
 from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.pieces import Ints, Pieces
@@ -181,7 +181,7 @@ class StepTimer:
     It replaces the scheduler's cache, and returns the decisions that were made beforehand.
     """
 
-    served: Served
+    served: ServedStep
 
     def __init__(self, offsets: Ints, expert_bytes: int, chunk_bytes: int, costs: Costs) -> None:
         layers, experts = len(offsets) - 1, int(offsets[-1])
@@ -199,7 +199,7 @@ class StepTimer:
         slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
         self._clock.scheduler.placement.tier_slots = np.arange(step.experts.size)
-        self.served = Served(
+        self.served = ServedStep(
             slot_numbers, hits, np.full_like(slot_numbers, -1), False, int((hits == 0).sum())
         )
         clock = self._clock
@@ -208,7 +208,7 @@ class StepTimer:
         after = clock.now, clock.stall, clock.compute
         return np.subtract(after, before)
 
-    def serve(self, *_: object, **__: object) -> Served:
+    def serve(self, *_: object, **__: object) -> ServedStep:
         return self.served
 
 

@@ -109,8 +109,8 @@ def test_nothing_used_leaves_the_order_as_it_was() -> None:
     cache.serve(np.arange(4, 8), 1, "none")
     path = AllResident.of(placement, Counts())
     assert path is not None
-    path.tell()
+    path.report()
     path.step(np.array([0]))
-    path.tell()
+    path.report()
     cache.resize(2)
     assert cache.residents().tolist() == [0, 7]

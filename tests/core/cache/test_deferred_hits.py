@@ -1,4 +1,4 @@
-"""A policy that is told of hits before it is asked next decides as one that is told at once."""
+"""A policy that sees steps of hits later decides as one that sees every step at once."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def arrays(own: Any) -> Iterator[list[float]]:
 
 
 class Twins:
-    """A cache, and one whose policy is told of every step at once; both must do the same."""
+    """A cache, and one whose policy is called in every step; both must do the same."""
 
     def __init__(self, name: str, capacity: int, devices: int, seed: int) -> None:
         every = Pieces.unsplit([0, EXPERTS, 2 * EXPERTS], [1, 1], devices=devices)
         self.both = [Cache(every, capacity, policy(name), seed=seed) for _ in range(2)]
         self.both[1]._most_hits = 1
-        self.asked: tuple[np.ndarray, ...] = ()  # of the step under way, where it is pinned
+        self.requested: tuple[np.ndarray, ...] = ()  # of the step under way, where it is pinned
         self.borrowed: list[tuple[int, int]] = []  # (piece, slot)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        ours, told = (getattr(cache, method)(*args, **kwargs) for cache in self.both)
-        assert ours == told
+        ours, immediate = (getattr(cache, method)(*args, **kwargs) for cache in self.both)
+        assert ours == immediate
         return ours
 
     def serve(self, number: int, layer: int, chosen: set[int], digit: int) -> None:
         asked = np.array(sorted(chosen), np.int64) + EXPERTS * layer
-        room = min(map(self.both[0].open, range(len(self.both[0].sizes))))
+        room = min(map(self.both[0].unpinned_slots, range(len(self.both[0].sizes))))
         while self.borrowed and asked.size + len(self.borrowed) > room:  # the step comes first
             self.each("return_slot", self.borrowed.pop(0)[1])
         asked = np.setdiff1d(asked, [piece for piece, _ in self.borrowed])
@@ -54,11 +54,11 @@ class Twins:
         if digit % 2:
             more |= {"rows": np.full(asked.size, 2, np.int32)}
             more |= {"weights": np.linspace(0.1, 0.9, asked.size, dtype=np.float32)}
-        ours, told = (cache.serve(asked, number, **more) for cache in self.both)
+        ours, immediate = (cache.serve(asked, number, **more) for cache in self.both)
         for name in ("slots", "hits", "evicted"):
-            assert getattr(ours, name).tolist() == getattr(told, name).tolist()
-        assert (ours.pinned, ours.misses) == (told.pinned, told.misses)
-        self.asked = (asked,) if ours.pinned else ()
+            assert getattr(ours, name).tolist() == getattr(immediate, name).tolist()
+        assert (ours.pinned, ours.misses) == (immediate.pinned, immediate.misses)
+        self.requested = (asked,) if ours.pinned else ()
 
     def during(self, digit: int) -> None:
         """Something that may happen before a step is over, or after it."""
@@ -70,17 +70,17 @@ class Twins:
                 self.borrowed.append((piece, slot))
         elif digit == 7 and self.borrowed:
             piece, slot = self.borrowed.pop(0)
-            room = self.both[0].state.free_count.sum() or not self.asked
+            room = self.both[0].state.free_count.sum() or not self.requested
             self.each("admit" if room else "return_slot", *((piece, slot) if room else (slot,)))
 
     def end(self, split: bool) -> None:
         """A step's pins end, of all its pieces or of some before others."""
-        for asked in self.asked:
-            parts = (asked[:1], asked[1:]) if split else (asked,)
+        for pieces in self.requested:
+            parts = (pieces[:1], pieces[1:]) if split else (pieces,)
             for cache in self.both:
                 for part in parts:
                     cache.release(part)
-        self.asked = ()
+        self.requested = ()
 
     def between(self, digit: int, number: int) -> None:
         if digit == 3:
@@ -92,11 +92,13 @@ class Twins:
                 cache.pin(np.array([number % 4], np.int64))
 
     def same(self) -> None:
-        ours, told = self.both
+        ours, immediate = self.both
         for cache in self.both:
             cache.pin_hits()
-        assert [list(each) for each in arrays(ours.state)] == list(arrays(told.state))
-        assert repr(list(arrays(ours.own))) == repr(list(arrays(told.own)))  # some are no numbers
+        assert [list(each) for each in arrays(ours.state)] == list(arrays(immediate.state))
+        assert repr(list(arrays(ours.policy_states))) == repr(
+            list(arrays(immediate.policy_states))
+        )  # some are no numbers
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,17 +125,17 @@ def test_later_is_as_good_as_at_once(name, steps, capacity, devices, looks, seed
 
 
 def test_a_run_of_hits_waits_until_it_is_too_long():
-    told = []
+    immediate = []
     cache = Cache(Pieces.unsplit([0, 4], [1]), 3, policy("lru"))
     cache.serve(np.arange(3), 0)
     cache.release(np.arange(3))
     compiled = cache._bound
-    cache._bound = compiled._replace(serve=lambda *args: told.append(len(args[5])) or 0)
+    cache._bound = compiled._replace(serve=lambda *args: immediate.append(len(args[5])) or 0)
     for number in range(MOST_HITS + 2):
         assert cache.serve(np.arange(2), number, "none").misses == 0
-    assert told == [MOST_HITS]
+    assert immediate == [MOST_HITS]
     cache.borrow(3)
-    assert told == [MOST_HITS, 2]
+    assert immediate == [MOST_HITS, 2]
 
 
 def test_a_step_of_hits_is_pinned_before_a_victim_is_sought():

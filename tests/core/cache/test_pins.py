@@ -95,10 +95,10 @@ def test_a_file_and_back(tmp_path):
         ({"format": "x"}, "greenroom trace hot makes such files"),
         ({"version": 2}, "pins of version 2: make them again"),
         ({"tasks": {}}, "has no tasks"),
-        ({"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}}, "other layers or experts"),
+        ({"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}}, "are not those of the model"),
         (
             {"tasks": {"a": {"experts": [[0], [9]], "pattern": [[0] * 4, [0] * 4]}}},
-            "must be different ones of 4",
+            "must be different ids below 4",
         ),
         (
             {"tasks": {"a": {"experts": [[0], [1]], "pattern": [[-1] * 4, [0] * 4]}}},

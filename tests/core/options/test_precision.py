@@ -200,7 +200,7 @@ def test_bad_copies(of, said):
 
 def test_no_tier_in_between():
     every = Pieces.with_copies(OFFSETS, copies())
-    with pytest.raises(UsageError, match="low-precision copies have no tier between two links"):
+    with pytest.raises(UsageError, match="low-precision copies work without a host tier only"):
         Scheduler(
             every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )
@@ -307,7 +307,7 @@ def test_any_order_of_events_computes_every_request_once(
             there = stage.memory[s.placement.slot(piece)]
             assert there in (piece, 2 * N + piece)
         for expert, slot in s.placement.secondary.slot_of.items():
-            if s.placement.secondary.whole(expert):
+            if s.placement.secondary.is_complete(expert):
                 assert stage.memory[s.placement.secondary_tier_slot(slot)] == N + expert
         assert not s.placement.cache.state.pinned.any()
         assert not s.transfers.copy_slots

@@ -162,7 +162,7 @@ def test_a_prefetch_for_another_layer_is_not_dropped():
     h.predict(2, 9)
     h.step(1, 4)
     h.settle()
-    assert h.s.placement.buffer.borrowed[9].use is BorrowState.COMPLETE
+    assert h.s.placement.buffer.borrowed[9].state is BorrowState.COMPLETE
     assert h.s.counts.dropped == h.s.counts.wasted == 0
 
 
@@ -286,9 +286,9 @@ def test_two_links_pass_chunks_on_by_their_seats():
     assert h.tell(h.landed()) == []  # link 1 is free, the second chunk is not there yet
     (onward,) = h.tell(h.landed())
     assert (onward.link, onward.chunk, onward.staging_slot) == (1, 1, second.staging_slot)
-    assert h.s.placement.buffer.borrowed[5].use is BorrowState.MOVING
+    assert h.s.placement.buffer.borrowed[5].state is BorrowState.MOVING
     h.tell(h.landed())
-    assert h.s.placement.buffer.borrowed[5].use is BorrowState.COMPLETE
+    assert h.s.placement.buffer.borrowed[5].state is BorrowState.COMPLETE
 
 
 def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
@@ -359,7 +359,7 @@ def test_a_cancelled_step_leaves_other_prefetches_alone():
         actions = h.tell(h.landed())
     h.settle()
     assert h.residents == [0]
-    assert h.s.placement.buffer.borrowed[9].use is BorrowState.COMPLETE
+    assert h.s.placement.buffer.borrowed[9].state is BorrowState.COMPLETE
     assert h.free == 6
 
 

@@ -99,7 +99,7 @@ def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
     s = scheduler(11, ahead=2, of=split(secondary_slots=2))
     for number, expert in enumerate((7, 8, 9)):
         serve(s, number, 1, expert)
-    assert not s.placement.secondary.whole(7)
+    assert not s.placement.secondary.is_complete(7)
     serve(s, 3, 0, 0)
     started = [a for a in s.on(Predicted(1, ids(7))) if isinstance(a, Start)]
     assert [(a.piece, a.demand) for a in started] == [(N + 7, False)]
@@ -123,22 +123,22 @@ def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
     b = SecondarySlots(2)
     assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
     b.landed(1)
-    b.done(1)
-    assert b.whole(1)
-    assert not b.whole(2)
+    b.release(1)
+    assert b.is_complete(1)
+    assert not b.is_complete(2)
     assert b.claim(3) == 0
-    assert not b.whole(1)
-    b.lose(3)
+    assert not b.is_complete(1)
+    b.free(3)
     assert b.claim(3) == 0
 
 
 def test_prefetches_have_half_of_the_slots():
     b = SecondarySlots(4)
-    assert [b.bring(e, 0) for e in range(3)] == [0, 1, -1]
+    assert [b.begin_prefetch(e, 0) for e in range(3)] == [0, 1, -1]
     b.landed(0)
-    assert sorted(b.passed(0, {1})) == [(0, True)]
+    assert sorted(b.end_prefetches(0, {1})) == [(0, True)]
     assert b.claim(1) == 1
-    assert b.bring(5, 0) >= 0
+    assert b.begin_prefetch(5, 0) >= 0
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_bad_splits(of, said):
 
 def test_no_tier_in_between():
     every = Pieces.with_split(OFFSETS, split())
-    with pytest.raises(UsageError, match="split experts have no tier between two links"):
+    with pytest.raises(UsageError, match="split experts work without a host tier only"):
         Scheduler(
             every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )
@@ -200,7 +200,7 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
         for piece in s.residents().tolist():
             assert theatre.memory[s.placement.slot(piece)] == piece
         for expert, slot in s.placement.secondary.slot_of.items():
-            if s.placement.secondary.whole(expert):
+            if s.placement.secondary.is_complete(expert):
                 assert theatre.memory[s.placement.secondary_tier_slot(slot)] == N + expert
         assert not s.placement.cache.state.pinned.any()
     while theatre.moving:

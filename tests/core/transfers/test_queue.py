@@ -100,7 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = TransferQueue(self.lanes)
-        self.asked: dict[int, int] = {}
+        self.requested: dict[int, int] = {}
         self.demanded: set[int] = set()
         self.moving: list[StartChunk] = []
         self.landed: dict[int, set[int]] = {}
@@ -110,8 +110,8 @@ class QueueMachine(RuleBasedStateMachine):
     def add(self, piece, chunks, urgency):
         if piece in self.dropped:
             return
-        self.queue.add(piece, piece, self.asked.get(piece, chunks), urgency)
-        self.asked.setdefault(piece, chunks)
+        self.queue.add(piece, piece, self.requested.get(piece, chunks), urgency)
+        self.requested.setdefault(piece, chunks)
         self.landed.setdefault(piece, set())
         if urgency is Urgency.DEMAND:
             self.demanded.add(piece)
@@ -120,7 +120,7 @@ class QueueMachine(RuleBasedStateMachine):
     def start(self):
         for transfer in self.queue.start():
             piece = transfer.piece
-            assert piece in set(self.asked) - self.dropped
+            assert piece in set(self.requested) - self.dropped
             assert transfer.lane < self.lanes[transfer.link]
             assert (transfer.link, transfer.lane) not in {(m.link, m.lane) for m in self.moving}
             assert transfer.staging_slot < 0 or transfer.staging_slot not in {
@@ -133,7 +133,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.moving.append(transfer)
 
     def _unstarted(self, piece):
-        return self.queue.entries[piece].started < self.asked[piece]
+        return self.queue.entries[piece].started < self.requested[piece]
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
@@ -146,7 +146,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.dropped.add(piece)
         elif transfer.link + 1 == len(self.lanes):
             self.landed[piece].add(transfer.chunk)
-        complete = len(self.landed[piece]) == self.asked[piece]
+        complete = len(self.landed[piece]) == self.requested[piece]
         assert entry.arrived == complete
         left = complete or (piece in self.dropped and not self._moves(piece))
         assert entry.finished == left
@@ -156,10 +156,10 @@ class QueueMachine(RuleBasedStateMachine):
     def _moves(self, piece):
         return any(m.piece == piece for m in self.moving)
 
-    @precondition(lambda self: set(self.asked) - self.dropped)
+    @precondition(lambda self: set(self.requested) - self.dropped)
     @rule(data=st.data())
     def drop(self, data):
-        piece = data.draw(st.sampled_from(sorted(set(self.asked) - self.dropped)))
+        piece = data.draw(st.sampled_from(sorted(set(self.requested) - self.dropped)))
         if self.queue.drop(piece):
             assert not self._moves(piece)
             self._over(piece)
@@ -167,14 +167,14 @@ class QueueMachine(RuleBasedStateMachine):
             self.dropped.add(piece)
 
     def _over(self, piece):
-        del self.asked[piece]
+        del self.requested[piece]
         self.landed.pop(piece)
         self.dropped.discard(piece)
         self.demanded.discard(piece)
 
     @invariant()
     def one_entry_a_piece(self):
-        assert set(self.queue.entries) == set(self.asked)
+        assert set(self.queue.entries) == set(self.requested)
         for piece, entry in self.queue.entries.items():
             assert entry.moving == sum(m.piece == piece for m in self.moving)
 

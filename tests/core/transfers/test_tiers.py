@@ -95,7 +95,7 @@ def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
 
 def test_a_tier_is_between_two_links():
     tier = HostTier(pieces(), 2, policy("lru"))
-    with pytest.raises(ValueError, match="between two links, not 1"):
+    with pytest.raises(ValueError, match="needs a chain of two links, got 1"):
         TransferQueue((2,), host=tier)
 
 

@@ -1,1 +1,1 @@
-"""Which expert has which slot: the cache under a policy, slots on loan, and slots of extras."""
+"""Slots of experts: the cache under a policy, borrowed slots and secondary slots."""

@@ -1,8 +1,9 @@
-"""The all-resident path: steps of which every expert has a slot, past the event machine.
+"""The all-resident path: steps whose experts all have slots bypass the event machine.
 
-LRU remembers nothing but the order of use while it evicts nothing, so the policy can be told of
-that order later, when the cache shrinks. Told of every step, it takes ten microseconds of a layer's
-thirty, and five times as many on a processor cache that the weights have just emptied.
+While LRU evicts nothing its state is the order of use, so this order can be passed to the policy
+later, when the cache shrinks. To call the policy in every step takes ten microseconds of a layer's
+thirty, and five times as long after the weights have displaced everything from the processor's
+caches.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from greenroom.core.pieces import Ints
 
 
 class AllResident:
-    """The order in which the experts of a cache were used, since this was made.
+    """The order of use of a cache's experts, for steps that bypass the event machine.
 
-    slot_of: the cache's slot of each expert, -1 where it has none
-    place:   the tier's slot for each of the cache's
-    used:    the step that used each expert last, counted from 1; 0: none has
-    steps:   how many there were
+    slot_of:    the cache's slot of each expert, -1 where it has none
+    tier_slots: the tier's slot for each slot of the cache
+    used:       the number of the last step that used each expert, from 1; 0: none has
+    steps:      steps so far
     """
 
     def __init__(self, placement: Placement, counts: Counts) -> None:
@@ -31,15 +32,17 @@ class AllResident:
 
     @staticmethod
     def of(placement: Placement, counts: Counts) -> AllResident | None:
-        """The path for a cache that evicts nothing, under a policy that may be told later."""
+        """The path for a cache that evicts nothing under LRU; None for other caches."""
         cache = placement.cache
         if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None
         return AllResident(placement, counts)
 
     def step(self, experts: Ints) -> Ints | None:
-        """The tier's slots of a step's experts (ascending): the step is over with this, and they
-        are to be computed. None, and nothing noted, where one of them has no slot."""
+        """Serve a step of these experts (ascending); returns their slots of the tier.
+
+        None, and nothing is counted, where one of them has no slot.
+        """
         slots: Ints = self.slot_of[experts]
         if slots.min() < 0:
             return None
@@ -49,14 +52,14 @@ class AllResident:
         return place
 
     def count(self, experts: int) -> None:
-        """A step has found all of its experts, and `used` says so."""
+        """Count a step whose experts are all hits; the caller updates `used`."""
         self.steps += 1
         self._counts.steps += 1
         self._counts.requests += experts
         self._counts.hits += experts
 
-    def tell(self) -> None:
-        """Tell the policy what was used, in this order: by step, and by id within one."""
+    def report(self) -> None:
+        """Report the uses so far to the policy, in their order: by step, then by id."""
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]
         if order.size:

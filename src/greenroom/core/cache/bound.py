@@ -1,4 +1,4 @@
-"""A policy's functions in the cache's: compiled once for all settings of the policy."""
+"""The cache's compiled functions for a policy: compiled once for all its settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from greenroom.core.policy import Policy, compiled
 
 
 class Bound(NamedTuple):
-    """A policy's functions in the cache's, each compiled when it is first called."""
+    """The cache's functions with a policy's functions in them, compiled at their first call."""
 
-    miss: Any  # (state, own, piece, now) -> (slot | BYPASS | STUCK, evicted piece or -1)
+    miss: Any  # (state, policy_state, piece, now) -> (slot | BYPASS | STUCK, evicted piece or -1)
     serve: Any  # one step, from Python
     evict: Any
     evict_victim: Any
@@ -25,15 +25,15 @@ PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
 
 
 def bind(policy: Policy) -> Bound:
-    """The cache's functions for a policy; compiled once for all its settings."""
+    """Build the cache's functions for a policy; compiled once for all its settings."""
     return _bind(*(getattr(policy, part) for part in PARTS), policy.preload is not None)
 
 
 @cache
 def _bind(*parts: Any) -> Bound:
-    own = dict(zip((*PARTS, "bypass"), parts, strict=True))
-    own["miss"] = compiled(with_parts(serving.miss, own))
-    own["evict"] = jit(with_parts(serving.evict, own), _nrt=False)
+    names = dict(zip((*PARTS, "bypass"), parts, strict=True))
+    names["miss"] = compiled(with_parts(serving.miss, names))
+    names["evict"] = jit(with_parts(serving.evict, names), _nrt=False)
     others = (serving.serve, serving.evict_victim, serving.borrow, serving.admit)
-    serve, evict_victim, borrow, admit = (jit(with_parts(f, own), _nrt=False) for f in others)
-    return Bound(own["miss"], serve, own["evict"], evict_victim, borrow, admit)
+    serve, evict_victim, borrow, admit = (jit(with_parts(f, names), _nrt=False) for f in others)
+    return Bound(names["miss"], serve, names["evict"], evict_victim, borrow, admit)

@@ -1,11 +1,11 @@
-"""The prefetch buffer: slots of the cache on loan to what is fetched before it is asked for.
+"""The prefetch buffer: slots that prefetches borrow from the cache.
 
-A prefetch borrows a free slot, or that of the policy's victim. While it has it the policy knows
-nothing of the piece: it is told of an insertion when the piece is asked for, as if it came just
-then. What nobody asked for gives its slot back, and the next miss takes it without evicting. So
-prefetching costs the cache no more than the slots that are on loan at a time.
+A prefetch borrows a free slot, or that of the policy's victim. The policy knows nothing of the
+piece while it is in the buffer: an insertion is reported when a step requests the piece, as if it
+had just arrived. A piece that no step requests returns its slot, and the next miss takes this slot
+without an eviction. So prefetching costs the cache at most the slots that are borrowed at a time.
 
-A prompt's step streams through borrowed slots too, and leaves what decoding had resident in place.
+The steps of a prompt stream through borrowed slots too; experts resident for decoding stay.
 """
 
 from __future__ import annotations
@@ -16,89 +16,94 @@ from enum import IntEnum
 
 
 class BorrowState(IntEnum):
-    """What a piece in the buffer waits for."""
+    """The state of a piece in the buffer."""
 
-    MOVING = 0  # prefetched, on its way
-    COMPLETE = 1  # prefetched and whole: its layer has not come yet
-    IN_USE = 2  # of the step being served
+    MOVING = 0  # its prefetch is not complete
+    COMPLETE = 1  # its prefetch is complete; its layer has not come yet
+    IN_USE = 2  # the current step computes it
 
 
 @dataclass(slots=True)
 class BorrowedSlot:
-    """A piece in a slot on loan; `layer` and `chance` of use are those of its prefetch. One that
-    `stays` was asked for before it began: it is a resident once it is there."""
+    """A borrowed slot, and the piece in it.
+
+    layer, chance: of its prefetch: the layer that it is for, and the chance of use
+    promotion:     the piece becomes resident on arrival
+    """
 
     piece: int
     slot: int
-    use: BorrowState
+    state: BorrowState
     layer: int = -1
     chance: float = 0.0
-    stays: bool = False
+    promotion: bool = False
 
 
-class Buffer:
-    """Pieces by slot; `size` slots may be on loan at a time. No piece is resident at the same time.
+class PrefetchBuffer:
+    """Borrowed slots by piece, at most `size` at a time; none of these pieces is resident.
 
-    Slots are the cache's numbers. Those that a method returns are the caller's to give back.
+    Slots are numbered as in the cache. The caller returns the slots that a method releases.
     """
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
         self.borrowed: dict[int, BorrowedSlot] = {}
-        self._coming: dict[int, dict[int, BorrowedSlot]] = {}  # layer -> piece -> prefetched for it
+        self._coming: dict[int, dict[int, BorrowedSlot]] = {}  # layer -> piece -> its prefetch
 
     @property
     def full(self) -> bool:
         return len(self.borrowed) >= self.size
 
-    def bring(self, piece: int, slot: int, layer: int, chance: float, stays: bool = False) -> None:
-        """A prefetch of this piece for this layer begins."""
-        held = self.borrowed[piece] = BorrowedSlot(
-            piece, slot, BorrowState.MOVING, layer, chance, stays
+    def begin_prefetch(
+        self, piece: int, slot: int, layer: int, chance: float, promotion: bool = False
+    ) -> None:
+        """Begin a prefetch of a piece into a slot."""
+        entry = self.borrowed[piece] = BorrowedSlot(
+            piece, slot, BorrowState.MOVING, layer, chance, promotion
         )
-        self._coming.setdefault(layer, {})[piece] = held
+        self._coming.setdefault(layer, {})[piece] = entry
 
-    def landed(self, piece: int) -> None:
-        """A prefetch is complete."""
-        self.borrowed[piece].use = BorrowState.COMPLETE
+    def complete(self, piece: int) -> None:
+        """Complete a prefetch."""
+        self.borrowed[piece].state = BorrowState.COMPLETE
 
-    def passed(self, layer: int, used: Collection[int]) -> list[BorrowedSlot]:
-        """A layer's routing is known: the prefetches for it that are not among `used`."""
+    def unused_prefetches(self, layer: int, used: Collection[int]) -> list[BorrowedSlot]:
+        """Prefetches for a layer, now routed, that are not among the `used` pieces."""
         coming = self._coming.get(layer)
-        return [held for piece, held in coming.items() if piece not in used] if coming else []
+        return [entry for piece, entry in coming.items() if piece not in used] if coming else []
 
-    def least(self, chance: float, but: Collection[int] = ()) -> BorrowedSlot | None:
-        """The prefetch waiting for its layer whose chance is smallest, and below this."""
-        held = self.borrowed.values()
-        ahead = [
-            h
-            for h in held
-            if h.use is BorrowState.COMPLETE and h.chance < chance and h.piece not in but
+    def least_likely(self, chance: float, excluded: Collection[int] = ()) -> BorrowedSlot | None:
+        """The complete prefetch with the lowest chance of use below `chance`, if there is one."""
+        entries = self.borrowed.values()
+        waiting = [
+            e
+            for e in entries
+            if e.state is BorrowState.COMPLETE and e.chance < chance and e.piece not in excluded
         ]
-        return min(ahead, key=lambda held: (held.chance, held.piece), default=None)
+        return min(waiting, key=lambda e: (e.chance, e.piece), default=None)
 
     def occupy(self, piece: int, slot: int = -1) -> int:
-        """The step computes a piece from here: one held, or one that comes into this slot."""
-        held = self.borrowed.get(piece)
-        if held is None:
-            held = self.borrowed[piece] = BorrowedSlot(piece, slot, BorrowState.IN_USE)
+        """Have the step compute a piece from its borrowed slot, or from `slot`."""
+        entry = self.borrowed.get(piece)
+        if entry is None:
+            entry = self.borrowed[piece] = BorrowedSlot(piece, slot, BorrowState.IN_USE)
         else:
-            self._unlist(held)
-            held.use = BorrowState.IN_USE
-        return held.slot
+            self._unlist(entry)
+            entry.state = BorrowState.IN_USE
+        return entry.slot
 
     def release(self, piece: int) -> int:
-        """The piece leaves the buffer. Returns its slot."""
-        held = self.borrowed.pop(piece)
-        self._unlist(held)
-        return held.slot
+        """Remove a piece from the buffer; returns its slot."""
+        entry = self.borrowed.pop(piece)
+        self._unlist(entry)
+        return entry.slot
 
-    def _unlist(self, held: BorrowedSlot) -> None:
-        if held.layer >= 0:
-            del self._coming[held.layer][held.piece]
-            held.layer = -1
+    def _unlist(self, entry: BorrowedSlot) -> None:
+        if entry.layer >= 0:
+            del self._coming[entry.layer][entry.piece]
+            entry.layer = -1
 
 
 def default_borrow_limit(top_k: int) -> int:
-    """Slots on loan at most, where nothing else is said: four layers' (docs/log/ has others)."""
+    """The default limit of borrowed slots: those of four layers (docs/log/ has others)."""
     return 4 * top_k

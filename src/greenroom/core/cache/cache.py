@@ -1,4 +1,4 @@
-"""The cache: which piece has which slot. Compiled, and bound to one policy."""
+"""The cache: slots of pieces under one policy; its functions are compiled."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from greenroom.errors import BudgetError, UnknownName, UsageError
 PINS = ("step", "none")
 Flags = serving.Flags
 Clock = tuple[int, int, int, int]  # the first fields of a `Now`
-NOBODY, NO_PIECES = np.empty(0, np.bool_), np.empty(0, np.int64)
-MOST_HITS = 64  # steps of hits that a policy is told of at a time
+NO_FLAGS, NO_PIECES = np.empty(0, np.bool_), np.empty(0, np.int64)
+MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
 
 def check_pin(pin: str) -> None:
-    """UnknownName unless it says how a step's pieces are protected."""
+    """UnknownName unless `pin` is one of PINS."""
     if pin not in PINS:
         raise UnknownName("pin", pin, PINS)
 
 
 @dataclass(slots=True)
-class Served:
-    """What became of a step's requests, in their order.
+class ServedStep:
+    """The result of serving a step: arrays in the order of its requests.
 
-    `slots[i]` is where request i is or will be (-1: it passes through a scratch slot), `hits[i]` is
-    1 where it already was, `evicted[i]` is the piece that made room, or -1. `pinned` says that the
-    step's pieces await a `release`; `misses` of them were not there.
+    slots:   the slot of each request's piece; -1: it passes through a scratch slot
+    hits:    1 where the piece was resident
+    evicted: the piece that made room, or -1
+    pinned:  the step's pieces stay pinned until `release`
+    misses:  how many pieces were not resident
     """
 
     slots: Ints
@@ -56,15 +58,14 @@ class Served:
 
 
 class Cache:
-    """Slots for pieces, in groups of a fixed capacity, under one policy.
+    """Slots for pieces, in groups of a fixed size, under one policy.
 
-    A piece has a slot of its home's alone. Each of several devices has a policy of its own, which
-    knows the pieces that live there; their slots lie in the same arrays, one after another.
+    A piece has its slot on its home device. Each of several devices has its own instance of the
+    policy, for the pieces of that device; slots of all devices lie in the same arrays, in order.
 
-    A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
-    pieces of a step are pinned while it is served, unless their group has fewer slots than the
-    step asks of it. `sizes` are the slots of each group. `trace` is for policies that must know
-    the whole of it.
+    A miss always inserts (demand paging without bypass; only a policy with a `preload` differs).
+    The pieces of a step are pinned while it is served, unless the step needs more slots of a group
+    than it has. `sizes` are the slots of each group. `trace` is for policies that need all of it.
     """
 
     def __init__(
@@ -80,25 +81,29 @@ class Cache:
         self._layers = pieces.layers
         self._bound = bind(policy)
         if pieces.devices > 1 and policy.needs_trace:
-            raise UsageError(f"policy {policy.name} decides beforehand, for one device alone")
+            raise UsageError(
+                f"policy {policy.name} must know the whole trace, which works on one device only"
+            )
         sizes = group_sizes(pieces, capacity, scope)
         self.state = self._empty(sizes)
         self._parts = self._divided()
-        each, self._own = len(sizes) // pieces.devices, []
+        each, self._policy_states = len(sizes) // pieces.devices, []
         for device, part in enumerate(self._parts):
-            own = tuple(sizes[device * each : (device + 1) * each])
-            setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
-            self._own.append(policy.build_state(setup))
+            own_sizes = tuple(sizes[device * each : (device + 1) * each])
+            setup = policy.setup(pieces.layer, part.group_of, own_sizes, pieces.layers, seed, trace)
+            self._policy_states.append(policy.build_state(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
-        self.pinned_set = np.empty(0, np.int64)  # pieces that the policy must not evict
-        self.now: Clock = 0, 0, -1, 0  # of the step served last
-        self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
-        # Steps that each device's policy does not know of yet: their pieces, and the rows of
-        # `steps` for `serving.serve`.
-        self._log: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._parts]
-        self._most_hits = 1 if policy.weighs else MOST_HITS  # told at once of rows and weights
-        self._open = NO_PIECES  # of a step of hits: pinned before a policy is asked for a victim
+        self.pinned_set = np.empty(0, np.int64)  # pieces that the policy must never evict
+        self.now: Clock = 0, 0, -1, 0  # of the last step
+        # Of each policy: the last request, and how many pieces it has been asked for.
+        self._last_seen = [(-1, 0)] * pieces.devices
+        # Steps not yet reported to each device's policy: their pieces, and the rows of `steps`
+        # for `serving.serve`.
+        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._parts]
+        self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not kept
+        # Of the last step of hits: pinned before a policy chooses a victim.
+        self._unpinned = NO_PIECES
         self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)
 
     def _empty(self, sizes: list[int]) -> CacheState:
@@ -111,7 +116,7 @@ class Cache:
         )
 
     def _divided(self) -> list[CacheState]:
-        """The state as each device's policy sees it: its own groups, in the same arrays."""
+        """The state as each device's policy sees it: the groups of the device alone."""
         devices, state, layer = self.pieces.devices, self.state, self.pieces.layer
         if devices == 1:
             return [state]
@@ -141,13 +146,17 @@ class Cache:
         rows: Rows | None = None,
         weights: Weights | None = None,
         fill: int = -1,
-        aside: Flags = NOBODY,
-    ) -> Served:
+        without_slot: Flags = NO_FLAGS,
+    ) -> ServedStep:
         """Request distinct pieces of one layer, in this order, at logical time `now`.
 
-        `token` is the pass (now // layers where it is not given), `request` the prompt; `rows` and
-        `weights` are as in `Stream`. With pin="step" the pieces stay pinned until `release`; a step
-        larger than its group is not. Misses that are `aside` get no slot.
+        token:         the pass; now // layers by default
+        request:       the prompt
+        rows, weights: as in `Stream`
+        pin:           with "step" the pieces stay pinned until `release`, unless the step is larger
+                       than its group
+        fill:          -1, or how many misses may be inserted, into free slots only
+        without_slot:  misses that get no slot, [n] or empty
         """
         if pin != "step":
             check_pin(pin)
@@ -158,7 +167,7 @@ class Cache:
         rows = NO_ROWS if rows is None else rows
         weights = NO_WEIGHTS if weights is None else weights
         if self.pieces.devices == 1:
-            return self._serve(0, pieces, rows, weights, at, pinned, fill, aside)
+            return self._serve(0, pieces, rows, weights, at, pinned, fill, without_slot)
         out, misses = np.empty((3, pieces.size), np.int64), 0
         home, devices = self.pieces.home_device[pieces], self.pieces.devices
         for device in {*home.tolist()}:
@@ -171,11 +180,11 @@ class Cache:
                 at,
                 pinned,
                 fill if fill < 0 else fill // devices + (device < fill % devices),
-                aside[mine] if aside.size else aside,
+                without_slot[mine] if without_slot.size else without_slot,
             )
             out[:, mine] = part.slots, part.hits, part.evicted
             misses += part.misses
-        return Served(out[0], out[1], out[2], pinned, misses)
+        return ServedStep(out[0], out[1], out[2], pinned, misses)
 
     def _serve(
         self,
@@ -186,79 +195,87 @@ class Cache:
         at: Clock,
         pinned: bool,
         fill: int,
-        aside: Flags,
-    ) -> Served:
-        """A step's pieces of one device. Where all hit the policy has nothing to decide: it is told
-        of the step before it is asked next."""
-        request, index = self._told[device]
-        log, size = self._log[device], pieces.size
+        without_slot: Flags,
+    ) -> ServedStep:
+        """Serve a step's pieces of one device.
+
+        A step of hits needs no decision of the policy; it is reported before the next decision.
+        """
+        request, index = self._last_seen[device]
+        log, size = self._unreported[device], pieces.size
         log.append((pieces, (*at, index, at[2] != request, size)))
-        self._told[device] = at[2], index + size
+        self._last_seen[device] = at[2], index + size
         slots = self.state.slot_of[pieces]
         if -1 not in slots.tolist() and len(log) < self._most_hits:
             if pinned:
-                if self._open.size:
+                if self._unpinned.size:
                     self.pin_hits()
-                self._open = pieces
+                self._unpinned = pieces
             every, none = self._all_hit
-            return Served(slots, every[:size], none[:size], pinned, 0)
+            return ServedStep(slots, every[:size], none[:size], pinned, 0)
         out = np.empty((3, size), np.int64)
-        misses = self._tell(device, rows, weights, pinned, fill, aside, out)
-        return Served(out[0], out[1], out[2], pinned, misses)
+        misses = self._report(device, rows, weights, pinned, fill, without_slot, out)
+        return ServedStep(out[0], out[1], out[2], pinned, misses)
 
-    def _tell(
+    def _report(
         self,
         device: int,
         rows: Rows,
         weights: Weights,
         pinned: bool,
         fill: int,
-        aside: Flags,
+        without_slot: Flags,
         out: Ints,
     ) -> int:
-        """Tell a device's policy of the steps that it does not know yet, the last of which may
-        miss: fills `out` [3, n] as `Served` has it. How many missed."""
-        log = self._log[device]
+        """Report steps to a device's policy; the last of them may miss.
+
+        Fills `out` [3, n] with slots, hits and evicted pieces; returns the number of misses.
+        """
+        log = self._unreported[device]
         pieces, steps = zip(*log, strict=True)
         log.clear()
-        if self._open.size:
+        if self._unpinned.size:
             self.pin_hits()
         misses: int = self._bound.serve(
-            self._parts[device], self._own[device],
+            self._parts[device], self._policy_states[device],
             np.concatenate(pieces) if len(pieces) > 1 else pieces[0], rows, weights,
-            np.array(steps), pinned, fill, aside, out,
+            np.array(steps), pinned, fill, without_slot, out,
         )  # fmt: skip
         if misses < 0:
             raise RuntimeError("no piece can be evicted: every resident is pinned")
         return misses
 
     def pin_hits(self) -> None:
-        """Pin the pieces of the step of hits that was served last, unless it is over."""
-        self.state.pinned[self._open] += 1
-        self._open = NO_PIECES
+        """Pin the pieces of the last step of hits, unless the step is over."""
+        self.state.pinned[self._unpinned] += 1
+        self._unpinned = NO_PIECES
 
-    def _tell_hits(self) -> None:
-        """Tell every policy of all steps: it is to be asked, or its memory looked at."""
+    def _report_hits(self) -> None:
+        """Report all steps to every policy, before it decides or its state is read."""
         self.pin_hits()
-        for device, log in enumerate(self._log):
+        for device, log in enumerate(self._unreported):
             if log:
                 out = np.empty((3, log[-1][0].size), np.int64)
-                self._tell(device, NO_ROWS, NO_WEIGHTS, False, -1, NOBODY, out)
+                self._report(device, NO_ROWS, NO_WEIGHTS, False, -1, NO_FLAGS, out)
 
     @property
-    def own(self) -> list[Any]:
-        """What each device's policy remembers."""
-        self._tell_hits()
-        return self._own
+    def policy_states(self) -> list[Any]:
+        """The state of each device's policy."""
+        self._report_hits()
+        return self._policy_states
 
     def _at(self, piece: int) -> tuple[CacheState, Any, LogicalTime]:
-        """What a policy is asked with about a piece, between steps."""
+        """Arguments for a policy's decision about a piece, between steps."""
         device = int(self.pieces.home_device[piece])
-        self._tell_hits()
-        return self._parts[device], self._own[device], LogicalTime(*self.now, self._told[device][1])
+        self._report_hits()
+        return (
+            self._parts[device],
+            self._policy_states[device],
+            LogicalTime(*self.now, self._last_seen[device][1]),
+        )
 
     def pin(self, pieces: Ints) -> None:
-        """Let these pieces, and no longer those of before, stay once they are there.
+        """Replace the pinned set: its pieces are not evicted once they are resident.
 
         BudgetError where they would leave a group no slot for others.
         """
@@ -268,9 +285,9 @@ class Cache:
         self.state.pinned[self.pinned_set] += 1
 
     def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
-        """Slots of each group where there are so many in all.
+        """Slots of each group, where the cache has `capacity` slots.
 
-        BudgetError where a group would have no slot beside what is kept (or shall be).
+        BudgetError where the pinned set would leave a group no slot.
         """
         sizes = group_sizes(self.pieces, capacity, self.scope)
         self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
@@ -286,19 +303,21 @@ class Cache:
                 )
 
     def fits(self, pieces: Ints) -> bool:
-        """Whether a step's pieces can all have slots at the same time."""
+        """Tell whether a step's pieces can all have slots at the same time."""
         if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
-        return all(size <= self.open(group) for group, size in self.asked(pieces).items())
+        return all(
+            size <= self.unpinned_slots(group) for group, size in self.slots_needed(pieces).items()
+        )
 
-    def open(self, group: int) -> int:
-        """Slots of a group that are nobody's for good."""
+    def unpinned_slots(self, group: int) -> int:
+        """Slots of a group less those of its pinned set."""
         if not self.pinned_set.size:
             return self.sizes[group]
         return self.sizes[group] - int((self.state.group_of[self.pinned_set] == group).sum())
 
-    def asked(self, pieces: Ints) -> dict[int, int]:
-        """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
+    def slots_needed(self, pieces: Ints) -> dict[int, int]:
+        """Slots of each group that a step's pieces need, less those of pinned pieces."""
         if self.pinned_set.size:
             pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
@@ -308,46 +327,45 @@ class Cache:
         return Counter(self.state.group_of[pieces].tolist())
 
     def release(self, pieces: Ints) -> None:
-        """Undo the pins of a step that is over, or of some of its pieces."""
-        if pieces is self._open:
-            self._open = NO_PIECES
+        """Unpin the pieces of a step that is over, or some of them."""
+        if pieces is self._unpinned:
+            self._unpinned = NO_PIECES
             return
-        if self._open.size:
+        if self._unpinned.size:
             self.pin_hits()
         self.state.pinned[pieces] -= 1
 
     def remove(self, piece: int, now: int) -> None:
-        """Forget a piece whose bytes did not arrive."""
+        """Remove a piece whose bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
-            state, own, at = self._at(piece)
-            self._bound.evict(state, own, piece, at)
+            state, policy_state, at = self._at(piece)
+            self._bound.evict(state, policy_state, piece, at)
 
     def borrow(self, piece: int) -> tuple[int, int]:
-        """Take a slot that this piece may have out of the cache, by evicting where none is free.
+        """Borrow a slot of the cache for a piece: a free one, or by eviction.
 
-        (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
-        insertion. It is to come back by `return_slot`.
+        Returns (slot, evicted piece or -1); the slot is -1 where all are pinned. No insertion is
+        reported to the policy. `return_slot` returns it.
         """
-        state, own, at = self._at(piece)
-        slot, evicted = self._bound.borrow(state, own, piece, at)
+        state, policy_state, at = self._at(piece)
+        slot, evicted = self._bound.borrow(state, policy_state, piece, at)
         return int(slot), int(evicted)
 
     def admit(self, piece: int, slot: int) -> None:
-        """A piece has come into a slot that was borrowed for it, and is a resident from now on: the
-        policy hears of an insertion."""
+        """Make a piece in its borrowed slot resident; the policy sees an insertion."""
         self.return_slot(slot)
-        state, own, at = self._at(piece)
-        self._bound.admit(state, own, piece, at)
+        state, policy_state, at = self._at(piece)
+        self._bound.admit(state, policy_state, piece, at)
 
     def return_slot(self, slot: int) -> None:
-        """A slot that was borrowed is free again."""
+        """Free a slot that was borrowed."""
         state = self.state
         group = int(np.searchsorted(state.first, slot, side="right")) - 1
         state.free[state.first[group] + state.free_count[group]] = slot
         state.free_count[group] += 1
 
     def room(self, layer: int) -> int:
-        """Slots that a layer's pieces may have: those of its groups."""
+        """Slots of the groups that a layer's pieces belong to."""
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1
@@ -358,15 +376,15 @@ class Cache:
         return np.sort(self.state.piece_in[self.state.piece_in >= 0])
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots; victims go by the policy, others may change their slot."""
+        """Change the number of slots; the policy chooses victims, other pieces may move."""
         state, sizes = self.state, self.sizes_for(capacity)
-        self._tell_hits()
+        self._report_hits()
         each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):
-            held = [p for p in self.residents() if state.group_of[p] == group]
-            for _ in range(len(held) - size):
-                part, own, at = self._at(held[0])
-                if self._bound.evict_victim(part, own, group % each, at) < 0:
+            members = [p for p in self.residents() if state.group_of[p] == group]
+            for _ in range(len(members) - size):
+                part, policy_state, at = self._at(members[0])
+                if self._bound.evict_victim(part, policy_state, group % each, at) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
         residents = self.residents()
         self.state = self._empty(sizes)._replace(pinned=state.pinned)
@@ -375,7 +393,7 @@ class Cache:
 
 
 def compile_for(policy: Policy) -> None:
-    """Compile a policy's step now, and a loan; the first request would otherwise wait for it."""
+    """Compile the cache's functions for a policy before the first request needs them."""
     cache, piece = Cache(Pieces.unsplit([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
     cache.serve(piece, 0)
     cache.release(piece)

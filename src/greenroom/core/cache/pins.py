@@ -1,9 +1,9 @@
 """Pinned sets: experts of a task, which the policy does not evict (PreMoe, section 3).
 
-A file has one or several tasks. One is kept from the start. Of several the one is kept whose
-pattern is nearest to what a request's own prompt used, by the cosine of the angle between them:
-PreMoe's retrieval, by counts instead of gate scores. A pinned expert is not brought by that; once
-it is there, it stays.
+A file has one or several tasks. The experts of a single task are pinned from the start. Of several
+tasks, the one is chosen whose pattern is nearest, by the cosine of the angle, to the experts that a
+request's prompt used: PreMoe's retrieval, with counts in place of gate scores. Pinning an expert
+does not fetch it; it stays once it is resident.
 
     {"format": "greenroom-pins", "version": 1, "model": ...,
      "tasks": {"coding": {"experts": [[3, 8], ...], "pattern": [[0.1, ...], ...]}}}
@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Task:
-    """`experts` are dense ids, ascending; `pattern` [P] has a number for every expert."""
+    """The pinned experts of a task (dense ids, ascending) and its pattern of use [P]."""
 
     experts: Ints
     pattern: Floats
@@ -49,21 +49,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Pins:
-    """Tasks by name, of a model whose layers begin at `offsets` [L + 1]."""
+    """Tasks by name, for a model whose layers begin at `offsets` [L + 1]."""
 
     tasks: Mapping[str, Task]
     offsets: tuple[int, ...]
 
     @property
     def first(self) -> Ints:
-        """What is kept before anything was asked for: the experts of the only task."""
+        """The experts to pin at the start: those of a single task, else none."""
         if len(self.tasks) > 1:
             return np.empty(0, np.int64)
         return next(iter(self.tasks.values())).experts
 
     def nearest(self, counts: Floats | Ints) -> str:
-        """The task that a prompt is of, whose tokens used each expert so often [P]. The first one
-        where nothing was used."""
+        """The task whose pattern is nearest to a prompt's counts of expert uses, [P].
+
+        The first task where all counts are 0.
+        """
         norm = np.linalg.norm(counts) or 1.0
 
         def angle(task: Task) -> float:
@@ -72,7 +74,7 @@ class Pins:
         return max(self.tasks, key=lambda name: angle(self.tasks[name]))
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         ranges = list(pairwise(self.offsets))
         return {
             "format": FORMAT,
@@ -91,12 +93,12 @@ class Pins:
 
     @classmethod
     def load(cls, path: str | Path, offsets: Sequence[int]) -> Pins:
-        """Read a file for a model with these layers. UsageError says what is wrong with it."""
-        found = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
-        if (version := found.value("version", None)) != VERSION:
+        """Read a file for a model with these layers. UsageError where it does not fit."""
+        content = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
+        if (version := content.value("version", None)) != VERSION:
             raise UsageError(f"{path}: pins of version {show_value(version)}: make them again")
         try:
-            raw = found.object("tasks")
+            raw = content.object("tasks")
             tasks = {name: _task(raw.object(name), offsets) for name in raw}
         except Malformed as error:
             raise UsageError(f"{path} is damaged, or of another model: {error}") from error
@@ -112,9 +114,11 @@ def _task(raw: JsonObject, offsets: Sequence[int]) -> Task:
         raw.list_of("pattern", list_of(number)),
     )
     if len(experts) != len(ranges) or [len(p) for p in pattern] != [b - a for a, b in ranges]:
-        raise Malformed("it has other layers or experts")
-    for own, (a, b) in zip(experts, ranges, strict=True):
-        if any(e >= b - a for e in own) or len({*own}) < len(own):
-            raise Malformed(f"experts of a layer must be different ones of {b - a}")
-    ids = [a + e for own, (a, _) in zip(experts, ranges, strict=True) for e in own]
+        raise Malformed("its layers or experts are not those of the model")
+    for ids_in_layer, (a, b) in zip(experts, ranges, strict=True):
+        if any(e >= b - a for e in ids_in_layer) or len({*ids_in_layer}) < len(ids_in_layer):
+            raise Malformed(f"experts of a layer must be different ids below {b - a}")
+    ids = [
+        a + e for ids_in_layer, (a, _) in zip(experts, ranges, strict=True) for e in ids_in_layer
+    ]
     return Task(np.sort(np.array(ids, np.int64)), np.array([x for row in pattern for x in row]))

@@ -1,10 +1,10 @@
-"""Which expert has which slot of a tier: slots of the cache, borrowed ones, and secondary ones."""
+"""The placement of experts in a tier's slots: resident, borrowed and secondary ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from greenroom.core.cache.buffer import BorrowedSlot, Buffer
+from greenroom.core.cache.buffer import BorrowedSlot, PrefetchBuffer
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.reshape import initial_tier_slots, kinds_of, reshape
 from greenroom.core.cache.scope import Scope
@@ -15,12 +15,13 @@ from greenroom.core.policy import Policy
 
 
 class Placement:
-    """The slots of one tier.
+    """The slots of one tier, and the experts in them.
 
-    cache:     residents under a policy, in slots that the cache numbers
-    place:     the tier's slot for each slot of the cache
-    buffer:    slots of the cache that prefetches and streamed experts borrow
-    extras:    secondary slots, for bottom segments or low-precision copies
+    cache:      residents under a policy, in slots with numbers of the cache
+    tier_slots: the tier's slot for each slot of the cache
+    buffer:     slots of the cache that prefetches and streamed experts borrow
+    secondary:  slots for bottom segments or low-precision copies
+    capacity:   slots of the tier now, in unsplit experts; `target_capacity` after a resize
     """
 
     def __init__(
@@ -29,27 +30,27 @@ class Placement:
         self.pieces = pieces
         self.cache = Cache(pieces.primary, capacity, policy, scope, seed)
         self.tier_slots = initial_tier_slots(self.cache)
-        beside = pieces.split or pieces.copies
-        self.secondary = SecondarySlots(beside.secondary_slots if beside is not None else 0)
+        parts = pieces.split or pieces.copies
+        self.secondary = SecondarySlots(parts.secondary_slots if parts is not None else 0)
         self._experts, self.secondary_of = pieces.experts, pieces.secondary_of
         self.home_device: list[int] = pieces.home_device.tolist()  # the device of each piece
         self._kinds = kinds_of(self.cache)
-        self.wanted, self._ahead = capacity, ahead
+        self.target_capacity, self._ahead = capacity, ahead
         self._set_capacity(capacity)
-        self.buffer = Buffer(self._limit_borrowed())
+        self.buffer = PrefetchBuffer(self._borrow_limit())
 
-    # ---- what is where
+    # ---- lookups
 
     def resident(self, expert: int) -> bool:
-        """Whether the expert has a slot of the cache or a borrowed one."""
+        """Tell whether an expert has a slot of the cache or a borrowed one."""
         return bool(self.cache.state.slot_of[expert] >= 0) or expert in self.buffer.borrowed
 
     def slot(self, expert: int) -> int:
-        """The tier's slot of an expert that is resident."""
+        """The tier's slot of a resident expert."""
         return int(self.tier_slots[self.cache.state.slot_of[expert]])
 
     def has_secondary(self, expert: int) -> bool:
-        """Whether a split expert's bottom segment has its slot, or there is none."""
+        """Tell whether an expert's bottom segment has a slot, or needs none."""
         if self.pieces.split is None:
             return True
         return expert in self.secondary.slot_of or self.secondary_of(expert) < 0
@@ -62,83 +63,89 @@ class Placement:
         return chunks
 
     def is_secondary(self, piece: int) -> bool:
-        """Whether a piece is a bottom segment or a low-precision copy."""
+        """Tell whether a piece is a bottom segment or a low-precision copy."""
         return self._experts <= piece < 2 * self._experts
 
     def secondary_tier_slot(self, slot: int) -> int:
-        """The tier's slot for a secondary slot: they are the tier's last kind."""
+        """The tier's slot for a secondary slot: these are the tier's last kind of slots."""
         return slot * self._kinds + self._kinds - 1
 
     # ---- borrowed slots
 
     def return_slot(self, piece: int) -> None:
-        """End the loan of a piece's slot: the slot is the cache's again."""
+        """Return a piece's borrowed slot to the cache."""
         self.cache.return_slot(self.buffer.release(piece))
 
     def vacate(self, piece: int) -> None:
-        """Free the slot of a piece that did not come."""
+        """Free the slot of a piece whose transfer failed or was dropped."""
         if self.is_secondary(piece):
-            self.secondary.lose(piece - self._experts)
+            self.secondary.free(piece - self._experts)
         elif piece in self.buffer.borrowed:
             self.return_slot(piece)
 
     def borrowed(self, experts: Sequence[int]) -> dict[int, BorrowedSlot]:
-        """Those of a step's experts that have a borrowed slot."""
-        held = self.buffer.borrowed
-        return {expert: held[expert] for expert in experts if expert in held} if held else {}
+        """The borrowed slots of those of a step's experts that have one."""
+        slots = self.buffer.borrowed
+        return {expert: slots[expert] for expert in experts if expert in slots} if slots else {}
 
-    def crowding(self, experts: Ints, here: Collection[int]) -> BorrowedSlot | bool | None:
-        """The loan that must end for a step to have its slots: False where none must, None where
-        none can. Experts in `here` have borrowed slots already."""
-        held, group_of = self.buffer.borrowed, self.cache.state.group_of
+    def slot_to_reclaim(
+        self, experts: Ints, prefetched: Collection[int]
+    ) -> BorrowedSlot | bool | None:
+        """The borrowed slot that a step needs back; False: it needs none, None: none can be had.
+
+        The `prefetched` ones of its experts have borrowed slots already.
+        """
+        borrowed, group_of = self.buffer.borrowed, self.cache.state.group_of
         one_group = self.cache.state.first.size == 2
-        for group, asked in self.cache.asked(experts).items():
-            others = set() if one_group else {p for p in held if group_of[p] != group}
-            size = asked - len({*here} - others)
-            if size + len(held) - len(others) > self.cache.open(group):
-                return self.buffer.least(2.0, but=others.union(here))
+        for group, needed in self.cache.slots_needed(experts).items():
+            others = set() if one_group else {p for p in borrowed if group_of[p] != group}
+            size = needed - len({*prefetched} - others)
+            if size + len(borrowed) - len(others) > self.cache.unpinned_slots(group):
+                return self.buffer.least_likely(2.0, excluded=others.union(prefetched))
         return False
 
-    def exchange(self, piece: int, given: int, borrowed: int) -> None:
-        """Let a cache slot that a prefetched piece was given stand for the tier's slot where its
-        bytes are; the other slot is free, or a miss that has not begun."""
-        other = self.tier_slots.tolist().index(borrowed)
-        self.tier_slots[[given, other]] = self.tier_slots[[other, given]]
+    def exchange(self, slot: int, tier_slot: int) -> None:
+        """Map a cache slot to the tier's slot with a prefetched piece's bytes.
+
+        The slot that was mapped to it until now is free, or of a miss that has not begun.
+        """
+        other = self.tier_slots.tolist().index(tier_slot)
+        self.tier_slots[[slot, other]] = self.tier_slots[[other, slot]]
 
     def prompt_share(self, layer: int) -> int:
-        """Misses of a prompt's step that are admitted: up to an even share of the cache a layer."""
+        """Misses of a prompt's step to admit: up to the layer's even share of the cache."""
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
         if self.cache.scope == "shared":
             room = -(-room // self.pieces.layers)
         return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
 
-    # ---- other sizes
+    # ---- resizing
 
     @property
     def resizing(self) -> bool:
-        """Whether another capacity was asked for."""
-        return self.wanted != self.capacity
+        """A resize is pending."""
+        return self.target_capacity != self.capacity
 
     def _set_capacity(self, capacity: int) -> None:
-        """Slots that there are now, of whole experts."""
+        """Set the number of slots, in unsplit experts."""
         self.capacity = capacity
-        # Whether every expert has a slot, once it has been loaded.
+        # Every expert has a slot, once it has been loaded.
         self.holds_all = self.cache.capacity >= len(self.pieces) and not self.secondary
 
     def resize(self, capacity: int, ahead: int | None) -> None:
-        """Ask for another capacity; borrowed slots are limited by it at once."""
-        self.wanted = capacity
+        """Request another capacity; it limits borrowed slots at once."""
+        self.target_capacity = capacity
         if ahead is not None:
             self._ahead = ahead
-        self.buffer.size = self._limit_borrowed()
+        self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Move residents to the slots of the capacity asked for; nothing may be on its way."""
-        self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.wanted)
-        self._set_capacity(self.wanted)
+        """Apply the requested capacity: move residents. No transfer may be under way."""
+        self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
+        self._set_capacity(self.target_capacity)
         return [*moves, Trim(self.capacity)]
 
-    def _limit_borrowed(self) -> int:
-        """Slots that may be on loan: as asked, but no more than a quarter."""
-        return max(0, min(self._ahead, self.wanted // 4))
+    def _borrow_limit(self) -> int:
+        """Slots that may be borrowed: at most a quarter of all."""
+        return max(0, min(self._ahead, self.target_capacity // 4))

@@ -1,4 +1,4 @@
-"""Other sizes for the cache: which piece moves to which slot.
+"""Resizing of the cache: which piece moves to which slot.
 
 The tier's slots are of as many kinds as there are devices, or sizes of slots: slot s is number
 s // kinds of kind s % kinds. A piece never leaves its kind.
@@ -16,49 +16,54 @@ from greenroom.core.pieces import Ints
 
 
 def kinds_of(cache: Cache) -> int:
-    """Kinds of the tier's slots. Where experts are split each group's are of a size of its own, and
-    the last kind are those of bottoms; so are those of low-precision copies, beside one more."""
+    """The number of kinds of a tier's slots.
+
+    Slots of tops are a kind for each group, since sizes differ; those of bottoms are the last kind.
+    Exact experts and low-precision copies are two kinds. Else each device's slots are a kind.
+    """
     pieces = cache.pieces
     if pieces.split is not None:
         return len(cache.sizes) + 1
     return pieces.devices if pieces.copies is None else 2
 
 
-def reshape(cache: Cache, place: Ints, capacity: int) -> tuple[Ints, list[Move]]:
-    """Give the cache `capacity` slots, none of them on loan; nothing may be moving.
+def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[Move]]:
+    """Resize the cache; no slot may be borrowed, and no transfer under way.
 
-    `place[s]` is the tier's slot that the cache's slot s stands for, of the same kind. Victims
-    go by the policy; a resident moves only where the tier no longer has its slot. Returns the new
-    `place`, and the moves, none of which overwrites another's source.
+    `tier_slots[s]` is the tier's slot for slot s of the cache, of the same kind. The policy chooses
+    victims; a resident moves only where the tier loses its slot. Returns the new `tier_slots`, and
+    the moves, none of which overwrites another's source.
     """
-    before = {piece: int(place[cache.state.slot_of[piece]]) for piece in cache.residents().tolist()}
+    before = {
+        piece: int(tier_slots[cache.state.slot_of[piece]]) for piece in cache.residents().tolist()
+    }
     cache.resize(capacity)
     state = cache.state
-    there, kinds = initial_tier_slots(cache), kinds_of(cache)
-    fresh = np.full(there.size, -1, np.int64)
-    homeless, known = [], set(there.tolist())
+    initial, kinds = initial_tier_slots(cache), kinds_of(cache)
+    fresh = np.full(initial.size, -1, np.int64)
+    displaced, existing = [], set(initial.tolist())
     for piece in cache.residents().tolist():
-        if before[piece] in known:
+        if before[piece] in existing:
             fresh[state.slot_of[piece]] = before[piece]
         else:
-            homeless.append(piece)
-    taken = set(fresh.tolist())
+            displaced.append(piece)
+    used = set(fresh.tolist())
     free: list[list[int]] = [[] for _ in range(kinds)]
-    for slot in there[::-1].tolist():
-        if slot not in taken:
+    for slot in initial[::-1].tolist():
+        if slot not in used:
             free[slot % kinds].append(slot)
     moves = []
-    for piece in homeless:
+    for piece in displaced:
         target = free[before[piece] % kinds].pop()
         fresh[state.slot_of[piece]] = target
         moves.append(Move(piece, before[piece], target))
     for slot in np.flatnonzero(fresh < 0).tolist():
-        fresh[slot] = free[int(there[slot]) % kinds].pop()
+        fresh[slot] = free[int(initial[slot]) % kinds].pop()
     return fresh, moves
 
 
 def initial_tier_slots(cache: Cache) -> Ints:
-    """The tier's slot for each of the cache's, [slots], before anything has moved."""
+    """The tier's slot for each slot of the cache before anything has moved, [slots]."""
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:
         counts = pieces.slots_per_device(cache.capacity)

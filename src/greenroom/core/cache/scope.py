@@ -1,7 +1,7 @@
-"""Scopes: which layers share slots, and how many each of them has.
+"""Scopes: which layers share slots, and how many slots each layer has.
 
-`shared` is one pool for all layers, `per-layer` ("-Dist") as many slots for each; a tuple of
-numbers, one a layer, shares the slots out in proportion to them, and exactly where they add up to
+`shared` is one pool for all layers; `per-layer` ("-Dist") gives each layer as many slots; a tuple
+of numbers, one a layer, divides the slots in proportion to them, and exactly where they add up to
 all slots.
 """
 
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 def check_scope(scope: Scope, layers: int) -> None:
-    """UnknownName or UsageError unless a model of so many layers can have this scope."""
+    """UnknownName or UsageError unless a model of `layers` layers can have this scope."""
     if isinstance(scope, str):
         if scope not in SCOPES:
             raise UnknownName("scope", scope, SCOPES)
@@ -33,7 +33,7 @@ def check_scope(scope: Scope, layers: int) -> None:
 
 
 def name_of(scope: Scope) -> str:
-    """How a result names it."""
+    """The name of a scope in results."""
     return scope if isinstance(scope, str) else "given"
 
 
@@ -42,8 +42,8 @@ def split_capacity(
 ) -> list[int]:
     """Slots of each group: one group for all layers, or one a layer.
 
-    `per-layer` gives capacity // layers each, and one more to the first capacity % layers. Of a
-    tuple each layer has one slot at least, and no more than `most` of it, its experts.
+    `per-layer` gives capacity // layers each, and one more to the first capacity % layers. With a
+    tuple each layer has at least one slot, and at most `most` (its number of experts).
     """
     check_scope(scope, layers)
     if capacity < 1:
@@ -61,19 +61,21 @@ def split_capacity(
 
 
 def least_capacity(pieces: Pieces, scope: Scope) -> int:
-    """The smallest capacity that such a cache can have: a slot for each group."""
+    """The smallest capacity of a cache with this scope: a slot for each group."""
     check_scope(scope, pieces.layers)
     if pieces.split is None:
-        beside = pieces.copies.reserved if pieces.copies is not None else 0
-        return pieces.devices * (1 if scope == "shared" else pieces.layers) + beside
+        for_copies = pieces.copies.reserved if pieces.copies is not None else 0
+        return pieces.devices * (1 if scope == "shared" else pieces.layers) + for_copies
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)
     return -(-(least + pieces.split.reserved) // pieces.split.unsplit_bytes)
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
-    """Slots of tops of each group, in the memory of `capacity` whole experts; none has more than
-    there are experts. BudgetError says how much would do."""
+    """Slots for tops of each group, in the memory of `capacity` unsplit experts.
+
+    No group has more than its experts. BudgetError says how much memory is needed.
+    """
     if capacity < (enough := least_capacity(pieces, scope)):
         raise BudgetError(
             f"the memory of {capacity} experts is too small to split them:"
@@ -88,8 +90,10 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
 
 
 def exact_slots(copies: Copies, capacity: int) -> int:
-    """Slots of exact experts in the memory of `capacity` of them, beside those of copies.
-    BudgetError says how much would do."""
+    """Slots for exact experts, where those of copies take a part of `capacity`.
+
+    BudgetError says how much memory is needed.
+    """
     if capacity <= copies.reserved:
         raise BudgetError(
             f"the memory of {capacity} experts is too small:"
@@ -100,20 +104,22 @@ def exact_slots(copies: Copies, capacity: int) -> int:
 
 
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Whole numbers from 1 to `most` that add up to `capacity`, by the largest remainders; all of
-    `most` where that is less."""
+    """Integers from 1 to `most` in proportion to `shares` that add up to `capacity`.
+
+    Rounding is by the largest remainders. Where all of `most` is less than `capacity`, all of it.
+    """
     top = np.asarray(most, np.float64)
     exact = filled(capacity, np.asarray(shares, np.float64), np.minimum(1.0, top), top)
-    found = np.floor(exact + 1e-6)
-    order = np.lexsort((np.arange(top.size), found - exact))
-    more = [i for i in order.tolist() if found[i] < top[i]]
-    for i in more[: capacity - int(found.sum())]:
-        found[i] += 1
-    return [int(n) for n in found]
+    counts = np.floor(exact + 1e-6)
+    order = np.lexsort((np.arange(top.size), counts - exact))
+    more = [i for i in order.tolist() if counts[i] < top[i]]
+    for i in more[: capacity - int(counts.sum())]:
+        counts[i] += 1
+    return [int(n) for n in counts]
 
 
 def filled(total: float, shares: Floats, least: Floats, most: Floats) -> Floats:
-    """A total in proportion to the shares, within bounds; all of `most` where that is less."""
+    """Divide a total in proportion to shares, within bounds; at most all of `most`."""
     if most.sum() <= total:
         return most
     low, high = 0.0, float(np.max(most / shares)) + 1.0

@@ -1,11 +1,11 @@
-"""Slots of extras: what computes an expert beside what the policy keeps, while a step needs it.
+"""Secondary slots: for bottom segments of split experts, or low-precision copies.
 
-Of a split expert that is its bottom (MoEpic, section 2.3), of one that may be approximated its
-low-precision copy (`precision`).
+An expert has one secondary piece: the bottom segment of a split expert (MoEpic, section 2.3), or
+the low-precision copy of an expert that may be approximated (`precision`).
 
-An extra is fetched when its expert is asked for, or ahead of that, and has a slot until it is
-computed. What it leaves there stays of use until somebody needs the slot, the least recently used
-first. Prefetches have at most half of the slots, so that a step always finds some.
+A secondary piece is fetched when a step needs it, or prefetched, and has a slot until it has been
+computed. It can be used again until its slot is needed for another one, the least recently used
+first. Prefetches have at most half of the slots, so that a step always gets some.
 """
 
 from __future__ import annotations
@@ -15,37 +15,41 @@ from collections.abc import Collection
 
 
 class SecondarySlots:
-    """Which expert's extra is in which slot, whole or on its way. No slots: there are none."""
+    """Secondary slots by expert; the piece in a slot is complete or on its way."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
         self.slot_of: dict[int, int] = {}
         self._free = list(range(capacity))[::-1]
         self._moving: set[int] = set()
-        self._busy: set[int] = set()  # of the step being served
-        self._ahead: dict[int, int] = {}  # prefetched -> the layer that it waits for
-        self._idle: OrderedDict[int, None] = OrderedDict()  # whole and of no use now, oldest first
+        self._busy: set[int] = set()  # used by the current step
+        self._ahead: dict[int, int] = {}  # prefetched expert -> its layer
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # complete and not needed now, oldest first
 
     def __bool__(self) -> bool:
         return self.capacity > 0
 
-    def whole(self, expert: int) -> bool:
-        """Whether all of it is there."""
+    def is_complete(self, expert: int) -> bool:
+        """Tell whether an expert's secondary piece is complete."""
         return expert in self.slot_of and expert not in self._moving
 
     @property
     def room(self) -> bool:
-        """Whether a prefetch could have a slot."""
+        """Room for a prefetch: at most half of the slots hold prefetches."""
         few = len(self._ahead) < self.capacity // 2
         return few and bool(self._free or self._idle)
 
-    def awaits_use(self, expert: int) -> bool:
-        """Whether it was prefetched, and its layer has not come yet."""
+    def is_prefetched(self, expert: int) -> bool:
+        """Tell whether an expert's piece was prefetched for a layer that has not come yet."""
         return expert in self._ahead
 
     def claim(self, expert: int) -> int:
-        """The step needs it: its slot, -1 where none can be had. One that was not there is taken as
-        on its way from now on."""
+        """Give a step the slot of an expert's piece; -1 where no slot is available.
+
+        A piece that had no slot counts as on its way from now on.
+        """
         if expert not in self.slot_of and self._take(expert) < 0:
             return -1
         self._ahead.pop(expert, None)
@@ -53,8 +57,8 @@ class SecondarySlots:
         self._busy.add(expert)
         return self.slot_of[expert]
 
-    def bring(self, expert: int, layer: int) -> int:
-        """A prefetch for a layer begins, of one that is not there: its slot, -1 without room."""
+    def begin_prefetch(self, expert: int, layer: int) -> int:
+        """Begin a prefetch for a layer; returns its slot, or -1 without room."""
         if not self.room:
             return -1
         self._ahead[expert] = layer
@@ -72,38 +76,40 @@ class SecondarySlots:
         return slot
 
     def landed(self, expert: int) -> None:
-        """All of it is there."""
+        """Mark an expert's piece as complete."""
         self._moving.discard(expert)
         if expert not in self._busy and expert not in self._ahead:
             self._idle[expert] = None
 
-    def done(self, expert: int) -> None:
-        """The step has computed it, or needs it no more."""
+    def release(self, expert: int) -> None:
+        """End the use of an expert's piece by the step."""
         self._busy.discard(expert)
         if expert not in self._moving:
             self._idle[expert] = None
 
-    def lose(self, expert: int) -> None:
-        """It did not come: its slot is free."""
+    def free(self, expert: int) -> None:
+        """Free the slot of a piece whose transfer failed or was dropped."""
         self._moving.discard(expert)
         self._busy.discard(expert)
         self._ahead.pop(expert, None)
         self._idle.pop(expert, None)
         self._free.append(self.slot_of.pop(expert))
 
-    def passed(self, layer: int, used: Collection[int]) -> list[tuple[int, bool]]:
-        """A layer's routing is known: the prefetches for it that are not among `used`, and whether
-        they are whole. They wait for nothing now."""
+    def end_prefetches(self, layer: int, used: Collection[int]) -> list[tuple[int, bool]]:
+        """End the prefetches for a layer that are not among the `used` experts.
+
+        Returns (expert, whether its piece is complete) of each.
+        """
         wrong = [e for e, of in self._ahead.items() if of == layer and e not in used]
-        return [self._let_go(expert) for expert in wrong]
+        return [self._end_prefetch(expert) for expert in wrong]
 
-    def waiting(self) -> list[tuple[int, bool]]:
-        """All prefetches, and whether they are whole. They wait for nothing now."""
-        return [self._let_go(expert) for expert in list(self._ahead)]
+    def end_all_prefetches(self) -> list[tuple[int, bool]]:
+        """End all prefetches; returns (expert, whether its piece is complete) of each."""
+        return [self._end_prefetch(expert) for expert in list(self._ahead)]
 
-    def _let_go(self, expert: int) -> tuple[int, bool]:
+    def _end_prefetch(self, expert: int) -> tuple[int, bool]:
         del self._ahead[expert]
-        whole = expert not in self._moving
-        if whole:
+        complete = expert not in self._moving
+        if complete:
             self._idle[expert] = None
-        return expert, whole
+        return expert, complete

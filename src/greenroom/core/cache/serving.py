@@ -1,7 +1,7 @@
-"""How a step is served, for any policy: templates that are compiled with a policy's functions.
+"""Templates of the cache's functions, which are compiled with a policy's functions.
 
-`with_parts` puts the policy's own functions in place of the names below, and compiled ones in place
-of `evict` and `miss`.
+`with_parts` replaces the names below by the policy's functions, and `evict` and `miss` by compiled
+ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.policy import CacheState, Ids, LogicalTime, Rows, Weights
 
 Flags = NDArray[np.bool_]
-BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
+BYPASS, STUCK = -1, -2  # instead of a slot: not inserted; nothing can be evicted
 
 # A policy's functions.
 victim: Any = None
@@ -27,85 +27,88 @@ on_request: Any = None
 bypass = False
 
 
-def evict(state: CacheState, own: Any, piece: int, now: LogicalTime) -> None:
+def evict(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> None:
     slot, group = state.slot_of[piece], state.group_of[piece]
-    on_evict(state, own, piece, now)
+    on_evict(state, policy_state, piece, now)
     state.slot_of[piece] = -1
     state.piece_in[slot] = -1
     state.free[state.first[group] + state.free_count[group]] = slot
     state.free_count[group] += 1
 
 
-def miss(state: CacheState, own: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
+def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
+    """Find a slot for a piece, by eviction if needed: (slot, evicted piece or -1)."""
     if bypass:
         return BYPASS, -1
     group = state.group_of[piece]
     evicted = -1
     if state.free_count[group] == 0:
-        evicted = victim(state, own, group, piece, now)
+        evicted = victim(state, policy_state, group, piece, now)
         if evicted < 0:
             return STUCK, -1
-        on_evict(state, own, evicted, now)
+        on_evict(state, policy_state, evicted, now)
         slot = state.slot_of[evicted]
         state.slot_of[evicted] = -1
     else:
         state.free_count[group] -= 1
         slot = state.free[state.first[group] + state.free_count[group]]
     state.slot_of[piece], state.piece_in[slot] = slot, piece
-    on_insert(state, own, piece, now)
+    on_insert(state, policy_state, piece, now)
     return slot, evicted
 
 
-def admit(state: CacheState, own: Any, piece: int, now: LogicalTime) -> int:
-    """Take a piece in that is there already. Its slot, or BYPASS."""
-    slot: int = miss(state, own, piece, now)[0]
+def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> int:
+    """Insert a piece whose bytes are in a slot already; returns the slot, or BYPASS."""
+    slot: int = miss(state, policy_state, piece, now)[0]
     return slot
 
 
-def borrow(state: CacheState, own: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Take a slot out of the cache for a piece that the policy is not told of.
+def borrow(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
+    """Borrow a slot for a piece that the policy does not see.
 
-    (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
+    Returns (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
     """
     group, evicted = state.group_of[piece], -1
     if state.free_count[group] == 0:
-        evicted = int(victim(state, own, group, piece, now))
+        evicted = int(victim(state, policy_state, group, piece, now))
         if evicted < 0:
             return -1, -1
-        evict(state, own, evicted, now)
+        evict(state, policy_state, evicted, now)
     state.free_count[group] -= 1
     return state.free[state.first[group] + state.free_count[group]], evicted
 
 
 def serve(
     state: CacheState,
-    own: Any,
+    policy_state: Any,
     pieces: Ids,
     rows: Rows,
     weights: Weights,
     steps: Ints,
     pin: bool,
     fill: int,
-    aside: Flags,
+    without_slot: Flags,
     out: Ints,
 ) -> int:
-    """Request the pieces of consecutive steps one by one, of which all but the last are all hits.
+    """Request the pieces of consecutive steps; all steps but the last are hits.
 
-    `steps` [S, 7] are each one's `Now`, whether a prompt begins with it, and its pieces. The rest
-    is of the last step: out [3, n] are slots, hits, evicted. How many missed; STUCK where nothing
-    can be evicted.
+    steps:        [S, 7]: each step's `LogicalTime` (5 numbers), whether a prompt begins with it,
+                  and the number of its pieces
+    rows, weights, pin, fill, without_slot, out: of the last step
+    fill:         -1, or how many misses are inserted, into free slots only; nothing is evicted, and
+                  the other misses get no slot
+    without_slot: misses that get no slot, [n] or empty
+    out:          receives slots, hits and evicted pieces, [3, n]
 
-    With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
-    the others pass by. So do misses that are `aside` ([n], or empty).
+    Returns the number of misses; STUCK where nothing can be evicted.
     """
     begin, missed, last = 0, 0, steps.shape[0] - 1
     for s in range(last + 1):
         end = begin + steps[s, 6]
         now = LogicalTime(steps[s, 0], steps[s, 1], steps[s, 2], steps[s, 3], steps[s, 4])
         if steps[s, 5]:
-            on_request(state, own, now)
-        on_step(state, own, pieces[begin:end], rows, weights, now)
+            on_request(state, policy_state, now)
+        on_step(state, policy_state, pieces[begin:end], rows, weights, now)
         if pin and s == last:
             for piece in pieces[begin:end]:
                 state.pinned[piece] += 1
@@ -114,14 +117,14 @@ def serve(
             at = LogicalTime(now.clock, now.token, now.request, now.layer, now.index + i)
             slot = state.slot_of[piece]
             if slot >= 0:
-                on_hit(state, own, piece, at)
+                on_hit(state, policy_state, piece, at)
             if s < last:
                 continue
             out[0, i], out[1, i], out[2, i] = slot, slot >= 0, -1
             if slot >= 0:
                 continue
             missed += 1
-            if aside.size and aside[i]:
+            if without_slot.size and without_slot[i]:
                 out[0, i] = BYPASS
                 continue
             if fill >= 0:
@@ -129,16 +132,16 @@ def serve(
                     out[0, i] = BYPASS
                     continue
                 fill -= 1
-            out[0, i], out[2, i] = miss(state, own, piece, at)
+            out[0, i], out[2, i] = miss(state, policy_state, piece, at)
             if out[0, i] == STUCK:
                 return STUCK
         begin = end
     return missed
 
 
-def evict_victim(state: CacheState, own: Any, group: int, now: LogicalTime) -> int:
-    """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
-    piece = int(victim(state, own, group, -1, now))
+def evict_victim(state: CacheState, policy_state: Any, group: int, now: LogicalTime) -> int:
+    """Evict the policy's victim of a group; returns the piece, or -1: all are pinned."""
+    piece = int(victim(state, policy_state, group, -1, now))
     if piece >= 0:
-        evict(state, own, piece, now)
+        evict(state, policy_state, piece, now)
     return piece

@@ -13,10 +13,10 @@ from greenroom.core.policy import CacheState
 
 
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
-    """Slots of each group: a device has groups of its own, and theirs follow one another.
+    """Slots of each group; each device has its own groups, one device's after another's.
 
-    Where experts are split, `capacity` is in whole experts' slots, and what they take beside the
-    bottoms' own becomes slots of tops; so it is with low-precision copies.
+    `capacity` counts slots of unsplit experts. Where experts are split, its memory less that of the
+    slots for bottoms is divided into slots for tops; low-precision copies are handled likewise.
     """
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
@@ -32,9 +32,10 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
 
 
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:
-    """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's.
+    """Build the state of an empty cache with groups of these sizes.
 
-    Without `group_of` [P] there is one group for all layers, or one a layer.
+    layer:    the layer of each piece, [P]
+    group_of: the group of each piece, [P]; by default one group for all layers, or one a layer
     """
     if group_of is None:
         group_of = np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64)
@@ -54,7 +55,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
 
 
 def preload(state: CacheState, pieces: Ints) -> None:
-    """Give slots to pieces that are there from the start."""
+    """Give slots to pieces that are resident from the start."""
     for piece in pieces.tolist():
         group = state.group_of[piece]
         state.free_count[group] -= 1

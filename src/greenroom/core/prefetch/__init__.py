@@ -1,1 +1,1 @@
-"""What is fetched before it is asked for: predictions, their value, and the guard."""
+"""Prefetching: predictions, their value, and the guard against slowdowns."""

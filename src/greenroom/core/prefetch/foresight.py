@@ -1,4 +1,4 @@
-"""What a predictor says, as events for the scheduler: the same in a run and in a simulation."""
+"""Predictions as events for the scheduler, in a run and in a simulation alike."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from greenroom.errors import PredictorError
 
 
 class Foresight:
-    """A predictor and what becomes of its guesses. While it is not `on`, it only observes.
+    """A predictor, and the events made of its predictions; while not `on` it only observes.
 
-    Guesses for the tokens of a prompt are left out: nearly all experts are used there, and the
-    scheduler knows which by itself. The last layers of a prompt predict the first token's first.
+    Predictions for the tokens of a prompt are dropped: nearly all experts are used there, and the
+    scheduler has its own estimate. The last layers of a prompt predict the first layers of the
+    first token.
     """
 
     def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:
@@ -24,15 +25,15 @@ class Foresight:
         self._prefill = False
 
     def begin(self, at: PassStart) -> list[Predicted]:
-        """A pass begins."""
+        """Begin a pass."""
         self._prefill = at.prefill
         self.predictor.begin(at)
         return self._predict(-1)
 
-    def routed(self, seen: LayerRouting) -> list[Predicted]:
-        """A layer's router has chosen."""
-        self.predictor.observe(seen)
-        return self._predict(seen.layer)
+    def routed(self, routing: LayerRouting) -> list[Predicted]:
+        """Observe what a layer's router has chosen."""
+        self.predictor.observe(routing)
+        return self._predict(routing.layer)
 
     def _predict(self, layer: int) -> list[Predicted]:
         if not self.on:
@@ -43,7 +44,7 @@ class Foresight:
     def _event(self, guess: LayerPrediction) -> Predicted:
         layer = guess.layer % self._layers
         experts, first, end = ranked(guess.experts), self._offsets[layer], self._offsets[layer + 1]
-        if len(experts) and experts.max() >= end - first:  # else it would name another layer's
+        if len(experts) and experts.max() >= end - first:  # would be another layer's
             raise PredictorError(
                 f"predictor {self.predictor.name}: layer {layer} has {end - first} experts, and it"
                 f" predicts number {experts.max()}"
@@ -52,12 +53,14 @@ class Foresight:
 
 
 def ranked(rows: Ids) -> Ids:
-    """One ranking of several tokens' [T, width]: an expert's places are added up, first counts
-    most; ties go to the smaller id. -1 is nobody."""
+    """Combine the rankings of several tokens, [T, width], into one by Borda count.
+
+    Ties go to the smaller id; -1 stands for no expert.
+    """
     if len(rows) == 1:
         row: Ids = rows[0]
-        there: Ids = row if row[-1] >= 0 else row[row >= 0]
-        return there
+        valid: Ids = row if row[-1] >= 0 else row[row >= 0]
+        return valid
     width = rows.shape[1]
     points = np.zeros(int(rows.max()) + 1)
     for rank in range(width):

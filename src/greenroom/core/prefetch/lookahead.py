@@ -1,22 +1,22 @@
-"""What to prefetch: predictions become chances, chances become candidates, and value decides.
+"""The choice of prefetches, by the expected value of each prediction.
 
-A predictor names experts in order. How often the one at each rank is used is counted while it runs
-(by layer, with all layers as the prior), so that a rank has a chance of use, whatever the
-predictor's own scores mean. A wish is a piece that is predicted and not there. It is worth
+A predictor ranks experts. How often the expert at each rank is used is counted while a model runs
+(by layer, with all layers as the prior). So each rank has a chance of use, whatever the predictor's
+own scores mean. A prefetch candidate is a predicted piece that is not resident. Its value is
 
     (chance - regret) * min(transfer, idle) - (1 - chance) * (delay + CARRY * transfer)    seconds
 
-where `transfer` is what bringing it takes, `idle` what the link has left for prefetches until its
-layer is routed (the overlap budget: the layers' pace, less the time in which demands are under
-way), and `regret` the chance that what it evicts would be used when its layer comes next. `delay`
-is how long demands would wait for a wrong one: half a chunk where the link's gaps are longer than
-chunks, and where they are shorter nearly all of it, as each chunk then overruns its gap. So where
-the link is saturated nothing is prefetched but what is nearly certain. A transfer is not free where
-the link is idle either: it takes a share CARRY of its time from what computes, on memory's way.
-Nearer layers go first.
+where `transfer` is the time of its transfer; `idle` is the link's time for prefetches until its
+layer is routed (the overlap budget: the pace of layers, less the time in which demands are under
+way); `regret` is the chance that the expert which it evicts would be used in the next step of that
+expert's layer; `delay` is the time that demands would wait for a wrong prefetch: half a chunk where
+the link's gaps are longer than chunks, and nearly the whole transfer where they are shorter, as
+each chunk then overruns its gap. So on a saturated link only nearly certain experts are prefetched.
+A transfer on an idle link has a cost, too: it slows computation on the same memory by a share CARRY
+of its time. Nearer layers go first.
 
-In prefill nearly every expert is used, so the next layer's experts are wished for by how often
-prompts used them; predictors of single tokens have nothing to say there.
+In prefill nearly every expert is used. There the candidates are the next layer's experts, by how
+often prompts have used them; predictions for single tokens are of no use.
 """
 
 from __future__ import annotations
@@ -31,45 +31,50 @@ import numpy as np
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.prefetch.pace import Pace
 
-KEEP = 0.98  # of a rank's counts at every prediction: about the last fifty count
-PRIOR = 8.0  # predictions that all layers' record counts for in a layer's
-CARRY = 0.2  # of a transfer's time: what it takes from computing
-FIRST_CHANCE = 0.5  # of use, of any rank, before anything is known
+KEEP = 0.98  # decay of a rank's counts at each prediction: about the last fifty count
+PRIOR = 8.0  # weight of all layers' record in a layer's, in predictions
+CARRY = 0.2  # share of a transfer's time by which it slows computation
+FIRST_CHANCE = 0.5  # chance of use of any rank before the first count
 
 
 class PrefetchCandidate(NamedTuple):
+    """A predicted piece, the layer that needs it, and its chance of use."""
+
     piece: int
     layer: int
     chance: float
 
 
-class Expected(NamedTuple):
-    """What was predicted for a layer and not been checked yet."""
+class LayerForecast(NamedTuple):
+    """A prediction for a layer that has not been checked yet."""
 
     pieces: Ints  # likeliest first
-    ranked: list[int]  # the same
+    ranked: list[int]  # the same, as a list
     distance: int
 
 
 class Ranks:
-    """Of each rank, decayed: how often it was asked for, and how often it was used."""
+    """Decayed counts of each rank: predictions, and uses of the predicted expert."""
 
     def __init__(self) -> None:
-        self.asked: list[float] = []
+        self.predicted: list[float] = []
         self.used: list[float] = []
 
     def widen(self, width: int) -> None:
-        more = [0.0] * (width - len(self.asked))
-        self.asked += more
+        more = [0.0] * (width - len(self.predicted))
+        self.predicted += more
         self.used += more
 
     def count(self, rank: int, used: bool) -> None:
-        self.asked[rank] = self.asked[rank] * KEEP + 1.0
+        self.predicted[rank] = self.predicted[rank] * KEEP + 1.0
         self.used[rank] = self.used[rank] * KEEP + used
 
 
 class Accuracy:
-    """Per layer: experts used, those among the top-k predicted, and of these the ones in time."""
+    """Counts by layer: experts used, correctly predicted ones, and those in time.
+
+    Correct predictions are among the top-k predicted ones.
+    """
 
     def __init__(self, layers: int) -> None:
         self.used = [0] * layers
@@ -78,7 +83,7 @@ class Accuracy:
         self.distance = [0] * layers  # of the latest prediction
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Set all counts to 0."""
         for counts in (self.used, self.right, self.in_time):
             counts[:] = [0] * len(counts)
 
@@ -93,23 +98,23 @@ class Accuracy:
         return sum(self.right) / used if used else None
 
     def good(self) -> float | None:
-        """GOODPRED (ProMoE, 4.1): accuracy x share of the right ones that were there in time."""
+        """GOODPRED (ProMoE, 4.1): accuracy x share of correct predictions fetched in time."""
         used = sum(self.used)
         return sum(self.in_time) / used if used else None
 
 
 class Lookahead:
-    """Wishes of all layers. Layers are counted cyclically: after the last comes the next pass.
+    """Prefetch candidates of all layers; after the last layer comes the next pass's first.
 
-    All of it is plain Python over a dozen numbers at a time: it runs once a layer, under a lock,
-    and an operation of NumPy takes as long as ten of them.
+    It is plain Python over about a dozen numbers, run once a layer under a lock: an operation of
+    NumPy takes as long as ten of Python.
     """
 
     def __init__(self, pieces: Pieces) -> None:
         self.pace, self.accuracy = Pace(), Accuracy(pieces.layers)
         self._layers = pieces.layers
         self._ranges = list(pairwise(pieces.offsets))
-        self._expected: list[Expected | None] = [None] * self._layers
+        self._expected: list[LayerForecast | None] = [None] * self._layers
         self.candidates: dict[
             int, deque[tuple[int, float]]
         ] = {}  # layer -> (piece, chance), not empty
@@ -119,18 +124,17 @@ class Lookahead:
         self._prefill = False
         self._layer_of = pieces.layer.tolist()
         self._victims: list[set[int]] = [set() for _ in range(self._layers)]
-        self.regret = 0.0  # chance that a victim of a prefetch is used in its layer's next step
-        self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used a piece
+        self.regret = 0.0  # chance that a prefetch's victim is used in the next step of its layer
+        self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used each piece
 
     def expect(self, layer: int, pieces: Ints) -> None:
-        """A prediction for a layer, likeliest first; it takes the place of an earlier one."""
+        """Set the prediction for a layer, likeliest first, in place of an earlier one."""
         ranked: list[int] = pieces.tolist()
-        self._expected[layer] = Expected(pieces, ranked, self.ahead(layer))
+        self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
         self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
 
-    def decided(self, layer: int, pieces: Ints) -> None:
-        """A layer's experts are known before its step begins; what was predicted is still checked
-        then."""
+    def expect_certain(self, layer: int, pieces: Ints) -> None:
+        """Set the certain experts of a layer; its prediction is still checked when it is routed."""
         self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
     def _set_candidates(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
@@ -140,15 +144,15 @@ class Lookahead:
             self.candidates.pop(layer, None)
 
     def ahead(self, layer: int) -> int:
-        """Layers from the one routed last to this one, at least 1."""
+        """Layers from the last routed one to this one, at least 1."""
         return (layer - self._at - 1) % self._layers + 1
 
     def routed(
         self, layer: int, pieces: Ints, prefill: bool, now: float, slot_of: Ints
-    ) -> Expected | None:
-        """A layer's routing is known: its candidates are over. Returns what had been predicted.
+    ) -> LayerForecast | None:
+        """Check the prediction for a layer, which is now routed; returns the prediction.
 
-        `slot_of` [pieces] is negative for those that are not resident (before this step).
+        `slot_of` [pieces] is negative for pieces that were not resident before this step.
         """
         self.pace.routed(now, prefill, same_pass=layer > self._at)
         self._at, self._prefill = layer, prefill
@@ -164,7 +168,7 @@ class Lookahead:
         return expected
 
     def _prompt_step(self, layer: int, pieces: Ints) -> None:
-        """Count a prompt's step, and wish for the next layer's experts by what prompts use."""
+        """Count a prompt's step; the next layer's candidates are those that prompts use."""
         begin, end = self._ranges[layer]
         share = self._prompts[begin:end]
         share *= KEEP
@@ -175,17 +179,20 @@ class Lookahead:
             order = np.argsort(-share, kind="stable")
             self._set_candidates(layer + 1, (begin + order).tolist(), share[order].tolist())
 
-    def _check(self, layer: int, expected: Expected, used: set[int], absent: list[bool]) -> None:
-        """Learn how often each rank is right; count accuracy among the top-k.
+    def _check(
+        self, layer: int, expected: LayerForecast, used: set[int], absent: list[bool]
+    ) -> None:
+        """Count how often each rank is used, and the accuracy among the top-k.
 
-        Only what is not resident is ever wished for, and it is used less than its rank says.
+        Ranks are counted for pieces that are not resident only: candidates are such pieces, and
+        they are used less often than resident ones of the same rank.
         """
-        own, k, right = self._ranks[layer], len(used), 0
+        ranks, k, right = self._ranks[layer], len(used), 0
         for rank, piece in enumerate(expected.ranked):
             was_used = piece in used
             right += was_used and rank < k
             if absent[rank]:
-                own.count(rank, was_used)
+                ranks.count(rank, was_used)
                 self._all.count(rank, was_used)
         accuracy = self.accuracy
         accuracy.used[layer] += k
@@ -193,11 +200,11 @@ class Lookahead:
         accuracy.distance[layer] = expected.distance
 
     def evicted(self, piece: int) -> None:
-        """A resident made room for a prefetch."""
+        """Record the victim of a prefetch."""
         self._victims[self._layer_of[piece]].add(piece)
 
     def _regret(self, layer: int, pieces: Ints) -> None:
-        """How often the victims of prefetches were used in the very next step of their layer."""
+        """Update the share of victims that are used in the next step of their layer."""
         victims = self._victims[layer]
         if victims:
             used = victims.intersection(pieces.tolist())
@@ -206,14 +213,14 @@ class Lookahead:
             victims.clear()
 
     def _chances(self, layer: int, width: int) -> list[float]:
-        """Of use, by rank."""
-        own, every = self._ranks[layer], self._all
-        own.widen(width)
+        """Chances of use by rank."""
+        ranks, every = self._ranks[layer], self._all
+        ranks.widen(width)
         every.widen(width)
-        counts = zip(own.used[:width], own.asked, every.used, every.asked, strict=False)
+        counts = zip(ranks.used[:width], ranks.predicted, every.used, every.predicted, strict=False)
         return [
-            (used + PRIOR * ((all_used + FIRST_CHANCE) / (all_asked + 1))) / (asked + PRIOR)
-            for used, asked, all_used, all_asked in counts
+            (used + PRIOR * ((all_used + FIRST_CHANCE) / (all_predicted + 1))) / (predicted + PRIOR)
+            for used, predicted, all_used, all_predicted in counts
         ]
 
     def clear(self) -> None:
@@ -223,22 +230,27 @@ class Lookahead:
     def nearest(
         self,
         slot_of: Ints | None = None,
-        held: Container[int] = (),
-        may: Callable[[int], bool] | None = None,
+        borrowed: Container[int] = (),
+        can_start: Callable[[int], bool] | None = None,
         chunks: Callable[[int], int] | None = None,
     ) -> PrefetchCandidate | None:
-        """The next wish worth its transfer; those before it that are not are given up, and so are
-        those that are there: resident by `slot_of` (negative where not), or `held`. Pieces that
-        `may` not begin now are passed over. `chunks` says what of a piece is to be moved."""
+        """The nearest candidate that is worth its transfer; worthless ones before it are dropped.
+
+        Candidates that have a slot are dropped, too: resident ones, whose `slot_of` is not
+        negative, and `borrowed` ones. Those that cannot start now are passed over.
+
+        can_start: tells whether the transfer of a piece can start now
+        chunks:    the number of chunks of a piece that are to be transferred
+        """
         count = chunks or self._chunks.__getitem__
         for layer in sorted(self.candidates, key=self.ahead):
             candidates, ahead, passed = self.candidates[layer], self.ahead(layer), 0
             while len(candidates) > passed:
                 piece, chance = candidates[passed]
-                there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
-                if there or self.value(count(piece), chance, ahead) <= 0:
+                has_slot = piece in borrowed or (slot_of is not None and slot_of[piece] >= 0)
+                if has_slot or self.value(count(piece), chance, ahead) <= 0:
                     del candidates[passed]
-                elif may is None or may(piece):
+                elif can_start is None or can_start(piece):
                     return PrefetchCandidate(piece, layer, chance)
                 else:
                     passed += 1
@@ -247,14 +259,14 @@ class Lookahead:
         return None
 
     def remove(self, candidate: PrefetchCandidate) -> None:
-        """The wish is on its way, or not needed."""
+        """Remove a candidate that is being fetched, or needs no transfer."""
         candidates = self.candidates[candidate.layer]
         candidates.remove((candidate.piece, candidate.chance))
         if not candidates:
             del self.candidates[candidate.layer]
 
     def value(self, chunks: int, chance: float, layers: int) -> float:
-        """Seconds that a prefetch of so many chunks is expected to save, so many layers ahead."""
+        """Seconds that a prefetch of `chunks`, `layers` ahead, is expected to save."""
         chunk = self.pace.chunk.value
         if chunk is None:
             chunk = 1.0

@@ -1,14 +1,14 @@
-"""Pace: how fast layers follow one another and chunks arrive, as seen while it runs. Seconds.
+"""Pace: the times between layers and between chunks, measured while a model runs.
 
-It is told when things happen; what it knows are moving averages, apart for prefill and decode.
-Unknown is None: nothing has been seen yet.
+All times are in seconds, as moving averages; those of layers are separate for prefill and decode.
+A value is None until it has been measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-KEEP = 0.9  # what an average keeps at each sample: about the last ten count
+KEEP = 0.9  # weight of the past at each sample: about the last ten count
 
 
 @dataclass(slots=True)
@@ -23,31 +23,38 @@ class Average:
 
 @dataclass(slots=True)
 class Pace:
-    """`idle`: seconds of the link, from one layer's routing to the next one's, in which no demand
-    was under way or waited, [decode, prefill]; `chunk`: seconds from one chunk's arrival to the
-    next one's while the first link is busy."""
+    """Moving averages of the link's idle time per layer and of the time per chunk.
+
+    idle:  seconds from one layer's routing to the next one's in which no demand was under way or
+           waiting, (decode, prefill)
+    chunk: seconds from one chunk's arrival to the next one's, while the first link is busy
+    """
 
     idle: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     chunk: Average = field(default_factory=Average)
     _routed: float | None = None
-    _busy_since: float | None = None  # the first link: with whatever
+    _busy_since: float | None = None  # since when the first link has been busy
     _demand_since: float | None = None
     _demand_s: float = 0.0
 
     def routed(self, now: float, prefill: bool, same_pass: bool) -> None:
-        """A layer's routing is known; between passes anything may lie, and that does not count."""
+        """Record the time of a layer's routing; the time between passes is not counted."""
         self._settle(now)
         if same_pass and self._routed is not None and now > self._routed:
             self.idle[prefill].add(max(0.0, now - self._routed - self._demand_s))
         self._routed, self._demand_s = now, 0.0
 
     def paused(self) -> None:
-        """What comes next does not follow from what was."""
+        """Leave the time until the next routing out of the averages."""
         self._routed = None
 
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
-        """`moving` chunks are on their way now, and demands are waited for or not; `landed`: the
-        first link has just delivered one."""
+        """Update the state of the first link.
+
+        moving:    chunks on its lanes now
+        demanding: demands are under way or waiting
+        landed:    it has just delivered a chunk
+        """
         if landed and self._busy_since is not None and now > self._busy_since:
             self.chunk.add(now - self._busy_since)
             self._busy_since = now

@@ -10,15 +10,15 @@ from greenroom.core.counts import Counts
 from greenroom.core.events import Predicted, Routed
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Option, View
-from greenroom.core.prefetch.lookahead import Expected, Lookahead, PrefetchCandidate
+from greenroom.core.prefetch.lookahead import LayerForecast, Lookahead, PrefetchCandidate
 from greenroom.core.transfers.queue import Urgency
 from greenroom.core.transfers.transfers import Transfers
 
 
 class Prefetcher:
-    """Predictions, the transfers that they are worth, and the loans that yield to a step.
+    """Prefetches of predicted experts, whose borrowed slots steps can reclaim.
 
-    Of a split expert the parts that have no slot are fetched, its top segment first.
+    Of a split expert the segments that have no slot are fetched, the top segment first.
     """
 
     def __init__(
@@ -28,33 +28,35 @@ class Prefetcher:
         self._placement, self._transfers, self._counts = placement, transfers, counts
         self._split = placement.pieces.split is not None
 
-    # ---- what is expected, and what became of it
+    # ---- predictions and their outcome
 
     def predicted(self, event: Predicted) -> None:
-        """A layer's experts are expected, or certain."""
+        """Handle a prediction of a layer's experts, or their certain choice."""
         if event.certain:
-            self.lookahead.decided(event.layer, event.experts)
+            self.lookahead.expect_certain(event.layer, event.experts)
         else:
             self.lookahead.expect(event.layer, event.experts)
 
-    def routed(self, event: Routed, now: float) -> Expected | None:
-        """A layer's routing is known: its wrong prefetches are dropped, or lose their slots.
+    def routed(self, event: Routed, now: float) -> LayerForecast | None:
+        """End the wrong prefetches for a layer that is now routed.
 
-        Returns what had been expected of the layer.
+        Returns the prediction for the layer.
         """
         placement = self._placement
         expected = self.lookahead.routed(
             event.layer, event.experts, event.prefill, now, placement.cache.state.slot_of
         )
         used = set(event.experts.tolist())
-        for held in placement.buffer.passed(event.layer, used):
-            if held.use is BorrowState.MOVING:
-                self._transfers.drop_prefetch(held.piece)
+        for borrowed in placement.buffer.unused_prefetches(event.layer, used):
+            if borrowed.state is BorrowState.MOVING:
+                self._transfers.drop_prefetch(borrowed.piece)
             else:
                 self._counts.wasted += 1
-                placement.return_slot(held.piece)
+                placement.return_slot(borrowed.piece)
         passed = (
-            placement.secondary.passed(event.layer, used) if placement.secondary.capacity else ()
+            placement.secondary.end_prefetches(event.layer, used)
+            if placement.secondary.capacity
+            else ()
         )
         for expert, complete in passed:
             if complete:
@@ -64,70 +66,71 @@ class Prefetcher:
         return expected
 
     def landed(self, piece: int) -> None:
-        """A piece has come into its borrowed slot before a step asked for it."""
+        """Complete a prefetch that no step has requested yet."""
         placement = self._placement
-        if placement.buffer.borrowed[piece].stays:
+        if placement.buffer.borrowed[piece].promotion:
             placement.cache.admit(piece, placement.buffer.release(piece))
             self._counts.adopted += 1
         else:
-            placement.buffer.landed(piece)
+            placement.buffer.complete(piece)
 
-    def count_in_time(self, layer: int, k: int, present: set[int], expected: Expected) -> None:
-        """Count those of the k likeliest experts that were there when a step asked for them."""
+    def count_in_time(self, layer: int, k: int, present: set[int], expected: LayerForecast) -> None:
+        """Count the `k` likeliest experts that were `present` when their step began."""
         likely = expected.ranked[:k]
         self.lookahead.accuracy.in_time[layer] += len(present.intersection(likely))
 
-    # ---- beginning transfers
+    # ---- starting prefetches
 
-    def begin_next(self, but: Collection[int]) -> bool:
-        """Begin the next prefetch that is worth its transfer, of none of `but`.
+    def begin_next(self, excluded: Collection[int]) -> bool:
+        """Begin the next prefetch that is worth its transfer, of none of the `excluded` experts.
 
-        False where there is none, or no link is idle.
+        False where there is no such candidate, or no link is idle.
         """
         placement, queue = self._placement, self._transfers.queue
         if not self.lookahead.candidates:
             return False
-        ways = [queue.open_for(Urgency.PREFETCH, d) for d in range(placement.pieces.devices)]
-        if not any(ways):
+        is_open = [queue.open_for(Urgency.PREFETCH, d) for d in range(placement.pieces.devices)]
+        if not any(is_open):
             return False
-        may: Callable[[int], bool] | None = None
-        if but or not all(ways):
-            may = lambda piece: ways[placement.home_device[piece]] and piece not in but  # noqa: E731
+        can_start: Callable[[int], bool] | None = None
+        if excluded or not all(is_open):
+            device = placement.home_device
+            can_start = lambda piece: is_open[device[piece]] and piece not in excluded  # noqa: E731
         if self._split:
             candidate = self.lookahead.nearest(
-                None, _Resident(placement), may, placement.missing_chunks
+                None, _Complete(placement), can_start, placement.missing_chunks
             )
         else:
-            slots, held = placement.cache.state.slot_of, placement.buffer.borrowed
-            candidate = self.lookahead.nearest(slots, held, may)
+            slots, borrowed = placement.cache.state.slot_of, placement.buffer.borrowed
+            candidate = self.lookahead.nearest(slots, borrowed, can_start)
         return candidate is not None and self._begin(candidate)
 
     def _begin(self, candidate: PrefetchCandidate) -> bool:
         placement, expert = self._placement, candidate.piece
         if not placement.resident(expert):
             slot = self._borrow(candidate)
-            if slot >= 0 or not placement.buffer.full:  # where all is pinned, it is given up
+            if slot >= 0 or not placement.buffer.full:  # where all slots are pinned, it is dropped
                 self.lookahead.remove(candidate)
             if slot < 0:
                 return False
-            placement.buffer.bring(expert, slot, candidate.layer, candidate.chance)
+            placement.buffer.begin_prefetch(expert, slot, candidate.layer, candidate.chance)
             self._transfers.prefetch(expert, int(placement.tier_slots[slot]))
         elif placement.secondary.room:
             self.lookahead.remove(candidate)
         else:
             return False
         if not placement.has_secondary(expert):
-            slot = placement.secondary.bring(expert, candidate.layer)
+            slot = placement.secondary.begin_prefetch(expert, candidate.layer)
             if slot >= 0:
                 place = placement.secondary_tier_slot(slot)
                 self._transfers.prefetch(placement.secondary_of(expert), place)
         return True
 
     def _borrow(self, candidate: PrefetchCandidate) -> int:
-        """A slot for a prefetch, -1 where none can be had."""
+        """Borrow a slot for a prefetch; -1 where none is available."""
         placement = self._placement
         if placement.buffer.full:
-            least = placement.buffer.least(candidate.chance)
+            least = placement.buffer.least_likely(candidate.chance)
             if least is None:
                 return -1
             self._displace(least)
@@ -137,9 +140,9 @@ class Prefetcher:
         return slot
 
     def promote(self, options: Sequence[Option], view: View) -> bool:
-        """Begin to fetch what an option wants resident; it is one once it is there.
+        """Begin the transfer of a promotion candidate, which becomes resident on arrival.
 
-        False where no option wants anything, or no slot or link can be had for it.
+        False where no option has a candidate, or no slot or link is available.
         """
         placement, queue = self._placement, self._transfers.queue
         for option in options:
@@ -152,67 +155,70 @@ class Prefetcher:
                     continue
                 slot, _ = placement.cache.borrow(expert)
                 if slot >= 0:
-                    placement.buffer.bring(expert, slot, layer, 1.0, stays=True)
+                    placement.buffer.begin_prefetch(expert, slot, layer, 1.0, promotion=True)
                     self._transfers.prefetch(expert, int(placement.tier_slots[slot]))
                 return slot >= 0
         return False
 
-    # ---- yielding slots
+    # ---- reclaiming borrowed slots
 
-    def make_room(self, experts: Ints, here: Collection[int]) -> bool:
-        """Whether a step fits beside the borrowed slots; prefetches for later layers yield."""
+    def make_room(self, experts: Ints, prefetched: Collection[int]) -> bool:
+        """Reclaim borrowed slots for a step; tells whether the step fits in the cache.
+
+        The `prefetched` ones of its experts have borrowed slots already.
+        """
         if not self._placement.buffer.borrowed:
             return self._placement.cache.fits(experts)
-        while (held := self._placement.crowding(experts, here)) is not False:
-            if held is None:
+        while (borrowed := self._placement.slot_to_reclaim(experts, prefetched)) is not False:
+            if borrowed is None:
                 return False
-            assert isinstance(held, BorrowedSlot)
-            self._displace(held)
+            assert isinstance(borrowed, BorrowedSlot)
+            self._displace(borrowed)
         return True
 
     def yield_slot(self) -> bool:
-        """Free a slot for a step that cannot go on; False where no prefetch can yield one yet."""
+        """Reclaim a slot for a step that cannot continue; False where none is available yet."""
         buffer = self._placement.buffer
-        if (least := buffer.least(2.0)) is not None:
+        if (least := buffer.least_likely(2.0)) is not None:
             self._displace(least)
             return True
         before = len(buffer.borrowed)
-        for held in list(buffer.borrowed.values()):
-            if held.use is BorrowState.MOVING:
-                self._transfers.drop_prefetch(held.piece)
+        for borrowed in list(buffer.borrowed.values()):
+            if borrowed.state is BorrowState.MOVING:
+                self._transfers.drop_prefetch(borrowed.piece)
         return len(buffer.borrowed) < before
 
     def abandon(self) -> None:
-        """End all loans; transfers under way land first."""
+        """End all prefetches; chunks on lanes land first."""
         placement = self._placement
         self.lookahead.clear()
-        for held in list(placement.buffer.borrowed.values()):
-            if held.use is BorrowState.MOVING:
-                self._transfers.drop_prefetch(held.piece)
+        for borrowed in list(placement.buffer.borrowed.values()):
+            if borrowed.state is BorrowState.MOVING:
+                self._transfers.drop_prefetch(borrowed.piece)
             else:
-                self._displace(held)
-        for expert, complete in placement.secondary.waiting():
+                self._displace(borrowed)
+        for expert, complete in placement.secondary.end_all_prefetches():
             if complete:
                 self._counts.displaced += 1
             else:
                 self._transfers.drop_prefetch(placement.secondary_of(expert))
 
     def retire(self, now: float) -> None:
-        """The cache is emptied: count the loans that end with it, and expect nothing."""
-        for held in self._placement.buffer.borrowed.values():
-            self._counts.dropped += held.use is BorrowState.MOVING
-            self._counts.displaced += held.use is BorrowState.COMPLETE
+        """Count the prefetches that end with an emptied cache, and drop all candidates."""
+        for borrowed in self._placement.buffer.borrowed.values():
+            self._counts.dropped += borrowed.state is BorrowState.MOVING
+            self._counts.displaced += borrowed.state is BorrowState.COMPLETE
         self.lookahead.clear()
         self.lookahead.pace.paused()
         self.lookahead.pace.link(now, 0, demanding=False, landed=False)
 
-    def _displace(self, held: BorrowedSlot) -> None:
+    def _displace(self, borrowed: BorrowedSlot) -> None:
         self._counts.displaced += 1
-        self._placement.return_slot(held.piece)
+        self._placement.return_slot(borrowed.piece)
 
 
-class _Resident:
-    """The experts of which nothing has to be fetched."""
+class _Complete:
+    """The experts of which no chunk is missing."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement

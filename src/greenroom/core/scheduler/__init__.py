@@ -1,1 +1,1 @@
-"""The event machine: what it is told, what it decides, and the step under way."""
+"""The scheduler: the event machine, and the state of the current step."""

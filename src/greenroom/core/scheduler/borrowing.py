@@ -1,4 +1,4 @@
-"""A step and borrowed slots: experts that were prefetched, and experts that stream through."""
+"""Borrowed slots of a step: of prefetched experts, and of experts that stream through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Borrowing:
-    """Gives a step the slots that prefetches hold for it, and borrowed ones where it needs more."""
+    """The use of borrowed slots by a step: prefetched experts, and streamed ones."""
 
     def __init__(
         self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
@@ -22,81 +22,82 @@ class Borrowing:
         self._prefetcher, self._counts = prefetcher, counts
 
     def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
-        """End the loans that a step takes over, or that are in its way.
+        """Reclaim the borrowed slots that a step needs.
 
-        Returns the step's experts that have, or had, borrowed slots; and how many misses the cache
-        admits where the others stream through, -1: all of them.
+        Returns the borrowed slots of the step's own experts, returned or not; and how many misses
+        the cache inserts while the others stream through, -1: all of them.
         """
         placement = self._placement
-        here = placement.borrowed(experts.tolist())
-        if event.prefill or not self._prefetcher.make_room(experts, here):
-            return here, placement.prompt_share(event.layer)
-        for piece in here:  # the cache gives them a slot now, and theirs are free
+        prefetched = placement.borrowed(experts.tolist())
+        if event.prefill or not self._prefetcher.make_room(experts, prefetched):
+            return prefetched, placement.prompt_share(event.layer)
+        for piece in prefetched:  # the cache gives each a slot instead
             placement.return_slot(piece)
-        return here, -1
+        return prefetched, -1
 
-    def fetch(self, step: Step, misses: list[int], here: dict[int, BorrowedSlot]) -> None:
-        """Use what was prefetched, in its slot or on its way; demand the other misses.
+    def fetch(self, step: Step, misses: list[int], prefetched: dict[int, BorrowedSlot]) -> None:
+        """Take over the prefetches of a step's experts; demand the other misses.
 
         Requests for which the cache has no slot wait for a borrowed one.
         """
-        placement, given = self._placement, step.served.slots.tolist()
-        where = {piece: int(placement.tier_slots[held.slot]) for piece, held in here.items()}
-        for request in misses if here else ():
+        placement, slots = self._placement, step.served.slots.tolist()
+        tier_slots = {p: int(placement.tier_slots[b.slot]) for p, b in prefetched.items()}
+        for request in misses if prefetched else ():
             piece = step.experts[request]
-            if piece in where and given[request] >= 0:
-                placement.exchange(piece, given[request], where[piece])
+            if piece in tier_slots and slots[request] >= 0:
+                placement.exchange(slots[request], tier_slots[piece])
         for request in misses:
-            slot, held = given[request], here.get(step.experts[request])
-            if held is not None:
-                slot = self._take_over(step, request, held, slot)
+            slot, borrowed = slots[request], prefetched.get(step.experts[request])
+            if borrowed is not None:
+                slot = self._take_over(step, request, borrowed, slot)
             elif slot < 0:
                 step.waiting.append(request)
                 continue
             else:
-                step.ask(request, int(placement.tier_slots[slot]))
+                step.demand(request, int(placement.tier_slots[slot]))
             step.slots[request] = placement.tier_slots[slot]
         step.ready.sort()
         step.waiting.reverse()
 
-    def _take_over(self, step: Step, request: int, held: BorrowedSlot, slot: int) -> int:
-        """A request's expert was prefetched: the cache's slot that it has from now on."""
-        piece, buffer, counts = held.piece, self._placement.buffer, self._counts
-        if held.use is BorrowState.COMPLETE:
+    def _take_over(self, step: Step, request: int, borrowed: BorrowedSlot, slot: int) -> int:
+        """Take over the prefetch of a request's expert; returns its slot from now on."""
+        piece, buffer, counts = borrowed.piece, self._placement.buffer, self._counts
+        if borrowed.state is BorrowState.COMPLETE:
             counts.hits += 1
             counts.useful += 1
             step.ready.append(request)
         else:
             counts.late += not self._transfers.entries[piece].dropped
-            step.late.add(piece)
+            step.late_pieces.add(piece)
             step.missing[piece] = request
             self._transfers.add(piece, -1)  # its entry has the slot
         if slot < 0:
             slot = buffer.occupy(piece)
-            step.passing.add(piece)
+            step.streamed.add(piece)
         elif piece in buffer.borrowed:
             self._placement.return_slot(piece)
         return slot
 
     def stream(self, step: Step) -> None:
         """Give borrowed slots to requests that wait for one, in their order on each device."""
-        behind: set[int] = set()  # devices that have none now
+        full: set[int] = set()  # devices without a slot now
         for request in step.waiting[::-1]:
             device = self._placement.home_device[step.experts[request]]
-            if device in behind:
+            if device in full:
                 continue
-            slot = self._passage(step, step.experts[request])
+            slot = self._slot_to_stream(step, step.experts[request])
             if slot < 0:
-                behind.add(device)
+                full.add(device)
             else:
                 step.stream(request, slot)
 
-    def _passage(self, step: Step, piece: int) -> int:
-        """A slot that an expert can stream through; -1 where it must wait for one."""
+    def _slot_to_stream(self, step: Step, piece: int) -> int:
+        """Borrow a slot for an expert to stream through; -1 where it must wait for one."""
         placement = self._placement
         while True:
-            crowded = placement.buffer.full and step.passing  # it may have one in any case
-            slot = -1 if crowded else placement.cache.borrow(piece)[0]
+            # A step may always borrow one slot.
+            at_limit = placement.buffer.full and step.streamed
+            slot = -1 if at_limit else placement.cache.borrow(piece)[0]
             moving = step.missing or step.groups or step.ready
             if slot >= 0 or moving or not self._prefetcher.yield_slot():
                 return slot

@@ -1,16 +1,15 @@
-"""The event machine: every decision of a run, for the runtime and the simulator alike.
+"""The scheduler: an event machine that makes all decisions of a run or of a simulation.
 
-`on(event, now) -> actions`. One step is under way at a time. Its requests are accounted one by one
-in ascending id, as the cache serves them. Resident experts are computed in the first group,
-arrivals in later ones, as many at a time as have landed. A step that needs more slots than there
-are reuses them: an expert is loaded only after the one that had its slot earlier in the step is
-computed.
+`on(event, now) -> actions`. One step is under way at a time. Its requests are counted one by one in
+ascending id, as the cache serves them. Resident experts are computed in the first group, the
+others in later groups, as they arrive. A step that needs more slots than there are reuses them: an
+expert is loaded only after the expert that had its slot earlier in the step has been computed.
 
-The scheduler owns collaborators and calls them; none of them knows it:
- - `Placement`: which expert has which slot; asks the policy
- - `Transfers`: what links carry, and from where
- - `Prefetcher`: predictions, and the loans that they are worth
- - `Step`: the requests under way, and the leases that end with them
+The scheduler owns these parts and calls them; none of them knows the scheduler:
+ - `Placement`: which expert has which slot; calls the policy
+ - `Transfers`: the queue of transfers, its links and their sources
+ - `Prefetcher`: predictions, and the prefetches that are worth their cost
+ - `Step`: the requests of the current step, and its leases
  - options: the plan of a step (see `plan`)
 """
 
@@ -21,7 +20,7 @@ from typing import TypeVar
 
 from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.cache.buffer import BorrowedSlot
-from greenroom.core.cache.cache import NOBODY
+from greenroom.core.cache.cache import NO_FLAGS
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
@@ -56,7 +55,7 @@ AnyOption = TypeVar("AnyOption", bound=Option)
 
 
 class Scheduler:
-    """Decides over one tier of slots, filled over a link, or a chain of them.
+    """The event machine for one tier of slots, filled over one link or a chain.
 
     Where `pieces` has several devices, each has slots, a last link and groups of its own.
     """
@@ -78,13 +77,14 @@ class Scheduler:
         after: Scheduler | None = None,
     ) -> None:
         """
-        capacity: slots, in whole experts
+        capacity: slots, in unsplit experts
+        pin:      see `Cache.serve`
         lanes:    transfers at a time on each link of the chain
         staging_slots: of a chain; None: as many as its lanes need
-        ahead:    slots that may be on loan at a time, at most a quarter of all
+        ahead:    slots that may be borrowed at a time, at most a quarter of all
         host:     the tier between the two links of a chain
         options:  in the order in which they change a step's plan
-        after:    an emptied scheduler, whose predictions and counts this one goes on from
+        after:    an emptied scheduler, whose counts and prediction statistics are continued
         """
         _check(pieces, pin, ahead, host)
         self.pieces, self.pin, self.options = pieces, pin, tuple(options)
@@ -102,7 +102,7 @@ class Scheduler:
         self.step: Step | None = None
         self.all_resident: AllResident | None = None
         self.parts = pieces.split is not None or any(o.approximates for o in options)
-        # Whether steps without misses need more than one group of all their experts.
+        # Steps without misses may need more than one group.
         self._detailed = self.parts or pieces.devices > 1
         self._planners = [o.plan for o in options if overrides(o, "plan")]
         self._observers = [o.computed for o in options if overrides(o, "computed")]
@@ -121,12 +121,12 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Slots that there are now, of whole experts."""
+        """Slots of the tier now, in unsplit experts."""
         return self.placement.capacity
 
     @property
     def policy(self) -> Policy:
-        """The policy of its cache."""
+        """The policy of the cache."""
         return self.placement.cache.policy
 
     def residents(self) -> Ints:
@@ -134,25 +134,25 @@ class Scheduler:
         return self.placement.cache.residents()
 
     def empty(self, now: float) -> None:
-        """Forget what is under way and resident; another scheduler goes on from this one."""
+        """Give up residents and prefetches; another scheduler continues the counts."""
         self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:
-        """The option of a kind; None where it is off."""
+        """The option of a class; None where it is off."""
         return next((o for o in self.options if isinstance(o, kind)), None)
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
-        """Take an event that happens `now` (seconds), return what to do now, in this order."""
+        """Handle an event at the time `now` (seconds); returns actions in their order."""
         actions: list[Action] = []
         self._now = now
         self._handlers[type(event)](event, actions)  # type: ignore[operator]
         return actions
 
-    # ---- a step begins (conditions stand in line here: every call of a step is counted)
+    # ---- a step begins (conditions are inlined here: calls take a large part of a step's time)
 
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
-            raise RuntimeError("a step is under way")
+            raise RuntimeError("a step is under way already")
         if self.all_resident is not None:
             self._leave_all_resident()
         placement, transfers, counts = self.placement, self.transfers, self.counts
@@ -165,10 +165,10 @@ class Scheduler:
             plan = option(event, plan, self.view)
         clock = event.step * self._layers + event.layer
         step = self.step = Step(event, clock, placement, transfers, counts)
-        aside, rest = NOBODY, None
+        without_slot, approximated = NO_FLAGS, None
         if plan is not None:
-            aside, rest = lease(step, event, plan, placement, transfers)
-        here, share = self._borrowing.begin(event, step.array) if lends else ({}, -1)
+            without_slot, approximated = lease(step, event, plan, placement, transfers)
+        prefetched, share = self._borrowing.begin(event, step.array) if lends else ({}, -1)
         served = placement.cache.serve(
             step.array,
             clock,
@@ -177,7 +177,7 @@ class Scheduler:
             rows=step.tokens,
             weights=step.weights,
             fill=share,
-            aside=aside,
+            without_slot=without_slot,
         )
         counts.steps += 1
         counts.requests += event.experts.size
@@ -190,10 +190,10 @@ class Scheduler:
             if placement.pieces.split is not None:
                 step.split()
             if served.misses:
-                self._miss(step, here, lends)
-            if rest is not None:
-                step.approximate(event, rest)
-            if step.lacking:
+                self._miss(step, prefetched, lends)
+            if approximated is not None:
+                step.approximate(event, approximated)
+            if step.awaiting_secondary:
                 step.claim_secondary()
         if expected is not None:
             self.prefetcher.count_in_time(step.layer, step.array.size, step.present(), expected)
@@ -205,60 +205,60 @@ class Scheduler:
         else:
             self._advance(actions)
 
-    def _miss(self, step: Step, here: dict[int, BorrowedSlot], lends: bool) -> None:
-        """Ask for what is absent: from the host, by what was prefetched, or on demand."""
+    def _miss(self, step: Step, prefetched: dict[int, BorrowedSlot], lends: bool) -> None:
+        """Obtain the misses: on the host, from prefetches, or on demand."""
         absent = [request for request, hit in enumerate(step.hits) if not hit]
         if step.on_host:
             absent = [request for request in absent if request not in step.on_host]
-            step.leave_on_host()
+            step.compute_on_host()
         if lends:
-            self._borrowing.fetch(step, absent, here)
+            self._borrowing.fetch(step, absent, prefetched)
         else:
             self._demand(step, absent)
 
     def _demand(self, step: Step, misses: list[int]) -> None:
-        """Queue the misses, but for those whose slot an earlier request of the step still needs."""
+        """Request the misses, except where an earlier request still needs the slot."""
         holder: dict[int, int] = {}
-        wanted = set(misses)
+        missed = set(misses)
         for request, slot in enumerate(step.slots.tolist()):
             if request in step.on_host:
                 continue
-            if request in wanted:
+            if request in missed:
                 if slot in holder:
                     step.missing[step.experts[request]] = request
                     step.blocked[holder[slot]] = request
                 else:
-                    step.ask(request, slot)
+                    step.demand(request, slot)
             holder[slot] = request
 
-    # ---- a step goes on
+    # ---- a step continues
 
     def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
-        """A chunk has landed, or failed to."""
+        """Handle a chunk that has landed, or failed to."""
         step, placement, ok = self.step, self.placement, type(event) is Landed
         entry = self.transfers.land(event.link, event.lane, ok, self._now)
         if entry.finished:
-            self._gone(entry)
+            self._finish_transfer(entry)
         elif entry.failed:
-            self._give_up(entry)
-        waits = step is not None and (step.waiting or step.lacking)
+            self._fail_step(entry)
+        waits = step is not None and (step.waiting or step.awaiting_secondary)
         if waits or self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         if step is not None:
             self._advance(actions)
-        if self.step is None and placement.wanted != placement.capacity:
-            self._settle(actions)
+        if self.step is None and placement.target_capacity != placement.capacity:
+            self._try_resize(actions)
 
     def _failed(self, event: Failed, actions: list[Action]) -> None:
         entry = self.transfers.entries[event.piece]
         self.counts.failed += entry.urgency is Urgency.PREFETCH and not entry.dropped
         self._landed(event, actions)
 
-    def _gone(self, entry: Entry) -> None:
-        """A transfer has ended: complete, failed, or dropped."""
+    def _finish_transfer(self, entry: Entry) -> None:
+        """Handle the end of a transfer: complete, failed, or dropped."""
         piece, step, placement = entry.piece, self.step, self.placement
-        asked = step is not None and piece in step.missing
-        request = step.missing[piece] if step is not None and asked else -1
+        demanded = step is not None and piece in step.missing
+        request = step.missing[piece] if step is not None and demanded else -1
         if entry.arrived:
             if placement.secondary.capacity and placement.is_secondary(piece):
                 placement.secondary.landed(piece - self.pieces.experts)
@@ -269,26 +269,26 @@ class Scheduler:
                 del step.missing[piece]
                 step.ready.append(request)
                 if entry.host_only:
-                    step.lent.add(piece)
+                    step.host_leases.add(piece)
             elif entry.dropped:
                 placement.return_slot(piece)
             else:
                 self.prefetcher.landed(piece)
         elif step is not None and request >= 0:
-            if entry.upgraded and not step.ending:  # a failed prefetch: the demand tries itself
+            if entry.upgraded and not step.aborted:  # a prefetch has failed: try again as a demand
                 self.transfers.add(piece, entry.slot)
             else:
-                self._give_up(entry)
+                self._fail_step(entry)
         else:
             placement.vacate(piece)
 
-    def _give_up(self, entry: Entry) -> None:
-        """A demand has failed, and so has its step, unless it was over before."""
+    def _fail_step(self, entry: Entry) -> None:
+        """Fail the step whose demand has failed, unless it is aborted already."""
         step = self.step
-        asked = step is not None and entry.piece in step.missing
-        if step is not None and asked and not (entry.upgraded or step.ending):
+        failed = step is not None and entry.piece in step.missing
+        if step is not None and failed and not (entry.upgraded or step.aborted):
             step.failed = entry.piece
-            step.end()
+            step.abort()
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
@@ -297,28 +297,28 @@ class Scheduler:
         requests = step.groups.pop(event.device)
         if self._observers:
             group = step.describe_group(event.device, requests)
-            seconds = self._now - step.began[event.device]
+            seconds = self._now - step.start_times[event.device]
             for computed in self._observers:
                 computed(group, seconds, self.view)
         step.computed(requests)
-        waits = step.waiting or step.lacking
+        waits = step.waiting or step.awaiting_secondary
         if waits or self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         self._advance(actions)
 
     def _pump(self, actions: list[Action]) -> None:
-        """Give every idle lane a chunk: of demands, of prefetches under way, of new ones."""
+        """Start chunks on all idle lanes: of demands, of current prefetches, of new ones."""
         step, transfers = self.step, self.transfers
         if step is not None:
             if step.waiting:
                 self._borrowing.stream(step)
-            if step.lacking:
+            if step.awaiting_secondary:
                 step.claim_secondary()
         if transfers.busy:
             transfers.start(actions, self._now)
-        waits = step is not None and (step.waiting or step.lacking)
+        waits = step is not None and (step.waiting or step.awaiting_secondary)
         placement = self.placement
-        if not placement.buffer.size or waits or placement.wanted != placement.capacity:
+        if not placement.buffer.size or waits or placement.target_capacity != placement.capacity:
             return
         if self.lookahead.candidates or self._proposers:
             busy = step.experts_on_host() if step is not None and step.on_host else ()
@@ -327,11 +327,11 @@ class Scheduler:
                 transfers.start(actions, self._now)
 
     def _advance(self, actions: list[Action]) -> None:
-        """Order the next groups, or finish."""
+        """Order the next groups, or finish the step."""
         step = self.step
         if step is None:
             return
-        if step.ending:
+        if step.aborted:
             if not step.landing:
                 self._finish(step, actions)
         elif step.ready:
@@ -344,14 +344,14 @@ class Scheduler:
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
             self.step.groups.clear()
-            self.step.end()
+            self.step.abort()
             self._advance(actions)
 
     def _finish(self, step: Step, actions: list[Action]) -> None:
         step.close()
         self.step = None
-        if self.placement.wanted != self.placement.capacity:
-            self._settle(actions)
+        if self.placement.target_capacity != self.placement.capacity:
+            self._try_resize(actions)
         if self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
         actions.append(Finish(step.failed))
@@ -369,13 +369,13 @@ class Scheduler:
         self.placement.cache.pin(event.pieces)
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
-        """A resize waits for the end of the step under way, and for what is being prefetched."""
+        """Request a resize, which waits for the current step and for prefetches under way."""
         self.placement.resize(event.capacity, event.ahead)
-        self.transfers.busy = True  # with loans again, the pace of links is to be told
-        self._settle(actions)
+        self.transfers.busy = True  # slots may be borrowed again: update the pace of links
+        self._try_resize(actions)
 
-    def _settle(self, actions: list[Action]) -> None:
-        """Resize, as soon as nothing is in the way."""
+    def _try_resize(self, actions: list[Action]) -> None:
+        """Resize as soon as no step and no transfer is under way."""
         if self.step is not None or not self.placement.resizing:
             return
         self._leave_all_resident()
@@ -384,16 +384,16 @@ class Scheduler:
             actions += self.placement.apply_resize()
 
     def _leave_all_resident(self) -> None:
-        """Have the policy told of the uses that only the all-resident path knows of."""
+        """Report the uses of the all-resident path to the policy."""
         if self.all_resident is not None:
-            self.all_resident.tell()
+            self.all_resident.report()
             self.all_resident = None
 
 
 def _check(pieces: Pieces, pin: str, ahead: int, host: HostTier | None) -> None:
     """UsageError for settings that exclude each other."""
     if ahead and pin != "step":
-        raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
-    for what, kind in (("split experts", pieces.split), ("low-precision copies", pieces.copies)):
-        if host is not None and kind is not None:
-            raise UsageError(f"{what} have no tier between two links: leave out one of them")
+        raise UsageError("prefetching needs the experts of a step to be pinned: set pin to step")
+    for name, parts in (("split experts", pieces.split), ("low-precision copies", pieces.copies)):
+        if host is not None and parts is not None:
+            raise UsageError(f"{name} work without a host tier only: leave out one of them")

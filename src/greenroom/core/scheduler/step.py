@@ -1,4 +1,4 @@
-"""The step under way: the state of each of its requests, and the leases that end with it."""
+"""The current step: the state of its requests, and its leases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from greenroom.core.cache.cache import Served
+from greenroom.core.cache.cache import ServedStep
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import HOST, ComputeGroup, Routed
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """One layer of one pass. Requests are numbered in the order in which they are accounted.
+    """A step: one layer of one pass, with a request for each of its experts.
 
-    A request ends when its expert is computed, of a split expert when both segments are. Leases are
-    pins of residents, borrowed slots, secondary slots and slots of host memory.
+    Requests are numbered in the order in which they are counted. A request ends when its expert, or
+    both segments of a split expert, are computed. Leases are pins of residents, borrowed slots,
+    secondary slots and host slots; they end with the step.
     """
 
     __slots__ = (
-        "_asked", "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
-        "blocked", "clock", "ending", "exact", "experts", "failed", "freed", "groups", "hits",
-        "lacking", "late", "layer", "lent", "missing", "on_host", "part", "passing", "pinned",
-        "prefill", "ready", "secondary_slots", "served", "slots", "stage", "substitutes",
+        "_counts", "_one_place", "_placement", "_served_pieces", "_split", "_transfers",
+        "aborted", "array", "awaiting_secondary", "blocked", "clock", "exact", "experts",
+        "failed", "groups", "hits", "host_leases", "late_pieces", "layer", "missing",
+        "next_part", "on_host", "part", "pinned", "prefill", "ready", "released",
+        "secondary_slots", "served", "slots", "start_times", "streamed", "substitutes",
         "tokens", "uncomputed", "waiting", "weights",
     )  # fmt: skip
 
@@ -42,57 +44,63 @@ class Step:
         self.clock, self.layer, self.prefill = clock, event.layer, event.prefill
         self.array: Ints = event.experts  # [n]
         self.tokens, self.weights = event.rows, event.weights  # [n] of each expert, or None
-        self.exact = self.uncomputed = event.experts.size  # requests of the cache come first
+        self.exact = self.uncomputed = event.experts.size  # exact requests come first
         self.ready: list[int] = []  # requests that can be computed now
-        self.missing: dict[int, int] = {}  # piece -> request, on its way or to be asked for
-        self.blocked: dict[int, int] = {}  # request -> the later one that takes over its slot
+        self.missing: dict[int, int] = {}  # piece -> request: on its way, or to be requested
+        self.blocked: dict[int, int] = {}  # request -> the later one that reuses its slot
         self.waiting: list[int] = []  # requests without a slot, the next one last
-        self.passing: set[int] = set()  # experts in borrowed slots
-        self.freed: set[int] = set()  # residents whose slots the step may reuse
+        self.streamed: set[int] = set()  # experts in borrowed slots
+        self.released: set[int] = (
+            set()
+        )  # computed residents, unpinned for the step's other requests
         self.groups: dict[int, Sequence[int]] = {}  # requests being computed, by device
-        self.began: dict[int, float] = {}  # when each group of them was ordered
-        self.part = EXACT  # what the group under way computes: a segment, or a form
-        self.stage: list[int] = []  # the next part of each request; empty: they have one
+        self.start_times: dict[int, float] = {}  # when each group was ordered
+        self.part = EXACT  # of the current group: a segment, or a form
+        self.next_part: list[int] = []  # of each request; empty: experts have one part
         self.secondary_slots: dict[int, int] = {}  # request -> secondary slot
-        self.lacking: list[int] = []  # requests whose secondary slot is yet to be found
-        self.substitutes: set[int] = set()  # pinned experts that others are computed with
-        self.late: set[int] = set()  # pieces whose prefetch was under way
-        self.on_host: dict[int, tuple[int, bool]] = {}  # request -> host slot, and is it there?
-        self.lent: set[int] = set()  # pieces whose host slots the step keeps
+        self.awaiting_secondary: list[int] = []  # requests without a secondary slot yet
+        self.substitutes: set[int] = set()  # pinned experts whose weights stand in for others
+        self.late_pieces: set[int] = set()  # pieces whose prefetch was not complete
+        self.on_host: dict[
+            int, tuple[int, bool]
+        ] = {}  # request -> (host slot, is it resident there)
+        self.host_leases: set[int] = set()  # pieces whose host slots the step has leased
         self.failed = -1
-        self.ending = False  # cancelled or failed: it waits for what is moving, then ends
+        self.aborted = False  # cancelled or failed: ends once nothing is moving
 
-    # ---- the beginning
+    # ---- the start of a step
 
     def choose(self, event: Routed, requests: Ints) -> None:
-        """Ask the cache for these of the routed experts alone."""
+        """Restrict the exact requests to these of the routed experts."""
         if requests.size < event.experts.size:
             self.array = event.experts[requests]
             self.tokens = None if event.rows is None else event.rows[requests]
             self.weights = None if event.weights is None else event.weights[requests]
             self.exact = self.uncomputed = requests.size
 
-    def begin(self, served: Served) -> None:
-        """The cache has given slots to the exact requests."""
-        self.served, self.pinned, self._asked = served, served.pinned, self.array
+    def begin(self, served: ServedStep) -> None:
+        """Begin with the slots that the cache has given to the exact requests."""
+        self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.tier_slots[served.slots]
         self.hits: list[int] = served.hits.tolist()
         self.ready = [request for request, hit in enumerate(self.hits) if hit]
 
-    def begin_resident(self, served: Served, now: float) -> ComputeGroup:
-        """Every request has hit, on one device: they are one group."""
-        self.served, self.pinned, self._asked = served, served.pinned, self.array
-        self.groups[0], self.began[0] = range(self.exact), now
+    def begin_resident(self, served: ServedStep, now: float) -> ComputeGroup:
+        """Begin a step of hits on one device; returns its only group."""
+        self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
+        self.groups[0], self.start_times[0] = range(self.exact), now
         return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
 
     def split(self) -> None:
-        """Every request has a top segment, and mostly a bottom one that needs a slot too."""
-        extras, secondary_of = self._placement.secondary, self._placement.secondary_of
-        self.stage = [EXACT] * len(self.experts)
-        self.lacking = [r for r, expert in enumerate(self.experts) if secondary_of(expert) >= 0]
-        self._counts.bottoms += len(self.lacking)
-        self._counts.bottom_hits += sum(map(extras.whole, self.experts))
+        """Add bottom segments to the requests, which are those of tops."""
+        secondary, secondary_of = self._placement.secondary, self._placement.secondary_of
+        self.next_part = [EXACT] * len(self.experts)
+        self.awaiting_secondary = [
+            r for r, expert in enumerate(self.experts) if secondary_of(expert) >= 0
+        ]
+        self._counts.bottoms += len(self.awaiting_secondary)
+        self._counts.bottom_hits += sum(map(secondary.is_complete, self.experts))
 
     def approximate(self, event: Routed, plan: Plan) -> None:
         """Add the requests whose misses are approximated."""
@@ -101,7 +109,7 @@ class Step:
         self.experts = self.array.tolist()
         if self.tokens is not None and event.rows is not None:
             self.tokens = np.concatenate([self.tokens, event.rows[plan.request]])
-        self.stage = [EXACT] * first + forms
+        self.next_part = [EXACT] * first + forms
         low = [r for r, form in enumerate(forms, first) if form == LOW]
         skipped = forms.count(SKIP)
         slots = placement.tier_slots[placement.cache.state.slot_of[plan.weights]]
@@ -109,20 +117,20 @@ class Step:
         self.slots = np.concatenate([self.slots, slots])
         self.uncomputed = len(self.experts)
         self.ready += [r for r, form in enumerate(forms, first) if form != LOW]
-        self.lacking = low
+        self.awaiting_secondary = low
         counts = self._counts
         counts.low += len(low)
-        counts.low_hits += sum(placement.secondary.whole(self.experts[r]) for r in low)
+        counts.low_hits += sum(placement.secondary.is_complete(self.experts[r]) for r in low)
         counts.left_out += skipped
         counts.substituted += len(forms) - len(low) - skipped
 
-    def leave_on_host(self) -> None:
-        """Have requests computed in host memory as soon as their bytes are there."""
+    def compute_on_host(self) -> None:
+        """Have requests computed by the host as soon as their bytes are in host memory."""
         for request, (slot, resident) in self.on_host.items():
             piece = self.experts[request]
             self.slots[request] = slot
             if resident:
-                self.lent.add(piece)
+                self.host_leases.add(piece)
                 self.ready.append(request)
             else:
                 self.missing[piece] = request
@@ -130,58 +138,58 @@ class Step:
         self._counts.on_host += len(self.on_host)
 
     def present(self) -> set[int]:
-        """The step's experts that are where they are computed from."""
+        """The step's experts that are in the slots that they are computed from."""
         experts = self.array.tolist()
-        if not (self.missing or self.waiting or self.lacking or self.on_host):
+        if not (self.missing or self.waiting or self.awaiting_secondary or self.on_host):
             return {*experts}
         absent = {piece % self._placement.pieces.experts for piece in self.missing}
-        absent |= {experts[r] for r in (*self.waiting, *self.lacking, *self.on_host)}
+        absent |= {experts[r] for r in (*self.waiting, *self.awaiting_secondary, *self.on_host)}
         return {*experts} - absent
 
     # ---- slots
 
-    def ask(self, request: int, slot: int) -> None:
-        """Demand a request's expert for a slot of the tier."""
+    def demand(self, request: int, slot: int) -> None:
+        """Request the transfer of an expert to a slot of the tier."""
         expert = self.experts[request]
-        if expert in self.missing:  # it waited for its slot
+        if expert in self.missing:  # it has waited for its slot
             del self.missing[expert]
         self.missing[self._transfers.demand(expert, slot)] = request
 
     def claim_secondary(self) -> None:
-        """Give secondary slots to requests whose first slot is theirs, in their order."""
-        extras, counts = self._placement.secondary, self._counts
+        """Give secondary slots to requests that have their first slot, in their order."""
+        secondary, counts = self._placement.secondary, self._counts
         later = {*self.waiting, *self.blocked.values()}
-        for request in [r for r in self.lacking if r not in later]:
+        for request in [r for r in self.awaiting_secondary if r not in later]:
             expert = self.experts[request]
-            moving, complete = expert in extras.slot_of, extras.whole(expert)
-            ahead = extras.awaits_use(expert)
-            slot = extras.claim(expert)
+            moving, complete = expert in secondary.slot_of, secondary.is_complete(expert)
+            ahead = secondary.is_prefetched(expert)
+            slot = secondary.claim(expert)
             if slot < 0:
                 continue
-            self.lacking.remove(request)
+            self.awaiting_secondary.remove(request)
             self.secondary_slots[request] = slot
             if complete:
                 counts.useful += ahead
                 self.secondary_landed(request)
                 continue
             piece = self._placement.secondary_of(expert)
-            if moving:  # a prefetch that is under way; one that was dropped is begun again
+            if moving:  # a prefetch under way; a dropped one is begun again
                 counts.late += not self._transfers.entries[piece].dropped
-                self.late.add(piece)
+                self.late_pieces.add(piece)
             self.missing[piece] = request
             self._transfers.add(piece, self._placement.secondary_tier_slot(slot))
 
     def secondary_landed(self, request: int) -> None:
-        """A request's bottom segment or copy is there; a bottom waits for its top."""
-        if self.stage[request] == LOW:
+        """Mark a copy as ready; a bottom segment waits until its top is computed."""
+        if self.next_part[request] == LOW:
             self.ready.append(request)
 
     def stream(self, request: int, slot: int) -> None:
-        """Have a request's expert pass through a borrowed slot."""
+        """Stream a request's expert through a borrowed slot."""
         piece = self.experts[request]
         self.waiting.remove(request)
         self._placement.buffer.occupy(piece, slot)
-        self.passing.add(piece)
+        self.streamed.add(piece)
         self.missing[piece] = request
         self.slots[request] = self._placement.tier_slots[slot]
         self._transfers.add(piece, int(self.slots[request]))
@@ -189,16 +197,18 @@ class Step:
     # ---- groups
 
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
-        """Order what is ready, one group on every device, and the host, that computes none now:
-        top segments, and bottom ones where no top is."""
-        if self._one_place and not (self.stage or self.on_host):
+        """Order the requests that are ready: one group on each idle device, and on the host.
+
+        Bottom segments are computed where no top segment is ready.
+        """
+        if self._one_place and not (self.next_part or self.on_host):
             if self.groups:
                 return ()
             requests, self.ready = self.ready, []
-            self.groups[0], self.began[0] = requests, now
+            self.groups[0], self.start_times[0] = requests, now
             return (ComputeGroup(self.array[requests], self.slots[requests]),)
         ready, self.ready = self.ready, []
-        groups, orders = self._divided(ready), []
+        groups, orders = self._divide(ready), []
         for device, requests in sorted(groups.items()):
             slots = self.slots[requests]
             if self.part:
@@ -208,115 +218,121 @@ class Step:
                     for r in requests
                 ]
                 slots = np.array(each, np.int64)
-            self.began[device] = now
+            self.start_times[device] = now
             orders.append(ComputeGroup(self.array[requests], slots, device, self.part))
         self.groups |= groups
         return orders
 
-    def _divided(self, ready: list[int]) -> dict[int, list[int]]:
-        """Requests that are ready, by device; those that must wait for a group go back."""
-        if self.stage and not self.groups:
-            self.part = min(self.stage[request] for request in ready)
+    def _divide(self, ready: list[int]) -> dict[int, list[int]]:
+        """Divide ready requests by device; those on a busy device go back to `ready`."""
+        if self.next_part and not self.groups:
+            self.part = min(self.next_part[request] for request in ready)
         home, groups = self._placement.home_device, dict[int, list[int]]()
         for request in ready:
             device = HOST if request in self.on_host else home[self.experts[request]]
-            later = device in self.groups or (self.stage and self.stage[request] != self.part)
+            later = device in self.groups or (
+                self.next_part and self.next_part[request] != self.part
+            )
             (self.ready if later else groups.setdefault(device, [])).append(request)
         return groups
 
     def describe_group(self, device: int, requests: Sequence[int]) -> ComputedGroup:
-        """What observers are told of a group."""
-        form = EXACT if self._split or not self.stage else self.stage[requests[0]]
+        """Describe a group for options."""
+        form = EXACT if self._split or not self.next_part else self.next_part[requests[0]]
         tokens = [1] * len(requests) if self.tokens is None else self.tokens[requests].tolist()
         experts = self.array[requests].tolist()
         return ComputedGroup(self.layer, self.prefill, device, form, experts, tokens)
 
     def computed(self, requests: Sequence[int]) -> None:
-        """A group is computed."""
-        if not (self.stage or self.on_host or self.passing or self.waiting or self.blocked):
+        """End the requests of a computed group, or begin their next part."""
+        if not (self.next_part or self.on_host or self.streamed or self.waiting or self.blocked):
             self.uncomputed -= len(requests)
             return
         for request in requests:
-            if not (self.stage and self.goes_on(request)):
-                self.request_over(request)
+            if not (self.next_part and self.has_next_part(request)):
+                self.end_request(request)
 
     def experts_on_host(self) -> set[int]:
-        """Experts that the host computes, or will: they are not moved now."""
+        """The experts that the host computes, which are not prefetched now."""
         return {self.experts[request] for request in self.on_host}
 
-    def goes_on(self, request: int) -> bool:
-        """A part of a request is computed: whether its bottom segment follows."""
-        extras, expert = self._placement.secondary, self.experts[request]
+    def has_next_part(self, request: int) -> bool:
+        """Advance a request by a computed part; tell whether a bottom segment follows."""
+        secondary, expert = self._placement.secondary, self.experts[request]
         if self._split:
-            self.stage[request] += 1
-            if self.stage[request] == 1 and self._placement.secondary_of(expert) >= 0:
-                if request in self.secondary_slots and extras.whole(expert):
+            self.next_part[request] += 1
+            if self.next_part[request] == 1 and self._placement.secondary_of(expert) >= 0:
+                if request in self.secondary_slots and secondary.is_complete(expert):
                     self.ready.append(request)
                 return True
         if request in self.secondary_slots:
-            extras.done(expert)
+            secondary.release(expert)
             del self.secondary_slots[request]
         return False
 
-    def request_over(self, request: int) -> None:
-        """A request is computed: who waits for its slot may have it."""
+    def end_request(self, request: int) -> None:
+        """End a computed request; requests that wait for its slot get it."""
         self.uncomputed -= 1
         piece = self.experts[request]
         if request in self.on_host:
-            self.lent.remove(piece)
-            self._leave_host(piece)
-        elif piece in self.passing:
-            self.passing.remove(piece)
+            self.host_leases.remove(piece)
+            self._release_host_slot(piece)
+        elif piece in self.streamed:
+            self.streamed.remove(piece)
             self._placement.return_slot(piece)
         elif self.waiting and self.pinned and request < self.exact:
-            self.freed.add(piece)
+            self.released.add(piece)
             self._placement.cache.release(self.array[request : request + 1])
         if self.blocked:
             successor = self.blocked.pop(request, None)
-            if successor is not None and not self.ending:
-                self.ask(successor, int(self.slots[successor]))
+            if successor is not None and not self.aborted:
+                self.demand(successor, int(self.slots[successor]))
 
-    def _leave_host(self, piece: int) -> None:
+    def _release_host_slot(self, piece: int) -> None:
         assert self._transfers.host is not None
-        self._transfers.host.leave(piece, True)
+        self._transfers.host.release(piece, True)
 
     # ---- the end
 
     @property
     def landing(self) -> bool:
-        """Whether something of the step is computed or on its way yet."""
+        """Groups or transfers of the step are still under way."""
         return bool(self.groups) or any(p in self._transfers.entries for p in self.missing)
 
-    def end(self) -> None:
-        """Let nothing more of the step start."""
-        self.ending = True
+    def abort(self) -> None:
+        """Abort the step: nothing more of it starts."""
+        self.aborted = True
         self.waiting.clear()
-        self.lacking.clear()
+        self.awaiting_secondary.clear()
         for piece in self.missing:
             if piece in self._transfers.entries:
                 self._transfers.queue.drop(piece)
 
     def close(self) -> None:
-        """End all leases, of a step that is computed or was given up."""
-        placement, cache, extras = self._placement, self._placement.cache, self._placement.secondary
+        """End all leases of a step that is over."""
+        placement, cache, secondary = (
+            self._placement,
+            self._placement.cache,
+            self._placement.secondary,
+        )
         if self.pinned:
-            asked = self._asked
-            if self.freed:
-                asked = np.array([e for e in asked.tolist() if e not in self.freed], np.int64)
-            cache.release(asked)
-        for piece in self.lent:
-            self._leave_host(piece)
-        for piece in self.passing:
+            pieces = self._served_pieces
+            if self.released:
+                pieces = np.array([e for e in pieces.tolist() if e not in self.released], np.int64)
+            cache.release(pieces)
+        for piece in self.host_leases:
+            self._release_host_slot(piece)
+        for piece in self.streamed:
             placement.return_slot(piece)
         for piece in self.missing:
             expert = piece % placement.pieces.experts
-            self._transfers.forget_join(piece)
+            self._transfers.release_copy(piece)
             if placement.is_secondary(piece):
-                extras.lose(expert)
+                secondary.free(expert)
             elif cache.state.slot_of[expert] >= 0:
                 cache.remove(expert, self.clock)
         for expert in self.substitutes:
             cache.state.pinned[expert] -= 1
         for request in self.secondary_slots:
-            if self.experts[request] in extras.slot_of:
-                extras.done(self.experts[request])
+            if self.experts[request] in secondary.slot_of:
+                secondary.release(self.experts[request])

@@ -1,4 +1,4 @@
-"""What options and drivers may know of the scheduler's state."""
+"""Read-only access to the scheduler's state, for options and drivers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
-from greenroom.core.plan import Flags, Flight
+from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.prefetch.lookahead import Accuracy
 from greenroom.core.transfers.transfers import Transfers
 
 
 class StateView:
-    """The `View` of options; the rest is for drivers.
+    """The `View` that options get, with further properties for drivers.
 
-    accuracy: of predictions
-    lanes:    transfers at a time on each link
-    staging_slots: of all links
-    sources:  the links that what is brought crosses first
+    accuracy:      of predictions
+    lanes:         transfers at a time, on each link
+    staging_slots: how many there are
+    sources:       the first link of each path to a device
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class StateView:
     # ---- for drivers
 
     def counted(self) -> Counts:
-        """What happened so far; a copy."""
+        """Return a copy of the counters."""
         return replace(self._counts)
 
     @property
     def misses(self) -> int:
-        """Requests so far that were no hits."""
+        """Requests so far that were misses."""
         return self._counts.misses
 
     @property
@@ -50,21 +50,23 @@ class StateView:
 
     @property
     def scope(self) -> Scope:
-        """Which layers share slots."""
+        """The scope of the cache: the layers that share slots."""
         return self._placement.cache.scope
 
     @property
     def borrow_limit(self) -> int:
-        """Slots that may be on loan at a time."""
+        """The most slots that may be borrowed at a time."""
         return self._placement.buffer.size
 
     def group_sizes(self) -> list[int]:
-        """Slots of each group of layers (or devices) that share slots."""
+        """Slots of each slot group: of all layers or each, on each device."""
         return self._placement.cache.sizes
 
     def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
-        """BudgetError where so many slots cannot be, or leave a group none beside what is kept (or
-        shall be)."""
+        """Raise BudgetError unless each slot group would have a slot that is not pinned.
+
+        `pinned_set` stands for another set of pinned pieces than the present one.
+        """
         self._placement.cache.sizes_for(capacity, pinned_set)
 
     # ---- for options
@@ -76,23 +78,23 @@ class StateView:
     def borrowed(self, expert: int) -> bool:
         return expert in self._placement.buffer.borrowed
 
-    def in_flight(self, expert: int) -> Flight | None:
+    def in_flight(self, expert: int) -> TransferStatus | None:
         entry = self._transfers.entries.get(expert)
         if entry is None:
             return None
-        return Flight(entry.started == entry.chunks and not entry.dropped)
+        return TransferStatus(entry.started == entry.chunks and not entry.dropped)
 
     def in_host(self, expert: int) -> bool:
         return self._transfers.host is not None and self._transfers.host.has(expert)
 
     def room(self, expert: int) -> int:
         cache, buffer = self._placement.cache, self._placement.buffer
-        return cache.open(int(cache.state.group_of[expert])) - len(buffer.borrowed)
+        return cache.unpinned_slots(int(cache.state.group_of[expert])) - len(buffer.borrowed)
 
     def promotions(self) -> int:
         if self._placement.cache.policy.preload is not None:
             return 0
         return self._placement.buffer.size
 
-    def backlog(self, own: Sequence[int]) -> Sequence[tuple[int, int, int]]:
-        return list(self._transfers.queue.load(own))
+    def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
+        return list(self._transfers.queue.backlog(step_pieces))

@@ -1,1 +1,1 @@
-"""What the links carry: the queue of transfers, and the tier of host memory between two links."""
+"""Transfers over links: their queue, and the host tier between two links."""

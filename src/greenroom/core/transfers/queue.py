@@ -1,16 +1,16 @@
-"""The transfer queue: which chunk of which piece a link carries next.
+"""The transfer queue: the order in which links carry the chunks of pieces.
 
-Pieces come over one link (disk to slots) or a chain of them (disk to host to device); every link
-has lanes, and a line of what it may carry. Demand goes before prefetch; within each, first come
-first served. There is one entry a piece; upgrading a prefetch to a demand keeps the chunks that
-were moved. What a lane has begun it ends, so a new demand waits for at most one chunk a lane.
+Pieces cross one link (disk to slots) or a chain of links (disk to host to device). Every link has
+lanes, and queues of demands and of prefetches. Demands go first; each queue is first in, first out.
+A piece has one entry; upgrading a prefetch to a demand keeps the chunks that were moved. A lane
+completes the chunk that it has started, so a new demand waits for at most one chunk a lane.
 
-In a chain a chunk sits in a staging slot, from the start of its first transfer to the end of its
-last. Staging slots are few; prefetches leave one for every lane, so that a demand never waits for a
-staging slot that a prefetch holds. Where a tier between two links holds pieces (`tiers`), a piece
-goes by its slot there instead, and a piece that the tier already has crosses the last link alone.
+In a chain a chunk occupies a staging slot from the start of its first transfer to the end of its
+last. Prefetches leave a staging slot free for every lane, so that a demand never waits for one that
+a prefetch holds. Where a tier between two links caches pieces (`tiers`), a piece with a slot there
+passes through this slot instead, and a piece that the tier already has crosses the last link only.
 
-Where there are several devices, each has a last link of its own, and what leads there is shared.
+Each of several devices has its own last link; the links before it are shared.
 """
 
 from __future__ import annotations
@@ -26,20 +26,28 @@ from greenroom.core.transfers.tiers import HostTier
 
 
 class Urgency(IntEnum):
+    """The urgency of a transfer: demands go before prefetches."""
+
     DEMAND = 0
     PREFETCH = 1
 
 
 @dataclass(slots=True)
 class Entry:
-    """A piece on its way: `started` chunks were given to the first link, `landed` are in the slot.
+    """The transfer of a piece; it stays in the queue while chunks move.
 
-    `path` are the links that lead to its device; `staged[h]` are the (chunk, staging slot) that
-    wait for the h-th of them; `moving` chunks are on some lane now.
-    `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
-    `host_slot` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there;
-    `host_resident`: all of it was there from the start; `host_only`: it goes no further than that.
-    `finished`: its last chunk has landed, or it was given up and nothing of it moves.
+    path:          the links that lead to the piece's device
+    staged:        for each link of the path, the (chunk, staging slot) that wait for it
+    started:       chunks given to the first link
+    read:          chunks that have crossed the first link
+    landed:        chunks in the slot
+    moving:        chunks on lanes now
+    dropped:       no more chunks start
+    upgraded:      began as a prefetch, is a demand now
+    host_slot:     its slot in the host tier; -1: none
+    host_resident: all of it was in the host tier from the start
+    host_only:     it stays in the host tier, and does not go on to the device
+    finished:      its last chunk has landed, or it was dropped and nothing of it moves
     """
 
     piece: int
@@ -66,7 +74,7 @@ class Entry:
 
 
 class TransferQueue:
-    """Entries by piece; those with chunks to start wait in one line a link and urgency."""
+    """Transfers by piece, and for each link queues of those with chunks to start."""
 
     def __init__(
         self,
@@ -75,26 +83,28 @@ class TransferQueue:
         host: HostTier | None = None,
         devices: int = 1,
     ) -> None:
-        """`lanes[h]` transfers at a time on the h-th link of a chain, whose last one there is for
-        each device; `staging_slots` hold chunks in a chain; `host` is the tier between two."""
+        """
+        lanes:         transfers at a time, on each link of the chain to a device
+        staging_slots: for chunks in a chain; None: as many as the lanes need
+        host:          the tier between the two links of a chain
+        devices:       each has its own last link
+        """
         if host is not None and len(lanes) != 2:
-            raise ValueError(f"a middle tier is between two links, not {len(lanes)}")
+            raise ValueError(f"a host tier needs a chain of two links, got {len(lanes)}")
         self.host, before = host, len(lanes) - 1
         self.paths = [(*range(before), before + device) for device in range(devices)]
         chained, self.lanes = before > 0, spread(lanes, devices)
-        # The links whose pace says what a transfer takes: the first, unless nothing needs it.
+        # The links that set the pace: the first one, or the last ones where the host holds all.
         first = 1 if host is not None and host.holds_all else 0
         self.paced = {path[first] for path in self.paths}
         self.entries: dict[int, Entry] = {}
         self.demands = 0  # entries that are demands
-        self.moving = 0  # chunks on lanes of the links that set the pace now
-        # What waits for each link, by urgency, in order.
-        self._lines: list[tuple[dict[int, Entry], dict[int, Entry]]] = [
-            ({}, {}) for _ in self.lanes
-        ]
+        self.moving = 0  # chunks on lanes of the paced links
+        # Of each link, the queues of demands and of prefetches.
+        self._queues = [(dict[int, Entry](), dict[int, Entry]()) for _ in self.lanes]
         self._last_first = tuple(range(len(self.lanes)))[::-1]
         self._idle = [list(range(n))[::-1] for n in self.lanes]
-        self._carried: dict[tuple[int, int], tuple[Entry, StartChunk]] = {}
+        self._on_lanes: dict[tuple[int, int], tuple[Entry, StartChunk]] = {}
         self.staging_slots = (
             count_staging_slots(self.lanes) if staging_slots is None else staging_slots
         )
@@ -112,57 +122,61 @@ class TransferQueue:
         urgency: Urgency = Urgency.DEMAND,
         device: int = 0,
     ) -> Entry:
-        """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""
+        """Request a piece; a demand upgrades the entry of a prefetch under way."""
         if piece not in self.entries:
             path = self.paths[device]
             staged = [deque[tuple[int, int]]() for _ in path] if len(path) > 1 else []
             entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, path, staged)
             if self.host is not None:
-                entry.host_slot, entry.host_resident = self.host.ask(piece)
+                entry.host_slot, entry.host_resident = self.host.request(piece)
             if entry.host_resident:
                 entry.started = entry.read = chunks
                 staged[1].extend((chunk, -1) for chunk in range(chunks))
-            self._lines[path[int(entry.host_resident)]][urgency][piece] = entry
+            self._queues[path[int(entry.host_resident)]][urgency][piece] = entry
             self.demands += urgency is Urgency.DEMAND
             return entry
         entry = self.entries[piece]
         if urgency < entry.urgency:
             for link in entry.path:
-                if self._lines[link][entry.urgency].pop(piece, None) is not None:
-                    self._lines[link][urgency][piece] = entry
+                if self._queues[link][entry.urgency].pop(piece, None) is not None:
+                    self._queues[link][urgency][piece] = entry
             entry.urgency, entry.upgraded = urgency, True
             self.demands += 1
         return entry
 
-    def bring(self, piece: int, host: int, chunks: int, device: int = 0) -> Entry:
-        """Ask for a piece in a slot of the middle tier, where it stays the caller's once it is
-        there; nothing of it may be on its way."""
+    def add_to_host(self, piece: int, host_slot: int, chunks: int, device: int = 0) -> Entry:
+        """Request a piece in a slot of the host tier, which the caller releases later.
+
+        The piece may not be on its way already.
+        """
         path = self.paths[device][:1]
         entry = self.entries[piece] = Entry(
-            piece, -1, chunks, Urgency.DEMAND, path, [], host_slot=host, host_only=True
+            piece, -1, chunks, Urgency.DEMAND, path, [], host_slot=host_slot, host_only=True
         )
-        self._lines[path[0]][Urgency.DEMAND][piece] = entry
+        self._queues[path[0]][Urgency.DEMAND][piece] = entry
         self.demands += 1
         return entry
 
-    def load(self, wanted: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        """(link, piece, chunks) that a new demand waits for: what is left of the `wanted`, and of
-        others what is on a lane."""
-        for piece in wanted:
+    def backlog(self, step_pieces: Collection[int]) -> Iterator[tuple[int, int, int]]:
+        """Chunks that a new demand waits for, as (link, piece, chunks).
+
+        They are all remaining chunks of `step_pieces`, and those of other pieces on lanes.
+        """
+        for piece in step_pieces:
             if (entry := self.entries.get(piece)) is not None:
                 yield entry.path[0], piece, 0 if entry.host_resident else entry.chunks - entry.read
                 yield entry.path[-1], piece, entry.chunks - entry.landed
-        for (link, _), (entry, _) in self._carried.items():
-            if entry.piece not in wanted:
+        for (link, _), (entry, _) in self._on_lanes.items():
+            if entry.piece not in step_pieces:
                 yield link, entry.piece, 1
 
     def start(self) -> Iterator[StartChunk]:
-        """Give idle lanes chunks, the last links first, until none is idle or none may start."""
+        """Start chunks on idle lanes, the last links first, as long as one may start."""
         for link in self._last_first:
-            idle, (demands, prefetches) = self._idle[link], self._lines[link]
-            while idle and (line := demands or prefetches):
-                for piece in line:
-                    entry = line[piece]
+            idle, (demands, prefetches) = self._idle[link], self._queues[link]
+            while idle and (queue := demands or prefetches):
+                for piece in queue:
+                    entry = queue[piece]
                     break
                 first = link == entry.path[0]
                 staging = first and self._free_staging is not None and entry.host_slot < 0
@@ -179,47 +193,40 @@ class TransferQueue:
                     chunk, staging_slot = staged.popleft()
                     more = bool(staged)
                 if not more:
-                    del line[piece]
+                    del queue[piece]
                 entry.moving += 1
                 self.moving += link in self.paced
-                begins = chunk == 0 and link == entry.path[int(entry.host_resident)]
+                starts = chunk == 0 and link == entry.path[int(entry.host_resident)]
                 lane, demand = idle.pop(), entry.urgency is Urgency.DEMAND
                 action = StartChunk(
-                    lane,
-                    entry.piece,
-                    entry.slot,
-                    chunk,
-                    link,
-                    staging_slot,
-                    demand,
-                    entry.host_slot,
-                    begins,
-                )
-                self._carried[link, lane] = entry, action
+                    lane, entry.piece, entry.slot, chunk, link, staging_slot, demand,
+                    entry.host_slot, starts,
+                )  # fmt: skip
+                self._on_lanes[link, lane] = entry, action
                 yield action
 
     def open_for(self, urgency: Urgency, device: int = 0) -> bool:
-        """Whether one more piece of this urgency could begin at once, on its way to a device.
+        """Tell whether one more piece could start at once on its way to a device.
 
-        With a middle tier it may need the last link alone, so nothing may wait for that.
+        With a host tier the piece may need the last link only, so nothing may wait for that link.
         """
         path = self.paths[device]
-        if self.host is not None and any(self._lines[path[-1]]):
+        if self.host is not None and any(self._queues[path[-1]]):
             return False
         return bool(self._idle[path[0]]) and self._has_staging(urgency)
 
     def _has_staging(self, urgency: Urgency) -> bool:
-        """Whether a staging slot is free; prefetches leave one for every lane."""
+        """Tell whether a staging slot may be used; prefetches leave one for every lane."""
         if self._free_staging is None:
             return True
         return len(self._free_staging) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
 
     def land(self, link: int, lane: int, ok: bool = True) -> Entry:
-        """A lane has delivered its chunk, or failed to; a failure drops the entry.
+        """Record that a lane has delivered its chunk, or failed to, which drops the entry.
 
         The entry leaves the queue (`finished`) with its last chunk, or once nothing of it moves.
         """
-        entry, action = self._carried.pop((link, lane))
+        entry, action = self._on_lanes.pop((link, lane))
         self._idle[link].append(lane)
         entry.moving -= 1
         self.moving -= link in self.paced
@@ -230,47 +237,47 @@ class TransferQueue:
             self.drop(entry.piece)
         if last or entry.dropped:
             entry.landed += last and ok
-            self._vacate(action.staging_slot)
+            self._free_slot(action.staging_slot)
         else:
             hop = entry.path.index(link) + 1
             entry.staged[hop].append((action.chunk, action.staging_slot))
-            self._lines[entry.path[hop]][entry.urgency].setdefault(entry.piece, entry)
+            self._queues[entry.path[hop]][entry.urgency].setdefault(entry.piece, entry)
         if entry.moving == 0 and (entry.dropped or entry.landed == entry.chunks):
             entry.finished = True
             if entry.piece in self.entries:
-                self._leave(entry)
+                self._remove(entry)
         return entry
 
     def drop(self, piece: int) -> bool:
-        """Start no more chunks of a piece. True where nothing of it is moving: its slot is free.
+        """Drop a piece: no more of its chunks start. True if none is moving: its slot is free.
 
-        Where a chunk is still moving the entry stays until that has landed.
+        Otherwise the entry stays until its moving chunks have landed.
         """
         entry = self.entries[piece]
         entry.dropped = True
         for link in entry.path:
-            self._lines[link][entry.urgency].pop(piece, None)
+            self._queues[link][entry.urgency].pop(piece, None)
         for staged in entry.staged:
             while staged:
-                self._vacate(staged.popleft()[1])
+                self._free_slot(staged.popleft()[1])
         if entry.moving:
             return False
-        self._leave(entry)
+        self._remove(entry)
         return True
 
-    def _leave(self, entry: Entry) -> None:
-        """Nothing of a piece moves any more: it has arrived, or was given up."""
+    def _remove(self, entry: Entry) -> None:
+        """Remove an entry of which nothing moves: it has arrived, or was dropped."""
         del self.entries[entry.piece]
         self.demands -= entry.urgency is Urgency.DEMAND
         if entry.host_slot >= 0 and not (entry.host_only and entry.arrived):
             assert self.host is not None
-            self.host.leave(entry.piece, entry.read == entry.chunks)
+            self.host.release(entry.piece, entry.read == entry.chunks)
 
-    def _vacate(self, staging_slot: int) -> None:
+    def _free_slot(self, staging_slot: int) -> None:
         if self._free_staging is not None and staging_slot >= 0:
             self._free_staging.append(staging_slot)
 
 
 def count_staging_slots(lanes: Sequence[int]) -> int:
-    """Seats that a chain of links needs: for every lane one in use, and one that waits."""
+    """Staging slots of a chain of links: for every lane one in use, and one that waits."""
     return 2 * sum(lanes)

@@ -1,4 +1,4 @@
-"""Transfers: pieces on their way to slots, and the chunks that links carry for them."""
+"""Transfers: pieces on their way to slots, and their chunks on links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OnLink = Callable[[float, int, bool, bool], None]  # (now, chunks moving, demand
 
 
 class Transfers:
-    """The queue of transfers. It chooses where a piece comes from when the piece gets its slot.
+    """Transfers of pieces to their slots, by a queue for the links.
 
-    An exact expert whose nested copy is in its slot comes as what the copy lacks, and leases the
-    copy until the two are joined.
+    Of an exact expert whose nested copy has a slot, only the remainder that the copy lacks is
+    transferred; the transfer leases the copy until the two are joined.
     """
 
     def __init__(
@@ -36,74 +36,73 @@ class Transfers:
         self.queue = TransferQueue(chain, staging_slots, host, pieces.devices)
         self.host = host
         self.entries = self.queue.entries
-        self.busy = False  # something is on its way, or the pace of links is to be told
+        self.busy = False  # a transfer is under way, or the pace of links is to be updated
         self._placement, self._counts, self._on_link = placement, counts, on_link
         self._chunks: list[int] = pieces.chunks.tolist()
         self._home = placement.home_device
         self._nbytes: list[int] = pieces.nbytes.tolist()
         self._nested = pieces.copies is not None and bool(pieces.copies.remainder)
-        self.copy_slots: dict[int, int] = {}  # piece -> the tier's slot of the copy that it joins
+        self.copy_slots: dict[int, int] = {}  # remainder -> the tier's slot of its copy
         self._on_start = [o.started for o in options if overrides(o, "started")]
         self._on_land = [o.landed for o in options if overrides(o, "landed")]
 
-    # ---- asking for pieces
+    # ---- requests for pieces
 
     def demand(self, expert: int, slot: int) -> int:
-        """Ask for a step's expert. Returns the piece that comes: all of it, or what its copy
-        lacks."""
-        extras = self._placement.secondary
+        """Request a step's expert; returns the piece to transfer: all, or what its copy lacks."""
+        secondary = self._placement.secondary
         piece = expert
-        if self._nested and extras.whole(expert):
+        if self._nested and secondary.is_complete(expert):
             piece = 2 * self._placement.pieces.experts + expert
-            self.copy_slots[piece] = self._placement.secondary_tier_slot(extras.claim(expert))
+            self.copy_slots[piece] = self._placement.secondary_tier_slot(secondary.claim(expert))
             self._counts.joined += 1
         self.add(piece, slot)
         return piece
 
     def add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        """Ask for a piece; one that is on its way keeps its slot."""
+        """Request a piece; a piece that is on its way keeps its slot."""
         self.busy = True
         return self.queue.add(piece, slot, self._chunks[piece], urgency, self._home[piece])
 
     def bring_to_host(self, piece: int, slot: int) -> None:
-        """Ask for a piece in host memory, where it is to be computed."""
+        """Request a piece in host memory, where it is to be computed."""
         self.busy = True
-        self.queue.bring(piece, slot, self._chunks[piece], self._home[piece])
+        self.queue.add_to_host(piece, slot, self._chunks[piece], self._home[piece])
 
     def prefetch(self, piece: int, slot: int) -> None:
-        """Ask for a piece before its step."""
+        """Request a piece before its step."""
         self.add(piece, slot, Urgency.PREFETCH)
         self._counts.prefetches += 1
 
     def drop_prefetch(self, piece: int) -> None:
-        """Give up a prefetch that is under way; a chunk on a lane lands first."""
+        """Drop a prefetch that is under way; a chunk on a lane lands first."""
         if not self.entries[piece].dropped:
             self._counts.dropped += 1
             if self.queue.drop(piece):
                 self._placement.vacate(piece)
 
-    def forget_join(self, piece: int) -> None:
-        """End the lease of a copy whose expert did not come."""
+    def release_copy(self, piece: int) -> None:
+        """End the lease of a copy whose remainder did not arrive."""
         if self.copy_slots.pop(piece, -1) >= 0:
-            self._placement.secondary.done(piece % self._placement.pieces.experts)
+            self._placement.secondary.release(piece % self._placement.pieces.experts)
 
     # ---- chunks
 
     def start(self, actions: list[Action], now: float) -> None:
-        """Give every idle lane a chunk."""
+        """Start a chunk on every idle lane."""
         for chunk in self.queue.start():
-            if self.copy_slots and (joins := self.copy_slots.pop(chunk.piece, -1)) >= 0:
-                chunk.copy_slot = joins
-                self._placement.secondary.done(chunk.piece % self._placement.pieces.experts)
+            if self.copy_slots and (copy := self.copy_slots.pop(chunk.piece, -1)) >= 0:
+                chunk.copy_slot = copy
+                self._placement.secondary.release(chunk.piece % self._placement.pieces.experts)
             actions.append(chunk)
             for started in self._on_start:
                 started(chunk.link, chunk.lane, now)
-        if self._placement.buffer.size:  # the pace of links is of use to prefetches alone
+        if self._placement.buffer.size:  # only prefetches need the pace of links
             self._on_link(now, self.queue.moving, self.queue.demands > 0, False)
         self.busy = bool(self.entries)
 
     def land(self, link: int, lane: int, ok: bool, now: float) -> Entry:
-        """A lane has delivered its chunk, or failed to."""
+        """Record that a lane has delivered its chunk, or failed to."""
         entry = self.queue.land(link, lane, ok)
         for landed in self._on_land:
             nbytes = self._nbytes[entry.piece] / self._chunks[entry.piece]

@@ -345,7 +345,7 @@ class Driver:
         step = self.scheduler.step
         if self._prefill or step is None:
             return "prefill"
-        return "late" if step.late & step.missing.keys() else "miss"
+        return "late" if step.late_pieces & step.missing.keys() else "miss"
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """Handle a chunk that arrived or failed, in a thread of the copier."""
