@@ -453,5 +453,5 @@ def test_chunks_are_timed_on_the_first_link_alone():
 
 
 def test_prefetching_needs_pinned_steps():
-    with pytest.raises(UsageError, match="pin step"):
+    with pytest.raises(UsageError, match="set pin to step"):
         House(pin="none")
