@@ -18,7 +18,7 @@ from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.decoder import Key
+from greenroom.runtime.kernels.dense.decoder import ExpertsKey
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.no_gradient import without_gradient
@@ -113,7 +113,7 @@ def experts_with_residual(
 class FusedExperts:
     """The experts of consecutive layers, for one token in one parallel region."""
 
-    def __init__(self, bindings: Sequence[Binding], keys: Sequence[Key]) -> None:
+    def __init__(self, bindings: Sequence[Binding], keys: Sequence[ExpertsKey]) -> None:
         self._bindings, self._keys = bindings, keys
         self._driver = bindings[0].driver
         self._layers = [binding.layer for binding in bindings]
@@ -129,7 +129,7 @@ class FusedExperts:
         kernels: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
             one = binding.one_token_experts(top_k, dtype)
-            if one is None or not one.takes(dtype):
+            if one is None or not one.accepts(dtype):
                 return None
             kernels.append(one)
         return kernels
@@ -145,7 +145,7 @@ class FusedExperts:
         return self._driver.resident_steps(self._layers[first:], find)
 
 
-def fuse_experts(keys: Sequence[Key]) -> FusedExperts | None:
+def fuse_experts(keys: Sequence[ExpertsKey]) -> FusedExperts | None:
     """Fuse the experts of modules; None if not all are bound to one driver."""
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None

@@ -200,7 +200,7 @@ def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(
         raise StoreError("cannot be read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FusedDecoderLayer, "from_choice", fails)
+        patch.setattr(FusedDecoderLayer, "compute_from_choice", fails)
         with pytest.raises(StoreError):
             model(ids(1, 1), past_key_values=cache)
     assert calls == [True]
@@ -209,12 +209,12 @@ def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(
 
 
 def test_a_cache_of_which_one_layer_has_no_room_is_left_alone(model, regions, monkeypatch):
-    wanted, room = one_by_one(model), OneTokenAttention.room
+    wanted, room = one_by_one(model), OneTokenAttention.reserve
 
     def of_the_first_two(one: OneTokenAttention, cache: Any) -> Any:
         return room(one, cache) if one.module.layer_idx < 2 else None
 
-    monkeypatch.setattr(OneTokenAttention, "room", of_the_first_two)
+    monkeypatch.setattr(OneTokenAttention, "reserve", of_the_first_two)
     cache = model(ids(1, 7), use_cache=True).past_key_values
     layers = fused(model)
     assert layers(0, torch.zeros(1, 1, 64).bfloat16(), passed(model, cache)) is None
@@ -276,7 +276,7 @@ def test_words_are_made_anew_when_memory_has_moved(memory, plans):
         kernel = plan._kernel._kernel
         before = plan._scratches()
         if memory == "dense":
-            stored.scratch(1 << 22)
+            stored.thread_scratch(1 << 22)
         else:
             kernel.scratch(1 << 22)
         assert plan._scratches() != before or not any(plan._strides)
@@ -298,7 +298,7 @@ def test_a_cache_goes_with_its_answer(model, plans):
 
 def test_memory_that_moves_between_two_regions(unknown_ties, model, plans, monkeypatch):
     make_ties(model)
-    wanted, choose = one_by_one(model), FusedDecoderLayer.from_choice
+    wanted, choose = one_by_one(model), FusedDecoderLayer.compute_from_choice
 
     def asks_for_more(self: FusedDecoderLayer, *args: Any) -> torch.Tensor:
         kernel = plans[-1]._kernel._kernel if plans else None
@@ -306,7 +306,7 @@ def test_memory_that_moves_between_two_regions(unknown_ties, model, plans, monke
             kernel.scratch(64 + 2 * kernel._local.buffer.numel())
         return choose(self, *args)
 
-    monkeypatch.setattr(FusedDecoderLayer, "from_choice", asks_for_more)
+    monkeypatch.setattr(FusedDecoderLayer, "compute_from_choice", asks_for_more)
     fused(model)._pass.plan = None
     assert torch.equal(tokens(model, 2), wanted[:2])
     assert len(plans) > 2

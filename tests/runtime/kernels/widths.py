@@ -201,9 +201,9 @@ def of_stored(style: Style, width: int, outputs: int = 70) -> Iterator[Case]:
     def fill(nbytes: int, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(walled(nbytes))
 
-    for place, part in zip(matrix.fill(fill), parts.values(), strict=True):
+    for place, part in zip(matrix.allocate(fill), parts.values(), strict=True):
         place.view(torch.uint8).copy_(part.view(torch.uint8))
-    layer, values = nn.Linear(width, outputs, bias=False), matrix.decoded()
+    layer, values = nn.Linear(width, outputs, bias=False), matrix.decode()
     layer.register_parameter("weight", None)
     for rounded in (False, True):
         forward = linear_forward(layer, matrix, rounded)

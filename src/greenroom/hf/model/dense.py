@@ -45,7 +45,7 @@ class EncodedParameter:
 
     def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
         """Read the matrix into memory from `empty`, or raise CheckpointError."""
-        parts = self.stored.fill(empty)
+        parts = self.stored.allocate(empty)
         read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
 
 

@@ -1,4 +1,4 @@
-"""Compiled attention for one token: near torch's, only where it fits, and gone without a trace."""
+"""Compiled attention for one token: near torch's, only where it fits, and removable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from greenroom.hf.kv.cache import append_token
 from greenroom.runtime.kernels.dense.accelerate import accelerate
-from greenroom.runtime.kernels.dense.attention import fits
+from greenroom.runtime.kernels.dense.attention import is_common_attention
 
 SHAPE = {
     "hidden_size": 96,
@@ -210,8 +210,8 @@ def test_calls_that_do_not_fit_run_as_before():
 
 def test_only_the_common_parts_fit():
     module = make(*FITTING["qwen3_moe"])
-    assert fits(module)
+    assert is_common_attention(module)
     module.register_buffer("more", torch.zeros(1))
-    assert not fits(module)
-    assert not fits(make(*FITTING["qwen3_moe"]).float())
-    assert not fits(nn.Linear(3, 3))
+    assert not is_common_attention(module)
+    assert not is_common_attention(make(*FITTING["qwen3_moe"]).float())
+    assert not is_common_attention(nn.Linear(3, 3))

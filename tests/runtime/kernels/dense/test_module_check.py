@@ -21,10 +21,10 @@ def made() -> tuple[nn.Module, ModuleCheck]:
     """A linear layer in a parent, and what is taken for granted of both."""
     parent = nn.Sequential(nn.Linear(2, 2))
     guard, part = ModuleCheck(), ModuleCheck()
-    part.unheard(parent[0])
+    part.require_no_hooks(parent[0])
     part.weight(parent[0])
-    guard.same(parent._modules, "0", parent[0])
-    guard.same(vars(parent[0]), "forward", None)
+    guard.require_same(parent._modules, "0", parent[0])
+    guard.require_same(vars(parent[0]), "forward", None)
     guard.include(part)
     return parent, guard
 
@@ -72,14 +72,14 @@ def other_part(parent: nn.Sequential) -> Iterator[None]:
 )
 def test_a_change_shows_as_long_as_it_lasts(change: Callable[[nn.Module], Any]) -> None:
     parent, guard = made()
-    assert guard.holds()
+    assert guard.passes()
     with change(parent):
-        assert not guard.holds()
-    assert guard.holds()
+        assert not guard.passes()
+    assert guard.passes()
 
 
 def test_weights_may_change_in_place() -> None:
     parent, guard = made()
     with torch.no_grad():
         parent[0].weight.zero_()
-    assert guard.holds()
+    assert guard.passes()

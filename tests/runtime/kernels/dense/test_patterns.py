@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels.dense.patterns import routed, sublayers
+from greenroom.runtime.kernels.dense.patterns import find_router, find_sublayers
 
 HIDDEN, DTYPE = 48, torch.bfloat16
 
@@ -81,7 +81,7 @@ class Demanding(Layer):
 
 
 def find(layer: nn.Module) -> Any:
-    return sublayers(layer, "look", {"before", "after"}, HIDDEN, DTYPE)
+    return find_sublayers(layer, "look", {"before", "after"}, HIDDEN, DTYPE)
 
 
 def test_the_common_kind_and_nothing_changed():
@@ -89,8 +89,8 @@ def test_the_common_kind_and_nothing_changed():
     before = dict(vars(layer)), dict(layer._modules)
     assert find(layer) == ("before", "after", "think")
     assert (dict(vars(layer)), dict(layer._modules)) == before
-    assert sublayers(layer, "look", {"before"}, HIDDEN, DTYPE) is None  # the other is no norm
-    assert sublayers(layer, "think", {"before", "after"}, HIDDEN, DTYPE) is None
+    assert find_sublayers(layer, "look", {"before"}, HIDDEN, DTYPE) is None  # the other is no norm
+    assert find_sublayers(layer, "think", {"before", "after"}, HIDDEN, DTYPE) is None
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ class Jittered(Block):
 
 
 def test_blocks_of_a_router_and_experts():
-    assert routed(Block(), "many", HIDDEN, DTYPE) == ("door", (1, HIDDEN))
-    assert routed(Deep(), "many", HIDDEN, DTYPE) == ("door", (1, 1, HIDDEN))
-    assert routed(Block(), "door", HIDDEN, DTYPE) is None
+    assert find_router(Block(), "many", HIDDEN, DTYPE) == ("door", (1, HIDDEN))
+    assert find_router(Deep(), "many", HIDDEN, DTYPE) == ("door", (1, 1, HIDDEN))
+    assert find_router(Block(), "door", HIDDEN, DTYPE) is None
 
 
 @pytest.mark.parametrize("kind", [Shared, Doubled, Weighted, Sorted, Jittered])
 def test_other_blocks(kind):
-    assert routed(kind(), "many", HIDDEN, DTYPE) is None
+    assert find_router(kind(), "many", HIDDEN, DTYPE) is None

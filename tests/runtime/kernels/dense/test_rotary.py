@@ -10,7 +10,7 @@ from transformers import MellumConfig, Qwen3MoeConfig
 from transformers.models.mellum.modeling_mellum import MellumRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-from greenroom.runtime.kernels.dense.rotary import ROWS, TABLES, Rotary
+from greenroom.runtime.kernels.dense.rotary import ROWS, TABLES, RotaryTables
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def made(width: int = 64, **rope: object) -> Qwen3MoeRotaryEmbedding:
     return Qwen3MoeRotaryEmbedding(config)
 
 
-def equal(module: torch.nn.Module, ours: Rotary, x: torch.Tensor, ids: torch.Tensor) -> bool:
+def equal(module: torch.nn.Module, ours: RotaryTables, x: torch.Tensor, ids: torch.Tensor) -> bool:
     wanted = type(module).forward(module, x, ids)
     found = ours.forward(x, position_ids=ids)
     return all(
@@ -41,7 +41,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_position_has_the_bits_of_the_module(rope, dtype):
     module = made(**rope)
-    ours = Rotary.of(module, {dtype})
+    ours = RotaryTables.of(module, {dtype})
     assert ours is not None
     x = torch.zeros(1, 1, 8, dtype=dtype)
     positions = torch.randint(0, 8000, (200,), generator=torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def test_a_position_has_the_bits_of_the_module(rope, dtype):
 
 def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch):
     module = made()
-    ours = Rotary.of(module, {torch.bfloat16})
+    ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
     assert equal(module, ours, x, torch.arange(5)[None])
     calls = []
@@ -83,24 +83,24 @@ class Odd(Qwen3MoeRotaryEmbedding):
 
 def test_who_has_no_tables():
     dynamic = made(rope_type="dynamic", factor=2.0)
-    assert Rotary.of(dynamic, {torch.bfloat16}) is None
+    assert RotaryTables.of(dynamic, {torch.bfloat16}) is None
     odd = made()
     odd.__class__ = Odd
-    assert Rotary.of(odd, {torch.bfloat16}) is None
-    assert Rotary.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
+    assert RotaryTables.of(odd, {torch.bfloat16}) is None
+    assert RotaryTables.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
     odd.__class__ = torch.nn.Identity  # what it returns is another thing
-    assert Rotary.of(odd, {torch.bfloat16}) is None
+    assert RotaryTables.of(odd, {torch.bfloat16}) is None
 
 
 def test_a_kind_for_each_type_of_layer_is_the_module_s():
     module = MellumRotaryEmbedding(MellumConfig())
     assert isinstance(module.rope_type, dict)
-    assert Rotary.of(module, {torch.bfloat16}) is None
+    assert RotaryTables.of(module, {torch.bfloat16}) is None
 
 
 def test_threads_add_tables_side_by_side():
     module = made()
-    ours = Rotary.of(module, {torch.bfloat16})
+    ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
 
     def ask(seed: int) -> bool:
@@ -115,7 +115,7 @@ def test_threads_add_tables_side_by_side():
 
 def test_what_was_made_in_inference_mode_serves_outside():
     module = made()
-    ours = Rotary.of(module, {torch.bfloat16})
+    ours = RotaryTables.of(module, {torch.bfloat16})
     x, ids = torch.zeros(1, 1, 8).bfloat16(), torch.tensor([[900]])
     with torch.inference_mode():
         ours.forward(x, ids)

@@ -57,8 +57,10 @@ def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
     module = made(cls, config, dtype)
     ours, by_torch = CompiledRouter.of(module, ONE, dtype), []
     assert ours is not None
-    slow = CompiledRouter.by_torch
-    monkeypatch.setattr(CompiledRouter, "by_torch", lambda *a: by_torch.append(True) or slow(*a))
+    slow = CompiledRouter.choose_by_torch
+    monkeypatch.setattr(
+        CompiledRouter, "choose_by_torch", lambda *a: by_torch.append(True) or slow(*a)
+    )
     same = near = 0
     for scale in (0.1, 1, 10):
         for _ in range(100):
@@ -130,13 +132,13 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
 def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
     """Another library may sort otherwise: it shows when it is tried, once for all such routers."""
     monkeypatch.setattr(router, "_TIES", {})
-    slow = CompiledRouter.by_torch
+    slow = CompiledRouter.choose_by_torch
 
     def otherwise(self, products):
         ids, weights = slow(self, products.flip(-1))
         return len(self.weight) - 1 - ids, weights
 
-    monkeypatch.setattr(CompiledRouter, "by_torch", otherwise)
+    monkeypatch.setattr(CompiledRouter, "choose_by_torch", otherwise)
     assert not CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
     assert list(router._TIES.values()) == [False]
     monkeypatch.undo()
@@ -176,7 +178,7 @@ def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> N
     module = made(cls, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     module.forward = ours.forward
-    assert ours.intact()
+    assert ours.is_unchanged()
     heard = []
     module.register_forward_hook(lambda module, args, out: heard.append(out))
     for _ in range(20):
@@ -207,14 +209,14 @@ def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) 
 def test_who_changes_or_hears_a_router_gets_the_module():
     module = made(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
-    assert ours.intact()
+    assert ours.is_unchanged()
     hook = module.register_forward_hook(lambda *_: None)
-    assert not ours.intact()
+    assert not ours.is_unchanged()
     hook.remove()
-    assert ours.intact()
+    assert ours.is_unchanged()
     module.forward = lambda x: x
-    assert not ours.intact()
+    assert not ours.is_unchanged()
     assert CompiledRouter.of(module, ONE, torch.bfloat16) is None
     del module.forward
     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
-    assert not ours.intact()
+    assert not ours.is_unchanged()

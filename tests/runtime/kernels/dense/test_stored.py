@@ -44,7 +44,7 @@ def matrix(
     parts = tensors_of(style, "weight", shape, np.random.default_rng(0))
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
     stored = StoredMatrix(SlotLayout.pack(sizes, {"weight": style.name}, str(dtype)[6:]), dtype)
-    for place, part in zip(stored.fill(), parts.values(), strict=True):
+    for place, part in zip(stored.allocate(), parts.values(), strict=True):
         place.view(torch.uint8).copy_(part.view(torch.uint8))
     return stored
 
@@ -54,7 +54,7 @@ def pair(stored: StoredMatrix, bias: bool = True) -> nn.ModuleList:
     rows, columns = stored.shape
     one = nn.Linear(columns, rows, bias=bias, dtype=stored.dtype).requires_grad_(False)
     other = copy.deepcopy(one)
-    other.weight = nn.Parameter(stored.decoded(), requires_grad=False)
+    other.weight = nn.Parameter(stored.decode(), requires_grad=False)
     attach_matrix(one, stored)
     return nn.ModuleList([one, other])
 
@@ -91,12 +91,12 @@ def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
 def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
     stored = matrix(BY_NAME[name])
     wide = StoredMatrix(stored.layout, torch.float32)
-    for place, part in zip(wide.fill(), stored.parts, strict=True):
+    for place, part in zip(wide.allocate(), stored.parts, strict=True):
         place.copy_(part)
     model = pair(stored, bias=False)
     accelerate(model)
     x = torch.randn(1, COLUMNS).bfloat16()
-    wanted = x.double() @ wide.decoded().double().T
+    wanted = x.double() @ wide.decode().double().T
     assert distance(model[0](x), wanted) <= 1.001 * distance(model[1](x), wanted)
     assert distance(model[0](x), wanted) < torch.finfo(torch.bfloat16).eps
 
@@ -107,7 +107,7 @@ def test_an_embedding_looks_rows_up() -> None:
     attach_matrix(module, stored)
     assert accelerate(module, rounded=True).counts == {"embedding": 1}
     ids = torch.randint(0, ROWS, (2, 7))
-    assert torch.equal(module(ids), stored.decoded()[ids])
+    assert torch.equal(module(ids), stored.decode()[ids])
     assert module(ids[:, :0]).shape == (2, 0, COLUMNS)
     assert module(ids.to("meta")).shape == (2, 7, COLUMNS)
     for wrong in (-1, ROWS):
@@ -125,7 +125,7 @@ def test_modules_that_share_a_matrix_share_a_parameter_again() -> None:
     assert list(model.parameters()) == []
     restore_weights(model)
     assert model["head"].weight is model["embedding"].weight
-    assert torch.equal(model["head"].weight, stored.decoded())
+    assert torch.equal(model["head"].weight, stored.decode())
 
 
 def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> None:
@@ -189,7 +189,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
     for name, style in styles.items():
         stored = matrix(BY_NAME[style], tuple(getattr(one, name).weight.shape))
         attach_matrix(getattr(one, name), stored)
-        getattr(other, name).weight = nn.Parameter(stored.decoded(), requires_grad=False)
+        getattr(other, name).weight = nn.Parameter(stored.decode(), requires_grad=False)
     return one, other
 
 

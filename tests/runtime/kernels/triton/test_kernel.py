@@ -221,7 +221,7 @@ def test_a_group_s_words_say_where_everything_is():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
     step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
-    words = step.words([2, 4], [places[2], places[4]])
+    words = step.make_tiles([2, 4], [places[2], places[4]])
     for expert in (2, 4):
         mine = words[words[:, 1] == expert]
         rows = step.routing.entries(expert)

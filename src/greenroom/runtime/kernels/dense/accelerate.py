@@ -1,15 +1,15 @@
-"""Faster dense layers around the experts, for the one token of a decode step.
+"""Compiled dense layers around the experts, for the one token of a decode step.
 
-torch multiplies a matrix with one bfloat16 vector at half the memory's speed, and spends more
-time in starting the six operations of a norm than in computing them. Eligible submodules get a
-forward of their own, as an attribute of the instance, that calls a compiled body for up to
-`FEW` tokens and the original forward for anything else. `detach` takes all of them out again.
+torch multiplies a matrix with one bfloat16 vector at half the memory's speed, and takes longer to
+start the six operations of a norm than to compute them. Eligible submodules get a compiled forward
+as an attribute of the instance. It computes up to `FEW` tokens, and calls the original forward for
+anything else. `detach` removes these forwards.
 
-Modules whose matrix is as the checkpoint stores it have no other forward than this: a few tokens
-are multiplied with what is stored, for many some rows at a time are expanded. `detach` gives them
-their weights, expanded.
+A module whose matrix stays as stored in the checkpoint has only this forward: a few tokens are
+multiplied with the stored matrix, for more tokens some rows at a time are expanded. `detach` gives
+it its expanded weight.
 
-float32 modules stay torch's: another order of summation would be the whole distance to eager.
+float32 modules stay torch's: another order of summation would be the only difference from eager.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ from greenroom.runtime.kernels.dense.attention import (
     Reserve,
     Style,
     attention_forward,
-    fits,
-    norms_of,
+    head_norms,
+    is_common_attention,
 )
-from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Onto
-from greenroom.runtime.kernels.dense.patterns import sublayers
-from greenroom.runtime.kernels.dense.rotary import Rotary
+from greenroom.runtime.kernels.dense.decoder import AddExperts, FusedDecoderLayer
+from greenroom.runtime.kernels.dense.patterns import find_sublayers
+from greenroom.runtime.kernels.dense.rotary import RotaryTables
 from greenroom.runtime.kernels.dense.stored import (
     EXPANDED,
     MatrixRecord,
     StoredMatrix,
+    product_scratch,
     restore_weights,
-    room,
-    scratch,
     stored_matrix,
+    thread_scratch,
 )
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 
 FEW = 16  # tokens
-_SERIAL = 1 << 17  # weights below which a second thread is not worth its start
+_SERIAL = 1 << 17  # so many weights are not worth starting a second thread
 _DTYPES = {torch.bfloat16, torch.float16}
-_ROUTERS = {"gate", "router"}  # compiled with their layer or not at all (router.py)
+_ROUTERS = {"gate", "router"}  # compiled with their layer only (router.py)
 
 Forward = Callable[..., Tensor]
 
 
 class Accelerated:
-    """The submodules that were given a forward: `counts` by kind, `layers` those of the common
-    kind; `detach()` restores them."""
+    """The submodules that have a compiled forward; `detach()` restores them.
+
+    counts: their number by kind
+    layers: the fused decoder layers
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.counts: dict[str, int] = {}
@@ -71,11 +74,11 @@ class Accelerated:
 
     @property
     def compiled(self) -> set[nn.Module]:
-        """The modules whose weights compiled code may read by address."""
+        """Modules whose weights compiled code may read by address."""
         return {part for module in self._modules for part in module.modules()}
 
     def detach(self) -> None:
-        """Take every forward out again; a second call does nothing."""
+        """Remove all compiled forwards; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
         self._modules.clear()
@@ -86,87 +89,91 @@ class Accelerated:
 def accelerate(
     model: nn.Module,
     reserve: Reserve = lambda cache, layer: None,
-    onto: Onto | None = None,
+    add_experts: AddExperts | None = None,
     rounded: bool = False,
 ) -> Accelerated:
-    """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
+    """Compile the eligible dense submodules of a model on the CPU for few tokens.
 
-    `reserve` makes room in a KV cache for one token, where it can; `onto` computes a layer's
-    experts and adds them to what it is given; `rounded` says whether stored weights are rounded to
-    the model's type.
+    reserve: reserves space for one token in a KV cache, if it can
+    add_experts: computes a layer's experts and adds them to the residual
+    rounded: are stored weights rounded to the model's type?
     """
-    done, tried, attentions = (
+    accelerated, tried, attentions = (
         Accelerated(model),
         dict[Any, bool](),
         dict[nn.Module, OneTokenAttention](),
     )
     for module in model.modules():
-        if fits(module) and _free(module):
-            styles = {_head_norm(module, part) for part in norms_of(module)}
+        if is_common_attention(module) and _is_unmodified(module):
+            styles = {_head_norm_style(module, part) for part in head_norms(module)}
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
-                attentions[module] = one = OneTokenAttention(module, style, reserve, tried, rounded)
-                done.add("attention", module, attention_forward(one))
-    for layer in filter(_free, list(model.modules())):
-        if (around := _around(layer, attentions, onto)) is not None:
-            done.layers[layer] = around
-            done.add("layer", layer, around.forward)
-            if around.choice is not None:
-                done.add("router", around.choice.module, around.choice.forward)
-    dtypes = {one.dtype for one in attentions.values()}
-    for module in filter(_free, list(model.modules())):
-        if dtypes and (rotary := Rotary.of(module, dtypes)) is not None:
-            done.add("rotary", module, rotary.forward)
+                attentions[module] = attention = OneTokenAttention(
+                    module, style, reserve, tried, rounded
+                )
+                accelerated.add("attention", module, attention_forward(attention))
+    for layer in filter(_is_unmodified, list(model.modules())):
+        if (around := _fuse_layer(layer, attentions, add_experts)) is not None:
+            accelerated.layers[layer] = around
+            accelerated.add("layer", layer, around.forward)
+            if around.router is not None:
+                accelerated.add("router", around.router.module, around.router.forward)
+    dtypes = {attention.dtype for attention in attentions.values()}
+    for module in filter(_is_unmodified, list(model.modules())):
+        if dtypes and (rotary := RotaryTables.of(module, dtypes)) is not None:
+            accelerated.add("rotary", module, rotary.forward)
     for module in model.modules():
         if (stored := stored_matrix(module)) is not None:
             if isinstance(module, nn.Embedding):
-                done.add("embedding", module, embedding_forward(module, stored))
+                accelerated.add("embedding", module, embedding_forward(module, stored))
             else:
-                done.add("linear", module, linear_forward(module, stored, rounded))
-    for module in _candidates(model):
+                accelerated.add("linear", module, linear_forward(module, stored, rounded))
+    for module in _eligible_modules(model):
         if type(module) is nn.Linear:
-            done.add("linear", module, linear_forward(module))
+            accelerated.add("linear", module, linear_forward(module))
         elif (style := norm_style(module)) is not None:
-            done.add("norm", module, norm_forward(module, *style))
-    return done
+            accelerated.add("norm", module, norm_forward(module, *style))
+    return accelerated
 
 
-def _around(
-    layer: nn.Module, attentions: dict[nn.Module, OneTokenAttention], onto: Onto | None
+def _fuse_layer(
+    layer: nn.Module, attentions: dict[nn.Module, OneTokenAttention], add_experts: AddExperts | None
 ) -> FusedDecoderLayer | None:
-    """A decoder layer of the common kind around one of these attentions."""
+    """Make a fused decoder layer around one of these attentions, if the layer fits."""
     inside = [(name, attentions[m]) for name, m in layer._modules.items() if m in attentions]
     if len(inside) != 1:
         return None
-    name, one = inside[0]
+    name, attention = inside[0]
     styles = {
         other: style
         for other, part in layer._modules.items()
-        if part is not None and (style := _norm_of(part, one)) is not None
+        if part is not None and (style := _input_norm_style(part, attention)) is not None
     }
-    names = sublayers(layer, name, styles, one.hidden, one.dtype)
+    names = find_sublayers(layer, name, styles, attention.hidden, attention.dtype)
     if names is None:
         return None
-    return FusedDecoderLayer(layer, one, names, (styles[names[0]], styles[names[1]]), onto)
+    return FusedDecoderLayer(
+        layer, attention, names, (styles[names[0]], styles[names[1]]), add_experts
+    )
 
 
-def _norm_of(part: nn.Module, one: OneTokenAttention) -> Style | None:
-    """The style of a part that is an RMSNorm of an attention's input."""
+def _input_norm_style(part: nn.Module, attention: OneTokenAttention) -> Style | None:
+    """Return the style of an RMSNorm of the attention's input, or None for other modules."""
     weight = part._parameters.get("weight")
-    if weight is None or weight.shape != (one.hidden,) or weight.dtype is not one.dtype:
+    if weight is None or weight.shape != (attention.hidden,) or weight.dtype is not attention.dtype:
         return None
-    return norm_style(part) if weight.is_contiguous() and _unheard(part) else None
+    return norm_style(part) if weight.is_contiguous() and _has_no_hooks(part) else None
 
 
-def _head_norm(attention: nn.Module, norm: nn.Module) -> tuple[int, float] | None:
-    """The style of a norm of each head, or None: of all heads together, or another kind."""
+def _head_norm_style(attention: nn.Module, norm: nn.Module) -> tuple[int, float] | None:
+    """Return the style of an RMSNorm of single heads, or None for other norms."""
     weight = norm._parameters.get("weight")
     of_a_head = weight is not None and weight.numel() == attention.head_dim
     return norm_style(norm) if of_a_head else None
 
 
-def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """Plain modules with a weight on the CPU, outside experts and routers, and not hooked."""
+def _eligible_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield unhooked modules with a weight on the CPU, outside experts and routers."""
     outside: list[str] = []
     for name, module in model.named_modules():
         path = name.split(".")
@@ -177,24 +184,26 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
-        if _free(module) and weight.is_contiguous():
+        if _is_unmodified(module) and weight.is_contiguous():
             yield module
 
 
-def _free(module: nn.Module) -> bool:
-    """Has it no forward of its own, and does nobody listen to it?"""
-    return "forward" not in module.__dict__ and _unheard(module)
+def _is_unmodified(module: nn.Module) -> bool:
+    """Has a module neither a forward in its instance nor hooks?"""
+    return "forward" not in module.__dict__ and _has_no_hooks(module)
 
 
-def _unheard(module: nn.Module) -> bool:
+def _has_no_hooks(module: nn.Module) -> bool:
     return not module._forward_hooks and not module._forward_pre_hooks
 
 
 def linear_forward(
     module: nn.Module, stored: StoredMatrix | None = None, rounded: bool = False
 ) -> Forward:
-    """nn.Linear's forward, compiled for up to FEW rows of its own type; perhaps of a stored
-    matrix, `rounded` or not."""
+    """Make nn.Linear's forward, compiled for up to FEW rows of its own type.
+
+    stored: a stored matrix to use instead of the weight, `rounded` or not
+    """
     parameters, original = module._parameters, type(module).forward
     weight, bias = parameters["weight"], parameters["bias"]
     grad, empty = torch.is_grad_enabled, torch.empty
@@ -206,7 +215,7 @@ def linear_forward(
         N * K > _SERIAL,
         FEW * K,
     )
-    stride = 0 if record is None else 4 * limit + room(K)
+    stride = 0 if record is None else 4 * limit + product_scratch(K)
 
     @outside_graphs
     def forward(input: Tensor) -> Tensor:
@@ -223,27 +232,27 @@ def linear_forward(
             or grad()
             or input.shape[-1] != K
         ):
-            return original(module, input) if stored is None else many(input, stored, bias)
+            return original(module, input) if stored is None else multiply_many(input, stored, bias)
         out, floats, sums = empty((*input.shape[:-1], N), dtype=dtype), None, None
         if record is None and size > K:
             floats, sums = input.float(), empty(size // K, N)
-        words = array(
+        arguments = array(
             "q",
             (
                 *(0, matrix.data_ptr() if record is None else record.address, N, K),
                 *(input.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()),
-                *(size // K, 0, scratch(stride) if stride else 0, stride),
+                *(size // K, 0, thread_scratch(stride) if stride else 0, stride),
                 *(0 if each is None else each.data_ptr() for each in (floats, sums)),
             ),
         )
-        enter(words.buffer_info()[0], wide)
+        enter(arguments.buffer_info()[0], wide)
         return out
 
     return forward
 
 
-def many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-    """torch's own product with some rows of a stored matrix after others, each time expanded."""
+def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+    """Multiply many rows by torch's product with a stored matrix, expanded part by part."""
     rows, columns = stored.shape
     step = max(1, EXPANDED // (columns * stored.dtype.itemsize))
     parts = []
@@ -254,7 +263,7 @@ def many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
 
 
 def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
-    """nn.Embedding's forward with a stored matrix; its rows are always rounded."""
+    """Make nn.Embedding's forward with a stored matrix; its rows are always rounded."""
     parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
 
     @outside_graphs
@@ -268,21 +277,21 @@ def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
     return forward
 
 
-def _normed(x: Tensor, eps: float) -> Tensor:
+def _normalise(x: Tensor, eps: float) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 NORMS: dict[int, Callable[[Tensor, Tensor, float], Tensor]] = {
-    layers.ROUND_THEN_SCALE: lambda x, w, eps: w * _normed(x, eps).to(x.dtype),
-    layers.SCALE_IN_FLOAT: lambda x, w, eps: (w.float() * _normed(x, eps)).to(x.dtype),
-    layers.ONE_PLUS_IN_FLOAT: lambda x, w, eps: ((1 + w.float()) * _normed(x, eps)).to(x.dtype),
+    layers.ROUND_THEN_SCALE: lambda x, w, eps: w * _normalise(x, eps).to(x.dtype),
+    layers.SCALE_IN_FLOAT: lambda x, w, eps: (w.float() * _normalise(x, eps)).to(x.dtype),
+    layers.ONE_PLUS_IN_FLOAT: lambda x, w, eps: ((1 + w.float()) * _normalise(x, eps)).to(x.dtype),
 }
 
 
 @torch.no_grad()
 def norm_style(module: nn.Module) -> tuple[int, float] | None:
-    """(how it applies its weight, epsilon) if a module is an RMSNorm by what it does, else None."""
+    """Detect an RMSNorm by its outputs: (how it applies its weight, epsilon), or None."""
     weight = module._parameters["weight"]
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules:
         return None
@@ -291,14 +300,14 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
     scales = torch.tensor([1e-3, 1.0, 50.0])[:, None]
     x = (torch.randn(3, weight.numel(), generator=random) * scales).to(weight.dtype)
     try:
-        wanted = module(x)
+        expected = module(x)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
         return None  # it takes something other than one tensor
-    if not isinstance(wanted, Tensor) or wanted.dtype != x.dtype or wanted.shape != x.shape:
+    if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
         return None
     for eps in epsilons:
         matching = [
-            s for s, formula in NORMS.items() if torch.equal(formula(x, weight, eps), wanted)
+            s for s, formula in NORMS.items() if torch.equal(formula(x, weight, eps), expected)
         ]
         if matching:
             return matching[0], eps
@@ -306,7 +315,7 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
 
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
-    """An RMSNorm's forward, compiled for few rows of its own type."""
+    """Make an RMSNorm's forward, compiled for few rows of its own type."""
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
@@ -327,14 +336,14 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
         ):
             return original(module, x)
         out = empty_like(x)
-        words = array(
+        arguments = array(
             "q",
             (
                 *(0, x.data_ptr(), 0, 0, out.data_ptr(), weight.data_ptr()),
                 *(n, epsilon, style, size // n - 1),
             ),
         )
-        enter(words.buffer_info()[0], False)
+        enter(arguments.buffer_info()[0], False)
         return out
 
     return forward

@@ -1,11 +1,12 @@
-"""A faster attention for the one token of a decode step, around the model's own KV cache.
+"""Compiled attention for the one token of a decode step.
 
 torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token with 190 tokens
-of context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as
-one compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps a
-norm of each head, rotary positions) get a forward of their own: from the hidden state to rotated
-queries, keys and values, and from there to the output, with the cache's own `update` between where
-it has no room. Whether a class is of that kind is found by trying: its own forward is the judge.
+of context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as one
+compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, possibly a norm
+of each head, rotary positions) get a compiled forward: from the hidden state to rotated queries,
+keys and values, and from there to the output. Between both the cache's own `update` is called if
+the cache cannot reserve space. Whether a class is of that kind is tried once against its own
+forward.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.stored import (
     MatrixRecord,
-    coded,
-    readable,
-    room,
-    scratch,
+    all_readable,
+    any_stored,
+    product_scratch,
+    thread_scratch,
     weight_matrix,
 )
 from greenroom.runtime.kernels.launch import sequence
@@ -35,15 +36,15 @@ from greenroom.runtime.kernels.launch.sequence import bits
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
-BATCHED_ATTENTION = "greenroom_sdpa"  # in place of sdpa, where a pass has several sequences
+BATCHED_ATTENTION = "greenroom_sdpa"  # replaces sdpa in passes with several sequences
 _IMPLEMENTATIONS = {"sdpa", BATCHED_ATTENTION}
 _TRIED_CONTEXT = 37  # tokens
-# Relative distance to the class's own forward that rounding alone can explain.
+# Largest relative distance to the class's own forward that rounding explains.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 Forward = Callable[..., Any]
 Positions = tuple[Tensor, Tensor]  # cosine, sine
-Style = tuple[int, float]  # how an RMSNorm applies its weight, its epsilon
+Style = tuple[int, float]  # how an RMSNorm applies its weight; its epsilon
 
 
 class KeyValueView(NamedTuple):
@@ -54,7 +55,7 @@ class KeyValueView(NamedTuple):
     tokens: int
 
 
-# (cache, layer) -> room for one more token, or None: the cache must be updated.
+# (cache, layer) -> view with one more token; None: the cache's `update` must be called.
 Reserve = Callable[[Any, int], "KeyValueView | None"]
 
 
@@ -62,54 +63,57 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _words(count: int, values: dict[int, int]) -> array[int]:
-    """An array of int64 words, those that are named set."""
+def _make_arguments(count: int, values: dict[int, int]) -> array[int]:
+    """Make an array of int64 arguments; those without a value are 0."""
     return array("q", [values.get(index, 0) for index in range(count)])
 
 
 class OneTokenAttention:
-    """One attention module's compiled forward; `fits` says whether a module may have one."""
+    """The compiled forward of one attention module, for one token.
+
+    `is_common_attention` says which modules may have one.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         style: Style | None,
         reserve: Reserve,
-        tried: dict[Any, bool],
+        verdicts: dict[Any, bool],
         rounded: bool = False,
     ) -> None:
-        """`tried` remembers the verdict on a class; `rounded` as for `Matrix`."""
-        own: Any = module
-        self.module, self.original = own, type(module).forward
-        self._reserve, self._tried = reserve, tried
+        """Make a forward; `verdicts` caches `matches_class`; `rounded`: see `MatrixProduct`."""
+        attention: Any = module
+        self.module, self.original = attention, type(module).forward
+        self._reserve, self._verdicts = reserve, verdicts
         parts: dict[str, Any] = dict(module._modules)
         weights = [weight_matrix(parts[name]) for name in _LINEAR]
-        self.width: int = own.head_dim
+        self.width: int = attention.head_dim
         self.hidden: int = weights[0].shape[1]
         self.heads: int = weights[0].shape[0] // self.width
         self.kv_heads: int = weights[1].shape[0] // self.width
         self.dtype: torch.dtype = weights[0].dtype
-        self.guard = ModuleCheck()  # that the parts are those that the addresses are taken from
+        self.check = ModuleCheck()  # addresses are those of these parts
         for name, part in parts.items():
-            self.guard.same(own._modules, name, part)
-            self.guard.weight(part)
-            self.guard.unheard(part)
-        self._key = type(module), self.dtype, style
-        by_code = coded(weights)
+            self.check.require_same(attention._modules, name, part)
+            self.check.require_weight(part)
+            self.check.require_no_hooks(part)
+        self._verdict_key = type(module), self.dtype, style
+        by_code = any_stored(weights)
         self._records = [MatrixRecord(weight, rounded) for weight in weights] if by_code else []
         matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
         inputs = max(self.hidden, self.heads * self.width)
-        self.stride = 4 * inputs + room(inputs) if by_code else 0
+        self.stride = 4 * inputs + product_scratch(inputs) if by_code else 0
         self._project = kernel_entry(heads.project, self.dtype, by_code)
         self._attend = kernel_entry(heads.attend, self.dtype, by_code)
-        self._projecting = self._to_all_heads(parts, matrices[:3], style)
-        self._attending = _words(
+        self._project_template = self._constant_project_arguments(parts, matrices[:3], style)
+        self._attend_template = _make_arguments(
             heads.ATTEND_ARGUMENTS,
             {
                 heads.A_WIDTH: self.width,
                 heads.A_KV_HEADS: self.kv_heads,
                 heads.GROUP: self.heads // self.kv_heads,
-                heads.SCALE: bits(own.scaling),
+                heads.SCALE: bits(attention.scaling),
                 heads.A_W: matrices[3],
                 heads.A_ROWS: weights[3].shape[0],
                 heads.A_BIAS: _address(parts[_LINEAR[3]].bias),
@@ -117,12 +121,12 @@ class OneTokenAttention:
             },
         )
 
-    def _to_all_heads(
+    def _constant_project_arguments(
         self, parts: dict[str, Any], matrices: Sequence[int], style: Style | None
     ) -> array[int]:
-        """The constant words of `project`."""
+        """Make the constant arguments of `project`."""
         code, eps = style or (0, 0.0)
-        words = _words(
+        arguments = _make_arguments(
             heads.PROJECT_ARGUMENTS,
             {
                 heads.HIDDEN: self.hidden,
@@ -138,13 +142,13 @@ class OneTokenAttention:
         counts = self.heads, self.kv_heads, self.kv_heads
         for which, (linear, norm, count) in enumerate(zip(_LINEAR[:3], norms, counts, strict=True)):
             bias = parts[linear].bias
-            words.extend(self._of_heads(matrices[which], bias, norm, count, which < 2))
-        return words
+            arguments.extend(self._head_arguments(matrices[which], bias, norm, count, which < 2))
+        return arguments
 
-    def _of_heads(
+    def _head_arguments(
         self, matrix: int, bias: Tensor | None, norm: Any, count: int, rotated: bool
     ) -> Iterator[int]:
-        """The words of a projection's heads."""
+        """Yield the arguments of a projection's heads."""
         first = _address(bias)
         for head in range(count):
             yield matrix
@@ -153,8 +157,8 @@ class OneTokenAttention:
             yield _address(norm.weight) if norm else 0
             yield int(rotated)
 
-    def takes(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
-        """Is this call one that the compiled bodies know?"""
+    def accepts(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
+        """Can the kernel entries compute this call?"""
         if (
             x.numel() != self.hidden
             or mask is not None
@@ -175,120 +179,125 @@ class OneTokenAttention:
             and cos.is_contiguous()
             and sin.is_contiguous()
             and self.module.config.__dict__.get("_attn_implementation_internal") in _IMPLEMENTATIONS
-            and self.guard.holds()
-            and self._sound(width)
+            and self.check.passes()
+            and self._matches(width)
         )
 
-    def _sound(self, rotary: int) -> bool:
-        """Does the compiled forward compute what this class does? Found out once."""
-        if self._key not in self._tried:
-            self._tried[self._key] = try_out(self, rotary)
-        return self._tried[self._key]
+    def _matches(self, rotary: int) -> bool:
+        """Return the cached verdict of `matches_class`."""
+        if self._verdict_key not in self._verdicts:
+            self._verdicts[self._verdict_key] = matches_class(self, rotary)
+        return self._verdicts[self._verdict_key]
 
-    def room(self, cache: Any) -> KeyValueView | None:
-        """Room for one more token in a cache, or None."""
+    def reserve(self, cache: Any) -> KeyValueView | None:
+        """Reserve space for one more token in a cache; None if it cannot."""
         return self._reserve(cache, self.module.layer_idx)
 
     def __call__(self, x: Tensor, positions: Positions, cache: Any) -> Tensor:
-        """The attention's output for x [1, 1, hidden], whose keys and values join the cache."""
-        out = torch.empty(1, 1, self._attending[heads.A_ROWS], dtype=self.dtype)
-        room = self.room(cache)
-        if room is not None:
-            work = self.work(room.tokens)
-            sequence.run(self.stages(x.data_ptr(), positions, room, work, out.data_ptr()))
+        """Return the attention's output for x [1, 1, hidden]; keys and values go to the cache."""
+        out = torch.empty(1, 1, self._attend_template[heads.A_ROWS], dtype=self.dtype)
+        view = self.reserve(cache)
+        if view is not None:
+            work = self.workspace(view.tokens)
+            sequence.run(self.stages(x.data_ptr(), positions, view, work, out.data_ptr()))
             return out
         k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
-        work = self.work(1)
-        words = self._to_project(x.data_ptr(), positions, KeyValueView(k, v, 1), work)
-        self._project(words.buffer_info()[0])
+        work = self.workspace(1)
+        arguments = self._project_arguments(x.data_ptr(), positions, KeyValueView(k, v, 1), work)
+        self._project(arguments.buffer_info()[0])
         k, v = cache.update(k, v, self.module.layer_idx)
         if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-        room = KeyValueView(k, v, k.shape[2])
-        more = self.work(room.tokens)
-        words = self._to_attend(work.data_ptr(), room, more, out.data_ptr())
-        self._attend(words.buffer_info()[0])
+        view = KeyValueView(k, v, k.shape[2])
+        more = self.workspace(view.tokens)
+        arguments = self._attend_arguments(work.data_ptr(), view, more, out.data_ptr())
+        self._attend(arguments.buffer_info()[0])
         return out
 
     def stages(
-        self, x: int, positions: Positions, room: KeyValueView, work: Tensor, out: int
+        self, x: int, positions: Positions, view: KeyValueView, work: Tensor, out: int
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """From the hidden state at address x to the attention's output at address out.
+        """Return the stages that write the output for x to `out`; both are addresses.
 
-        The room's last token is this one, to be written.
+        The view's last token is this token, to be written.
         """
         return (
-            (self._project, self._to_project(x, positions, room, work)),
-            (self._attend, self._to_attend(work.data_ptr(), room, work, out)),
+            (self._project, self._project_arguments(x, positions, view, work)),
+            (self._attend, self._attend_arguments(work.data_ptr(), view, work, out)),
         )
 
-    def stages_of_rows(
+    def batched_stages(
         self, each: Sequence[tuple[sequence.Stage, sequence.Stage]], work: Tensor
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """The stages of several tokens, from those of each. `work` [4, T, `widest`] begins with
-        their hidden states [T, hidden] in float32."""
-        project, attend = ([words for _, words in stages] for stages in zip(*each, strict=True))
+        """Return the stages of several tokens, from those of each token.
+
+        `work` [4, T, `widest`] begins with their hidden states [T, hidden] in float32.
+        """
+        project, attend = (
+            [arguments for _, arguments in stages] for stages in zip(*each, strict=True)
+        )
         wide, projected, mixed, out = (part.data_ptr() for part in work)
         by_code = bool(self.stride)
         return (
-            sequence.of_rows(
+            sequence.batch_stage(
                 kernel_entry(heads.project_rows, self.dtype, by_code), project, wide, projected
             ),
-            sequence.of_rows(
+            sequence.batch_stage(
                 kernel_entry(heads.attend_rows, self.dtype, by_code), attend, mixed, out
             ),
         )
 
     @property
     def widest(self) -> int:
-        """Values that a token has at most, in and around the attention."""
+        """Largest number of values of a token, in and around the attention."""
         return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
-                   self._attending[heads.A_ROWS])  # fmt: skip
+                   self._attend_template[heads.A_ROWS])  # fmt: skip
 
-    def work(self, context: int, beside: int = 0) -> Tensor:
-        """Memory for a call, in float32 words: queries, then what one of the bodies needs, then
-        what the caller wants `beside`."""
+    def workspace(self, context: int, extra: int = 0) -> Tensor:
+        """Allocate memory for a call, in float32: queries, scratch memory, then `extra` values."""
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
-        return torch.empty(self.heads * self.width + max(projected, attended) + beside)
+        return torch.empty(self.heads * self.width + max(projected, attended) + extra)
 
-    def _to_project(
-        self, x: int, positions: Positions, room: KeyValueView, work: Tensor
+    def _project_arguments(
+        self, x: int, positions: Positions, view: KeyValueView, work: Tensor
     ) -> array[int]:
-        """The words of `project`; queries are left at the beginning of `work`."""
-        words, size = array("q", self._projecting), self.dtype.itemsize
+        """Make the arguments of `project`; it writes queries to the start of `work`."""
+        arguments, size = array("q", self._project_template), self.dtype.itemsize
         cos, sin = positions
-        words[heads.X], words[heads.ROTARY] = x, cos.shape[-1]
-        words[heads.Q_OUT] = queries = work.data_ptr()
-        words[heads.SCRATCH] = queries + 4 * self.heads * self.width
-        words[heads.COS], words[heads.SIN] = cos.data_ptr(), sin.data_ptr()
-        words[heads.MEMORY] = scratch(self.stride) if self.stride else 0
+        arguments[heads.X], arguments[heads.ROTARY] = x, cos.shape[-1]
+        arguments[heads.Q_OUT] = queries = work.data_ptr()
+        arguments[heads.SCRATCH] = queries + 4 * self.heads * self.width
+        arguments[heads.COS], arguments[heads.SIN] = cos.data_ptr(), sin.data_ptr()
+        arguments[heads.MEMORY] = thread_scratch(self.stride) if self.stride else 0
         for tensor, out, step in (
-            (room.keys, heads.K_OUT, heads.K_STEP),
-            (room.values, heads.V_OUT, heads.V_STEP),
+            (view.keys, heads.K_OUT, heads.K_STEP),
+            (view.values, heads.V_OUT, heads.V_STEP),
         ):
             _, step_of_head, step_of_token, _ = tensor.stride()
-            words[out] = tensor.data_ptr() + size * (room.tokens - 1) * step_of_token
-            words[step] = size * step_of_head
-        return words
+            arguments[out] = tensor.data_ptr() + size * (view.tokens - 1) * step_of_token
+            arguments[step] = size * step_of_head
+        return arguments
 
-    def _to_attend(self, queries: int, room: KeyValueView, work: Tensor, out: int) -> array[int]:
-        """The words of `attend`: queries [heads * width] over the room's keys and values."""
-        words, size = array("q", self._attending), self.dtype.itemsize
-        k, v, words[heads.CONTEXT] = room
-        words[heads.Q] = queries
-        words[heads.K], words[heads.V] = k.data_ptr(), v.data_ptr()
-        _, words[heads.K_HEAD], words[heads.K_ROW], _ = (size * n for n in k.stride())
-        _, words[heads.V_HEAD], words[heads.V_ROW], _ = (size * n for n in v.stride())
-        words[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
-        words[heads.SCORES] = words[heads.MIXED] + 4 * self.heads * self.width
-        words[heads.A_OUT] = out
-        words[heads.A_MEMORY] = scratch(self.stride) if self.stride else 0
-        return words
+    def _attend_arguments(
+        self, queries: int, view: KeyValueView, work: Tensor, out: int
+    ) -> array[int]:
+        """Make the arguments of `attend`: queries [heads * width] with the view's tokens."""
+        arguments, size = array("q", self._attend_template), self.dtype.itemsize
+        k, v, arguments[heads.CONTEXT] = view
+        arguments[heads.Q] = queries
+        arguments[heads.K], arguments[heads.V] = k.data_ptr(), v.data_ptr()
+        _, arguments[heads.K_HEAD], arguments[heads.K_ROW], _ = (size * n for n in k.stride())
+        _, arguments[heads.V_HEAD], arguments[heads.V_ROW], _ = (size * n for n in v.stride())
+        arguments[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
+        arguments[heads.SCORES] = arguments[heads.MIXED] + 4 * self.heads * self.width
+        arguments[heads.A_OUT] = out
+        arguments[heads.A_MEMORY] = thread_scratch(self.stride) if self.stride else 0
+        return arguments
 
 
-class _Remembered:
-    """A KV cache of one layer for the trial."""
+class _TrialCache:
+    """A one-layer KV cache for the trial."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k, v
@@ -297,32 +306,35 @@ class _Remembered:
         return torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
 
 
-def try_out(one: OneTokenAttention, rotary: int) -> bool:
-    """Does the compiled forward give what the class's own gives, but for rounding?
+def matches_class(attention: OneTokenAttention, rotary: int) -> bool:
+    """Does the compiled forward match the class's own, except for rounding?
 
-    On small inputs and on large ones, where a cap on scores or values would show.
+    Tried on small inputs and on large ones, where a cap on scores or values would show.
     """
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random).to(one.dtype)
+        return torch.randn(*shape, generator=random).to(attention.dtype)
 
-    shape = (1, one.kv_heads, _TRIED_CONTEXT, one.width)
+    shape = (1, attention.kv_heads, _TRIED_CONTEXT, attention.width)
     for scale in (1.0, 30.0):
-        x, positions = draw(1, 1, one.hidden) * scale, (draw(1, 1, rotary), draw(1, 1, rotary))
-        cache = _Remembered(draw(*shape), draw(*shape))
-        wanted = one.original(one.module, x, positions, None, cache)[0].float()
-        distance = (one(x, positions, cache).float() - wanted).norm() / wanted.norm()
-        if not distance < _NEAR[one.dtype]:
+        x, positions = (
+            draw(1, 1, attention.hidden) * scale,
+            (draw(1, 1, rotary), draw(1, 1, rotary)),
+        )
+        cache = _TrialCache(draw(*shape), draw(*shape))
+        expected = attention.original(attention.module, x, positions, None, cache)[0].float()
+        distance = (attention(x, positions, cache).float() - expected).norm() / expected.norm()
+        if not distance < _NEAR[attention.dtype]:
             return False
     return True
 
 
-def fits(module: nn.Module) -> bool:
-    """Has a module the parts of the common attention, and no others?"""
+def is_common_attention(module: nn.Module) -> bool:
+    """Does a module have exactly the parts of the common attention?"""
     parts: dict[str, Any] = module._modules
-    own = set(module._parameters) | set(module._buffers)
-    if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or own:
+    tensors = set(module._parameters) | set(module._buffers)
+    if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or tensors:
         return False
     linear = [parts[name] for name in _LINEAR]
     if not all(type(part) is nn.Linear and weight_matrix(part).is_contiguous() for part in linear):
@@ -337,28 +349,28 @@ def fits(module: nn.Module) -> bool:
         return False
     if {w.dtype for w in weights} != {q.dtype} or q.dtype not in _NEAR:
         return False
-    if any(w.device.type != "cpu" for w in weights) or not readable(weights):
+    if any(w.device.type != "cpu" for w in weights) or not all_readable(weights):
         return False
-    whole = q.shape[0] % width == 0 and k.shape[0] % width == 0 and q.shape[0] % k.shape[0] == 0
-    return bool(whole and k.shape == v.shape and o.shape[1] == q.shape[0])
+    divisible = q.shape[0] % width == 0 and k.shape[0] % width == 0 and q.shape[0] % k.shape[0] == 0
+    return bool(divisible and k.shape == v.shape and o.shape[1] == q.shape[0])
 
 
-def norms_of(module: nn.Module) -> list[nn.Module]:
-    """The norms of queries and keys that an attention has."""
+def head_norms(module: nn.Module) -> list[nn.Module]:
+    """Return an attention's norms of queries and keys."""
     return [part for name in _NORMS if (part := module._modules.get(name)) is not None]
 
 
-def attention_forward(one: OneTokenAttention) -> Forward:
-    """An attention's forward, compiled for one token."""
-    module, original = one.module, one.original
+def attention_forward(attention: OneTokenAttention) -> Forward:
+    """Make an attention's forward, compiled for one token."""
+    module, original = attention.module, attention.original
 
     @outside_graphs
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Models name what they give; what comes without names is left to the class."""
+        """Compute one token; calls with positional arguments go to the class's forward."""
         names = ("position_embeddings", "attention_mask", "past_key_values")
         positions, mask, cache = (kwargs.get(name) for name in names)
-        if not args and one.takes(hidden_states, positions, mask, cache):
-            return one(hidden_states, positions, cache), None  # type: ignore[arg-type]
+        if not args and attention.accepts(hidden_states, positions, mask, cache):
+            return attention(hidden_states, positions, cache), None  # type: ignore[arg-type]
         return original(module, hidden_states, *args, **kwargs)
 
     return forward

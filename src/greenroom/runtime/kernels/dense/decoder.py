@@ -1,10 +1,10 @@
-"""A decoder layer of the common kind for the one token of a decode step, in two parallel regions.
+"""A fused decoder layer for one token, in two parallel regions.
 
-The first goes from the hidden state over norm, attention and residual sum to the block's input; the
-router chooses (router.py) in the first, where it is of a known kind; the second goes from the
-experts to the layer's output. Where all experts of a token are in their slots nothing is computed
-between: after a group of experts has gone through the caches each of its small operations takes as
-long as a matrix. The bits are those of the accelerated modules called one by one.
+The first region computes from the hidden state over norm, attention and residual sum to the input
+of the MoE block, and the router's choice if the router is of a known kind (router.py). The second
+computes from the experts to the layer's output. If all chosen experts have slots Python computes
+nothing between them: after a group of experts has evicted the CPU caches, each small operation
+takes as long as a matrix. The bits are those of the accelerated modules called one by one.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from greenroom.runtime.kernels.dense.attention import (
     Style,
 )
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
-from greenroom.runtime.kernels.dense.patterns import routed
+from greenroom.runtime.kernels.dense.patterns import find_router
 from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
-Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+AddExperts = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-# One of a layer's stages up to its choice, and an argument of it.
-Place = tuple[int, int]
+# (index of a stage up to the choice, index of one of its arguments)
+ArgumentPosition = tuple[int, int]
 
 
-class Places(NamedTuple):
-    """Where a layer's arguments are that change from token to token."""
+class TokenArguments(NamedTuple):
+    """Positions of the arguments that change from token to token."""
 
-    x: Sequence[Place]
-    cos: Sequence[Place]
-    sin: Sequence[Place]
-    key: Sequence[Place]  # where the token's own goes
-    value: Sequence[Place]
-    tokens: Sequence[Place]
+    x: Sequence[ArgumentPosition]
+    cos: Sequence[ArgumentPosition]
+    sin: Sequence[ArgumentPosition]
+    key: Sequence[ArgumentPosition]  # address of the token's own key
+    value: Sequence[ArgumentPosition]
+    tokens: Sequence[ArgumentPosition]
 
 
-# An experts module, how many experts are chosen, and the type of their weights.
-Key = tuple[nn.Module, int, torch.dtype]
+# (experts module, top_k, type of the routing weights)
+ExpertsKey = tuple[nn.Module, int, torch.dtype]
 
 
 class FusedDecoderLayer:
-    """A decoder layer's compiled forward for one token, around that of its attention."""
+    """A decoder layer's compiled forward for one token."""
 
-    # Of the stages up to the choice: the first sum, projections, attention, the second sum.
-    places = Places(
+    # Stages up to the choice: input norm, projections, attention, residual sum and second norm.
+    token_arguments = TokenArguments(
         x=((0, layers.N_X), (3, layers.N_X)),
         cos=((1, heads.COS),),
         sin=((1, heads.SIN),),
@@ -70,73 +70,78 @@ class FusedDecoderLayer:
     def __init__(
         self,
         layer: nn.Module,
-        one: OneTokenAttention,
+        attention: OneTokenAttention,
         names: tuple[str, str, str],
         styles: tuple[Style, Style],
-        onto: Onto | None,
+        add_experts: AddExperts | None,
     ) -> None:
-        """`names` are those of the norms and of the block that follows the second."""
-        self._layer, self.one = layer, one
+        """Make a forward; `names` are those of both norms and of the block after the second."""
+        self._layer, self.attention = layer, attention
         parts: dict[str, Any] = dict(layer._modules)
         first, second, self._name = names
         self._block: nn.Module = parts[self._name]
         norms = parts[first], parts[second]
-        self._parts = ModuleCheck()  # that norms, attention and block are still those
-        for name in (first, second, self._attention(), self._name):
-            self._parts.same(layer._modules, name, parts[name])
+        self._parts_check = ModuleCheck()  # norms, attention and block
+        for name in (first, second, self._attention_name(), self._name):
+            self._parts_check.require_same(layer._modules, name, parts[name])
         for norm in norms:
-            self._parts.weight(norm)
-        for part in (*norms, one.module):
-            self._parts.unheard(part)
-        self._join = kernel_entry(layers.add_and_norm, one.dtype)
-        self._begin, self._middle = (
-            self._words(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
+            self._parts_check.require_weight(norm)
+        for part in (*norms, attention.module):
+            self._parts_check.require_no_hooks(part)
+        self._norm_entry = kernel_entry(layers.add_and_norm, attention.dtype)
+        self._input_norm, self._post_norm = (
+            self._norm_arguments(norm.weight, style)
+            for norm, style in zip(norms, styles, strict=True)
         )
-        self._onto = onto
-        self._router, self._experts, self._shape = self._parts_of_block()
-        self._plain = ModuleCheck()  # that the block is what it was, and nobody listens to it
+        self._add_experts = add_experts
+        self._router_name, self._experts, self._shape = self._find_experts()
+        self._block_check = ModuleCheck()  # the block and its experts
         for part in (self._block, self._experts):
             if part is not None:
-                self._plain.unheard(part)
-                self._plain.same(vars(part), "forward", None)
-        self.choice = self._chosen_fast()
+                self._block_check.require_no_hooks(part)
+                self._block_check.require_same(vars(part), "forward", None)
+        self.router = self._compile_router()
         self.forward = layer_forward(self, layer)
 
-    def _attention(self) -> str:
-        return next(n for n, part in self._layer._modules.items() if part is self.one.module)
+    def _attention_name(self) -> str:
+        return next(n for n, part in self._layer._modules.items() if part is self.attention.module)
 
-    def _words(self, weight: Tensor, style: Style) -> array[int]:
-        words = array("q", [0] * layers.NORM_ARGUMENTS)
-        words[layers.N_WEIGHT], words[layers.N_COLUMNS] = weight.data_ptr(), self.one.hidden
-        words[layers.N_STYLE], words[layers.N_EPS] = style[0], bits(style[1])
-        return words
+    def _norm_arguments(self, weight: Tensor, style: Style) -> array[int]:
+        arguments = array("q", [0] * layers.NORM_ARGUMENTS)
+        arguments[layers.N_WEIGHT], arguments[layers.N_COLUMNS] = (
+            weight.data_ptr(),
+            self.attention.hidden,
+        )
+        arguments[layers.N_STYLE], arguments[layers.N_EPS] = style[0], bits(style[1])
+        return arguments
 
-    def _parts_of_block(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
-        """(router, experts, shape of the router's input) of a block that has nothing else."""
+    def _find_experts(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
+        """Return (router name, experts, shape of the router's input) of a plain MoE block."""
         for name, part in self._block._modules.items():
             if hasattr(part, "num_experts") and hasattr(part, "_apply_gate"):
-                found = routed(self._block, name, self.one.hidden, self.one.dtype)
-                if found is not None:
-                    return found[0], part, found[1]
+                match = find_router(self._block, name, self.attention.hidden, self.attention.dtype)
+                if match is not None:
+                    return match[0], part, match[1]
         return "", None, ()
 
-    def _chosen_fast(self) -> CompiledRouter | None:
-        """The router, where its choice can be compiled."""
+    def _compile_router(self) -> CompiledRouter | None:
+        """Compile the router, if its kind is known."""
         if self._experts is None:
             return None
-        return CompiledRouter.of(self._block._modules[self._router], self._shape, self.one.dtype)  # type: ignore[arg-type]
+        module: Any = self._block._modules[self._router_name]
+        return CompiledRouter.of(module, self._shape, self.attention.dtype)
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids of the experts that x [T, hidden] goes to, their weights), [T, K] each."""
-        if len(x) == 1 and self.choice is not None and self.choice.intact():
-            return self.choice(x)
-        given = x if len(self._shape) == 2 else x[None]
-        _, weights, index = self._block._modules[self._router](given)  # type: ignore[misc]
+        """Return (expert ids, weights), [T, K] each, for x [T, hidden]."""
+        if len(x) == 1 and self.router is not None and self.router.is_unchanged():
+            return self.router(x)
+        router_input = x if len(self._shape) == 2 else x[None]
+        _, weights, index = self._block._modules[self._router_name](router_input)  # type: ignore[misc]
         return index, weights
 
-    def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Is this call one that the compiled bodies know, of the parts that they know?"""
-        return self._parts.holds() and self.one.takes(
+    def accepts(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Can the kernel entries compute this call, with the parts unchanged?"""
+        return self._parts_check.passes() and self.attention.accepts(
             x,
             kwargs.get("position_embeddings"),
             kwargs.get("attention_mask"),
@@ -144,169 +149,184 @@ class FusedDecoderLayer:
         )
 
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """The layer's output for x [1, 1, hidden]; None, and nothing done, where the cache has no
-        room for one more token."""
-        room = self.one.room(kwargs["past_key_values"])
-        if room is None:
+        """Return the layer's output for x [1, 1, hidden].
+
+        None, with nothing done, if the cache cannot reserve space for a token.
+        """
+        view = self.attention.reserve(kwargs["past_key_values"])
+        if view is None:
             return None
-        # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
-        residual, state = (torch.empty(1, self.one.hidden, dtype=x.dtype) for _ in range(2))
-        work = self.work(room.tokens)
-        stages = self._stages(x, kwargs["position_embeddings"], room, residual, state, work)
-        if self._experts is None or self._onto is None or not self._plain.holds():
+        # On cold caches each of torch's operations, even a view, takes 10 microseconds.
+        residual, state = (torch.empty(1, self.attention.hidden, dtype=x.dtype) for _ in range(2))
+        work = self.workspace(view.tokens)
+        stages = self._stages(x, kwargs["position_embeddings"], view, residual, state, work)
+        if self._experts is None or self._add_experts is None or not self._block_check.passes():
             sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        if self.choice is not None and self.choice.intact():
-            asked = RouterCall(self.choice, state.data_ptr())
-            sequence.run((*stages, *asked.stages))
-            return self.from_choice(state, *asked.answer(), residual).view(x.shape)
+        if self.router is not None and self.router.is_unchanged():
+            call = RouterCall(self.router, state.data_ptr())
+            sequence.run((*stages, *call.stages))
+            return self.compute_from_choice(state, *call.result(), residual).view(x.shape)
         sequence.run(stages)
         index, weights = self._choose(state)
-        return self._onto(self._experts, state, index, weights, residual).view(x.shape)
+        return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
-        """Give the layer another forward, around the one that it has."""
+        """Give the layer another forward, around the present one."""
         self.forward = self._layer.forward = forward
 
     @property
-    def guard(self) -> ModuleCheck:
-        """That the layer is what it is now, its forward too, and nobody listens to its parts."""
-        assert self.choice is not None
+    def check(self) -> ModuleCheck:
+        """Check that the layer's parts, forward and hooks are unchanged."""
+        assert self.router is not None
         guard = ModuleCheck()
-        guard.same(vars(self._layer), "forward", self.forward)
-        for each in (self.choice.guard, self._plain, self._parts, self.one.guard):
+        guard.require_same(vars(self._layer), "forward", self.forward)
+        for each in (self.router.check, self._block_check, self._parts_check, self.attention.check):
             guard.include(each)
         return guard
 
-    def takes_part(self) -> Key | None:
-        """(experts module, how many are chosen, type of weights) where one region can do it all."""
-        if self.choice is None or self._experts is None or self._onto is None:
+    def experts_key(self) -> ExpertsKey | None:
+        """Return (experts module, top_k, type of weights) if one region can compute the layer."""
+        if self.router is None or self._experts is None or self._add_experts is None:
             return None
-        return self._experts, self.choice.top_k, self.choice.dtype
+        return self._experts, self.router.top_k, self.router.dtype
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
-        """Layers of one kind take the same calls; None of those that one region cannot do."""
-        one = self.one
-        kind = type(one.module), one.hidden, one.width, one.dtype
-        return None if self.takes_part() is None else kind
+        """Key that layers accepting the same calls share; None if one region cannot compute it."""
+        attention = self.attention
+        kind = type(attention.module), attention.hidden, attention.width, attention.dtype
+        return None if self.experts_key() is None else kind
 
-    def work(self, tokens: int) -> Tensor:
-        """Memory for the stages up to the choice with a context of so many tokens."""
-        # Beside the attention's: two rows of the model's type.
-        return self.one.work(tokens, beside=self.one.hidden)
+    def workspace(self, tokens: int) -> Tensor:
+        """Allocate memory for the stages up to the choice, for a context of `tokens`."""
+        # In addition to the attention's memory: two rows of the model's type.
+        return self.attention.workspace(tokens, extra=self.attention.hidden)
 
-    def up_to_choice(
+    def stages_to_choice(
         self,
         x: Tensor,
         positions: Positions,
-        room: KeyValueView,
+        view: KeyValueView,
         residual: Tensor,
         state: Tensor,
         work: Tensor,
     ) -> tuple[Sequence[sequence.Stage], RouterCall]:
-        """(stages to residual = x + attention and state = its norm [1, hidden] and to the choice
-        of experts for that, the choice). All of it must live until they are done."""
-        assert self.choice is not None
-        stages = self._stages(x, positions, room, residual, state, work)
-        asked = RouterCall(self.choice, state.data_ptr())
-        return (*stages, *asked.stages), asked
+        """Return (stages up to the choice of experts, that choice).
 
-    def from_choice(
+        They set residual = x + attention and state = its norm, both [1, hidden]. All arguments must
+        live until the stages are done.
+        """
+        assert self.router is not None
+        stages = self._stages(x, positions, view, residual, state, work)
+        call = RouterCall(self.router, state.data_ptr())
+        return (*stages, *call.stages), call
+
+    def compute_from_choice(
         self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor:
-        """The layer's output [1, hidden], from what these stages left and the choice."""
+        """Return the layer's output [1, hidden], from these stages' results and the choice."""
         assert self._experts is not None
-        assert self._onto is not None
-        return self._onto(self._experts, state, index, weights, residual)
+        assert self._add_experts is not None
+        return self._add_experts(self._experts, state, index, weights, residual)
 
-    def tokens(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
-        """The layer's output for x [1, T, hidden], a token each of the T sequences of
-        `batched_cache` (`hf.kv.batch.BatchedCache`), whose experts are one step; None, and nothing
-        done, where a token is none that the compiled bodies know.
+    def batch_forward(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
+        """Return the layer's output for x [1, T, hidden], a token of each sequence.
 
-        Up to the router every token is computed as if it were alone, and experts are: with
-        `exact` the rest is too.
+        The T sequences are those of `batched_cache` (`hf.kv.batch.BatchedCache`); their experts are
+        one step. None, with nothing done, if the kernel entries cannot compute a token.
+
+        Up to the router every token has the bits of a batch of one; so have the experts. With
+        `exact` the rest has them too.
         """
         positions = batched_cache.positions(kwargs["position_embeddings"])
         tokens = x.split(1, 1)
         first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
-        if not self.takes(tokens[0], {**kwargs, **first}):  # and so are the others
+        if not self.accepts(tokens[0], {**kwargs, **first}):  # the others are alike
             return None
-        rooms = [
-            room for cache in batched_cache.caches if (room := self.one.room(cache)) is not None
+        views = [
+            view
+            for cache in batched_cache.caches
+            if (view := self.attention.reserve(cache)) is not None
         ]
-        if len(rooms) < len(tokens):
-            if rooms:
-                raise AssertionError("caches of one batch are of one kind")
+        if len(views) < len(tokens):
+            if views:
+                raise AssertionError("caches of one batch must be of one kind")
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        works = [self.work(room.tokens) for room in rooms]
+        works = [self.workspace(view.tokens) for view in views]
         rows = zip(
-            tokens, positions, rooms, total.split(1, 1), state.split(1, 1), works, strict=True
+            tokens, positions, views, total.split(1, 1), state.split(1, 1), works, strict=True
         )
-        self._run_rows([self._stages(*row) for row in rows])
-        return self._after(total, state, batched_cache.exact)
+        self._run_batch([self._stages(*row) for row in rows])
+        return self._add_block(total, state, batched_cache.exact)
 
-    def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
-        """The stages of several tokens, side by side."""
-        begin, project, attend, middle = zip(*rows, strict=True)
-        join, one = kernel_entry(layers.add_and_norm_rows, self.one.dtype), self.one
-        work = torch.empty(4, len(rows), one.widest)
+    def _run_batch(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
+        """Run the stages of several tokens together."""
+        input_norm, project, attend, post_norm = zip(*rows, strict=True)
+        join, attention = (
+            kernel_entry(layers.add_and_norm_rows, self.attention.dtype),
+            self.attention,
+        )
+        work = torch.empty(4, len(rows), attention.widest)
         sequence.run(
             (
-                sequence.of_rows(join, [words for _, words in begin], work.data_ptr()),
-                *one.stages_of_rows(list(zip(project, attend, strict=True)), work),
-                sequence.of_rows(join, [words for _, words in middle]),
+                sequence.batch_stage(
+                    join, [arguments for _, arguments in input_norm], work.data_ptr()
+                ),
+                *attention.batched_stages(list(zip(project, attend, strict=True)), work),
+                sequence.batch_stage(join, [arguments for _, arguments in post_norm]),
             )
         )
 
-    def _after(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
-        """total + what the block makes of state, [1, T, hidden]."""
-        if self._experts is None or self._onto is None or not self._plain.holds():
+    def _add_block(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
+        """Return total + block(state), [1, T, hidden]."""
+        if self._experts is None or self._add_experts is None or not self._block_check.passes():
             rows = state.split(1, 1) if exact else (state,)
             return total + torch.cat([self._block(row) for row in rows], 1)
-        alone = exact or self.choice is not None  # a compiled choice is of one token
-        chosen = [self._choose(row) for row in (state[0].split(1) if alone else (state[0],))]
+        row_by_row = exact or self.router is not None  # a compiled router takes one token
+        chosen = [self._choose(row) for row in (state[0].split(1) if row_by_row else (state[0],))]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
-        return self._onto(self._experts, state[0], index, weights, total[0]).view(state.shape)
+        return self._add_experts(self._experts, state[0], index, weights, total[0]).view(
+            state.shape
+        )
 
     def _stages(
         self,
         x: Tensor,
         positions: Positions,
-        room: KeyValueView,
+        view: KeyValueView,
         total: Tensor,
         out: Tensor,
         work: Tensor,
     ) -> tuple[sequence.Stage, ...]:
-        """total = x + attention(norm(x)), out = its norm, by way of `work`."""
-        one = self.one
-        normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
-        attended = normed + one.hidden * x.itemsize
-        begin, middle = array("q", self._begin), array("q", self._middle)
-        begin[layers.N_X], begin[layers.N_OUT] = x.data_ptr(), normed
-        middle[layers.N_X], middle[layers.N_Y] = begin[layers.N_X], attended
-        middle[layers.N_SUM], middle[layers.N_OUT] = total.data_ptr(), out.data_ptr()
-        stages = one.stages(normed, positions, room, work, attended)
-        return (self._join, begin), *stages, (self._join, middle)
+        """Return stages for total = x + attention(norm(x)), out = norm(total)."""
+        attention = self.attention
+        normed = work.data_ptr() + 4 * (work.numel() - attention.hidden)
+        attended = normed + attention.hidden * x.itemsize
+        input_norm, post_norm = array("q", self._input_norm), array("q", self._post_norm)
+        input_norm[layers.N_X], input_norm[layers.N_OUT] = x.data_ptr(), normed
+        post_norm[layers.N_X], post_norm[layers.N_Y] = input_norm[layers.N_X], attended
+        post_norm[layers.N_SUM], post_norm[layers.N_OUT] = total.data_ptr(), out.data_ptr()
+        stages = attention.stages(normed, positions, view, work, attended)
+        return (self._norm_entry, input_norm), *stages, (self._norm_entry, post_norm)
 
 
-def layer_forward(one: FusedDecoderLayer, module: nn.Module) -> Callable[..., Any]:
-    """A decoder layer's forward, compiled for one token."""
+def layer_forward(decoder_layer: FusedDecoderLayer, module: nn.Module) -> Callable[..., Any]:
+    """Make a decoder layer's forward, compiled for one token."""
     original = type(module).forward
 
     @outside_graphs
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(module, hidden_states, *args, **kwargs)
-        if one.takes(hidden_states, kwargs):
-            out = one(hidden_states, kwargs)
+        if decoder_layer.accepts(hidden_states, kwargs):
+            out = decoder_layer(hidden_states, kwargs)
             if out is not None:
                 return out
         batched_cache = kwargs.get("batched_cache")
         if batched_cache is not None and batched_cache.one_token_each:
-            out = one.tokens(hidden_states, kwargs, batched_cache)
+            out = decoder_layer.batch_forward(hidden_states, kwargs, batched_cache)
             if out is not None:
                 return out
         return original(module, hidden_states, **kwargs)

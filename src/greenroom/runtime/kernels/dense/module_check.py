@@ -1,7 +1,7 @@
-"""Whether modules are still what compiled code took them for.
+"""Checks that modules are unchanged since code was compiled for them.
 
-That is asked before every token, of a thousand small objects, on caches that the weights have just
-emptied. So nothing is looked up then: kept are the dictionaries themselves, and what stood in them.
+They run before every token, over a thousand small objects, on CPU caches that the weights have just
+evicted. So nothing is looked up by module: a check holds the dictionaries and the expected values.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from operator import is_
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as every
+from torch.nn.modules import module as module_globals
 
-# Of those who listen to all modules.
-EVERY: tuple[Mapping[Any, Any], ...] = (
-    every._global_forward_hooks, every._global_forward_pre_hooks,
+# Hooks of all modules.
+GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
+    module_globals._global_forward_hooks, module_globals._global_forward_pre_hooks,
 )  # fmt: skip
 
 
 class ModuleCheck:
-    """What has to be so of some modules."""
+    """Conditions on modules that compiled code relies on."""
 
     def __init__(self) -> None:
-        self._empty: list[Mapping[Any, Any]] = [*EVERY]
-        self._where: list[dict[str, Any]] = []
+        self._empty: list[Mapping[Any, Any]] = [*GLOBAL_HOOKS]
+        self._dictionaries: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
 
-    def unheard(self, module: nn.Module) -> None:
-        """Nobody listens to its forward."""
+    def require_no_hooks(self, module: nn.Module) -> None:
+        """Require that a module has no forward hooks."""
         self._empty += (module._forward_hooks, module._forward_pre_hooks)
 
-    def same(self, where: Any, name: str, value: object) -> None:
-        """A dictionary has this very object under a name; None: it may have nothing."""
-        self._where.append(where)
+    def require_same(self, dictionary: Any, name: str, value: object) -> None:
+        """Require that a dictionary has this very object under a name; None: no entry is needed."""
+        self._dictionaries.append(dictionary)
         self._names.append(name)
         self._values.append(value)
 
-    def weight(self, module: nn.Module) -> None:
-        """Its weight is the parameter that it is now."""
-        self.same(module._parameters, "weight", module._parameters["weight"])
+    def require_weight(self, module: nn.Module) -> None:
+        """Require that a module's weight stays the present parameter."""
+        self.require_same(module._parameters, "weight", module._parameters["weight"])
 
     def include(self, other: ModuleCheck) -> None:
-        """All of another's too."""
-        self._empty += other._empty[len(EVERY) :]
-        self._where += other._where
+        """Add all conditions of another check."""
+        self._empty += other._empty[len(GLOBAL_HOOKS) :]
+        self._dictionaries += other._dictionaries
         self._names += other._names
         self._values += other._values
 
-    def holds(self) -> bool:
-        """Is all of it so?"""
+    def passes(self) -> bool:
+        """Do all conditions hold?"""
         return not any(self._empty) and all(
-            map(is_, map(dict.get, self._where, self._names), self._values)
+            map(is_, map(dict.get, self._dictionaries, self._names), self._values)
         )

@@ -1,7 +1,7 @@
-"""What a module does with what its parts give, found by running it on stand-ins for them.
+"""Detection of how a module combines its submodules, by a run with stubs.
 
-A stand-in returns a random tensor and notes what it is given; the module's own code does the rest.
-So a decoder layer of the common kind is known by its bits, whatever it and its parts are called.
+A stub returns a random tensor and records its inputs; the module's own code does the rest. So a
+decoder layer of the common kind is recognised by its bits, whatever its names are.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-_SCALES = (1.0, 1e4)  # of all tensors: a clamp would show
-Found = TypeVar("Found")
+_SCALES = (1.0, 1e4)  # of all tensors; with the larger one a clamp would show
+Result = TypeVar("Result")
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # a part's name, and what it was called with
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # a part's name, its arguments
 
 
-class _StandIn(nn.Module):
-    """Notes its calls, and gives one answer."""
+class _StubModule(nn.Module):
+    """A submodule that records its calls and returns a fixed answer."""
 
     def __init__(self, name: str, answer: Any, calls: list[Call]) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class _StandIn(nn.Module):
 def _run(
     module: nn.Module, answers: dict[str, Any], x: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Any, list[Call]]:
-    """(what the module's class makes of its parts' answers, its calls); (None, []) if it cannot."""
+    """Run a module with stubs: (its output, the stubs' calls); (None, []) if it fails."""
     calls: list[Call] = []
     other = copy.copy(module)
-    parts = {name: _StandIn(name, answer, calls) for name, answer in answers.items()}
+    parts = {name: _StubModule(name, answer, calls) for name, answer in answers.items()}
     other.__dict__ = {**vars(module), "_modules": parts}
     try:
         return type(module).forward(other, x, **kwargs), calls
@@ -47,18 +47,20 @@ def _run(
         return None, []
 
 
-def _is(value: Any, wanted: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dtype is wanted.dtype and torch.equal(value, wanted)
+def _equals(value: Any, expected: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor) and value.dtype is expected.dtype and torch.equal(value, expected)
+    )
 
 
-def _only(call: Call) -> Any:
-    """The argument of a call that has one."""
+def _only_argument(call: Call) -> Any:
+    """Return the argument of a call with one argument, else None."""
     _, args, kwargs = call
     return args[0] if len(args) == 1 and not kwargs else None
 
 
 class _Draw:
-    """Random tensors [1, 1, hidden] of a type."""
+    """A source of random tensors [1, 1, hidden] of one type."""
 
     def __init__(self, hidden: int, dtype: torch.dtype, scale: float) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -69,25 +71,31 @@ class _Draw:
         return (x * self._scale).to(self._dtype)
 
 
-def _agreed(find: Callable[[_Draw], Found], hidden: int, dtype: torch.dtype) -> Found | None:
-    """What is found with tensors of every size, where it is the same."""
-    found = {find(_Draw(hidden, dtype, scale)) for scale in _SCALES}
-    return found.pop() if len(found) == 1 else None
+def _find_at_all_scales(
+    find: Callable[[_Draw], Result], hidden: int, dtype: torch.dtype
+) -> Result | None:
+    """Return what `find` finds if it is the same for tensors of every scale."""
+    results = {find(_Draw(hidden, dtype, scale)) for scale in _SCALES}
+    return results.pop() if len(results) == 1 else None
 
 
-def sublayers(
+def find_sublayers(
     layer: nn.Module, attention: str, norms: Collection[str], hidden: int, dtype: torch.dtype
 ) -> tuple[str, str, str] | None:
-    """The names of a decoder layer's norms and of what follows the second, if it computes
+    """Find the names of a decoder layer's norms and of its block.
+
+    The layer must compute
 
         y = x + attention(norm(x)); y + block(other_norm(y))
 
-    in its type, from parts among which the attention and those that are norms are known.
+    in its type; `attention` and `norms` are known names of its parts.
     """
-    return _agreed(lambda draw: _sublayers(layer, attention, norms, draw), hidden, dtype)
+    return _find_at_all_scales(
+        lambda draw: _find_sublayers(layer, attention, norms, draw), hidden, dtype
+    )
 
 
-def _sublayers(
+def _find_sublayers(
     layer: nn.Module, attention: str, norms: Collection[str], draw: _Draw
 ) -> tuple[str, str, str] | None:
     x, drawn = draw(), {name: draw() for name in layer._modules}
@@ -110,33 +118,33 @@ def _sublayers(
     (first, *_), (_, args, kwargs), (second, *_), (block, *_) = calls
     if not {first, second} <= set(norms) or block in {first, second, attention}:
         return None
-    given, between_given, last = (_only(calls[place]) for place in (0, 2, 3))
+    router_input, between_given, last = (_only_argument(calls[place]) for place in (0, 2, 3))
     same = (
-        _is(given, x)
+        _equals(router_input, x)
         and (args[0] if len(args) == 1 else kwargs.get("hidden_states")) is drawn[first]
         and kwargs.get("position_embeddings") is positions
         and kwargs.get("past_key_values") is cache
         and kwargs.get("attention_mask") is None
-        and _is(between_given, between)
+        and _equals(between_given, between)
         and last is drawn[second]
-        and _is(out, between + drawn[block])
+        and _equals(out, between + drawn[block])
     )
     return (first, second, block) if same else None
 
 
-def routed(
+def find_router(
     block: nn.Module, experts: str, hidden: int, dtype: torch.dtype
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The name of a block's router and the shape of its input, if the block computes
+    """Find the name of a block's router and the shape of its input.
+
+    The block must compute exactly
 
         _, weights, index = router(x); experts(x, index, weights)
-
-    and nothing besides.
     """
-    return _agreed(lambda draw: _routed(block, experts, draw), hidden, dtype)
+    return _find_at_all_scales(lambda draw: _find_router(block, experts, draw), hidden, dtype)
 
 
-def _routed(block: nn.Module, experts: str, draw: _Draw) -> tuple[str, tuple[int, ...]] | None:
+def _find_router(block: nn.Module, experts: str, draw: _Draw) -> tuple[str, tuple[int, ...]] | None:
     x, result, answer = draw(), draw()[0], tuple(draw()[0, :, :2] for _ in range(2))
     index = torch.tensor([[1, 0]])
     answers: dict[str, Any] = dict.fromkeys(block._modules, (*answer, index))
@@ -144,15 +152,15 @@ def _routed(block: nn.Module, experts: str, draw: _Draw) -> tuple[str, tuple[int
     if len(calls) != 2 or calls[1][0] != experts or calls[0][0] == experts:
         return None
     (router, *_), (_, args, kwargs) = calls
-    given = _only(calls[0])
+    router_input = _only_argument(calls[0])
     same = (
-        isinstance(given, Tensor)
-        and _is(given.reshape(x.shape), x)
+        isinstance(router_input, Tensor)
+        and _equals(router_input.reshape(x.shape), x)
         and len(args) == 3
         and not kwargs
-        and _is(args[0], x[0])
+        and _equals(args[0], x[0])
         and args[1] is index
         and args[2] is answer[1]
-        and _is(out, result[None])
+        and _equals(out, result[None])
     )
-    return (router, tuple(given.shape)) if same else None
+    return (router, tuple(router_input.shape)) if same else None

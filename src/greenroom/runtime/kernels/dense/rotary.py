@@ -1,7 +1,7 @@
-"""Cosines and sines of a token's position, from tables that the module's own forward made.
+"""Tables of rotary cosines and sines, computed by the module's own forward.
 
-For one token they are nine of torch's small operations, which on a cache that the weights have
-just emptied take as long as a layer's attention; and the same for every token at a position.
+For one token the forward is nine of torch's small operations. On CPU caches that the weights have
+just evicted they take as long as a layer's attention. Their results depend on the position only.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from torch import Tensor, nn
 from greenroom.runtime.graphs import outside_graphs
 
 ROWS = 128  # positions of a table
-TABLES = 16  # that are kept
-FIXED = {"default", "linear", "llama3", "yarn"}  # kinds that know positions, not lengths
+TABLES = 16  # most tables in memory
+FIXED = {"default", "linear", "llama3", "yarn"}  # kinds that depend on positions, not on lengths
 _TRIED = (0, 1, 6, ROWS - 1, 8 * ROWS + 3, 40 * ROWS - 1)
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 Table = tuple[Tensor, Tensor]  # [1, ROWS, width]
 
 
-class Rotary:
-    """One rotary embedding's forward; `of` says whether a module may have one."""
+class RotaryTables:
+    """A rotary embedding's forward for one token, from tables; `of` makes it where it can."""
 
     def __init__(self, module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
         self._module, self._original = module, type(module).forward
         self._dtypes = frozenset(dtypes)
-        self._made_of = self._sources()
+        self._source_objects = self._sources()
         self._tables: dict[tuple[int, torch.dtype], Table] = {}
-        self._lock = threading.Lock()  # of who adds a table
+        self._lock = threading.Lock()  # for adding tables
 
     @staticmethod
-    def of(module: nn.Module, dtypes: Collection[torch.dtype]) -> Rotary | None:
-        """One for a module whose tables of these types have the bits of single positions, or None;
-        others are left to the module."""
-        kind = getattr(module, "rope_type", None)  # by layer type, where it is no word
-        known = isinstance(kind, str) and kind in FIXED and "inv_freq" in module._buffers
-        if not known or module._parameters or module._modules:
+    def of(module: nn.Module, dtypes: Collection[torch.dtype]) -> RotaryTables | None:
+        """Make tables for a module, if they have the bits of single positions; else None."""
+        kind = getattr(module, "rope_type", None)  # a dictionary by layer type in some models
+        supported = isinstance(kind, str) and kind in FIXED and "inv_freq" in module._buffers
+        if not supported or module._parameters or module._modules:
             return None
-        made = Rotary(module, dtypes)
+        tables = RotaryTables(module, dtypes)
         try:
-            return made if all(made._agrees(*each) for each in product(dtypes, _TRIED)) else None
+            return (
+                tables if all(tables._agrees(*each) for each in product(dtypes, _TRIED)) else None
+            )
         except _ODD:
             return None
 
@@ -62,7 +63,7 @@ class Rotary:
 
     @outside_graphs
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The module's: (cosines, sines) [1, tokens, width] in x's type."""
+        """Return (cosines, sines) [1, tokens, width] in x's type, as the module does."""
         if (
             args
             or kwargs
@@ -70,7 +71,7 @@ class Rotary:
             or x.is_meta
             or x.dtype not in self._dtypes
             or torch.is_grad_enabled()
-            or any(map(is_not, self._sources(), self._made_of))
+            or any(map(is_not, self._sources(), self._source_objects))
         ):
             return self._original(self._module, x, position_ids, *args, **kwargs)
         position = int(position_ids)
@@ -79,13 +80,13 @@ class Rotary:
         return cos[:, row : row + 1], sin[:, row : row + 1]
 
     def _table(self, start: int, dtype: torch.dtype) -> Table:
-        found = self._tables.get((start, dtype))
-        if found is None:
+        table = self._tables.get((start, dtype))
+        if table is None:
             with torch.inference_mode(False), torch.no_grad():
                 ids = torch.arange(start, start + ROWS)[None]
-                found = self._original(self._module, torch.zeros(1, 1, 1, dtype=dtype), ids)
+                table = self._original(self._module, torch.zeros(1, 1, 1, dtype=dtype), ids)
             with self._lock:
-                self._tables[start, dtype] = found
+                self._tables[start, dtype] = table
                 while len(self._tables) > TABLES:
                     del self._tables[next(iter(self._tables))]  # the oldest
-        return found
+        return table

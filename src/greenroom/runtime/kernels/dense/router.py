@@ -1,15 +1,15 @@
-"""A router of the common kind for one token, compiled.
+"""A compiled router of the common kind, for one token.
 
-    softmax of x @ w.T in float32, the top k of it, perhaps over their sum, cast
+    softmax of x @ w.T in float32, its top k, possibly divided by their sum, cast
 
-In the region that ends with its input (decoder.py) it costs its weights' bytes; torch's five
-operations cost ten times that where a group of experts has gone through the caches. The product is
-summed in another order than torch's and rounded to the model's type as torch's is, so as in other
-compiled layers a last bit may differ. Where the last expert that is chosen and the next are equal
-the choice is torch's still (ties.py). That a router is of this kind is found by trying it.
+In the region that computes its input (decoder.py) it costs reading its weights; torch's five
+operations take ten times as long after a group of experts has evicted the CPU caches. The product
+is summed in another order than torch's and rounded to the model's type as torch's is, so a last bit
+may differ, as in other compiled layers. If the last chosen score equals the next one, torch's
+choice is taken (ties.py). Whether a router is of this kind is tried against its own forward.
 
-The module gets this choice as its own forward for one token: it is called wherever somebody listens
-to it, as predictors do, and what listens must not change a bit.
+The module gets this choice as its own forward for one token. It is called wherever hooks observe
+the module, as those of predictors do, and hooks must not change a bit.
 """
 
 from __future__ import annotations
@@ -28,91 +28,108 @@ from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 
 _TRIALS = 48
-_AGREE = 45  # of them: a last bit may decide between two experts
+_AGREE = 45  # trials: a last bit may decide between two experts
 _NEAR = 2e-2
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
 class RouterCall:
-    """A choice to be made: the stages that make it, after which `answer` has it."""
+    """One choice of experts: `stages` compute it, then `result` returns it."""
 
-    __slots__ = ("_router", "_words", "ids", "stages", "weights")
+    __slots__ = ("_arguments", "_router", "ids", "stages", "weights")
 
     def __init__(self, router: CompiledRouter, x: int) -> None:
-        """For the hidden state at address x."""
+        """Make the stages for the hidden state at address x."""
         self._router = router
         self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
         self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
-        product, words = array("q", router.product), array("q", router.choice)
-        start = words.buffer_info()[0]
-        scores, products, order = (start + 8 * at for at in router.places)
-        words[choice.SCORES], words[choice.PRODUCTS] = scores, products
-        words[choice.S_ORDER] = order if router.knows_ties else 0
-        words[choice.S_IDS], words[choice.S_WEIGHTS] = self.ids.data_ptr(), self.weights.data_ptr()
-        product[layers.X], product[layers.OUT] = x, words[choice.PRODUCTS]
-        self._words = words
+        product, arguments = (
+            array("q", router.product_arguments),
+            array("q", router.choice_arguments),
+        )
+        start = arguments.buffer_info()[0]
+        scores, products, order = (start + 8 * at for at in router.offsets)
+        arguments[choice.SCORES], arguments[choice.PRODUCTS] = scores, products
+        arguments[choice.S_ORDER] = order if router.knows_ties else 0
+        arguments[choice.S_IDS], arguments[choice.S_WEIGHTS] = (
+            self.ids.data_ptr(),
+            self.weights.data_ptr(),
+        )
+        product[layers.X], product[layers.OUT] = x, arguments[choice.PRODUCTS]
+        self._arguments = arguments
         self.stages: tuple[sequence.Stage, ...] = (
             (router.multiply, product),
-            (router.select, words),
+            (router.select, arguments),
         )
 
-    def answer(self) -> tuple[Tensor, Tensor]:
-        """(ids [1, top_k] of the experts, their weights)."""
-        if self._words[choice.S_CHOSEN]:
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return (expert ids [1, top_k], their weights)."""
+        if self._arguments[choice.S_CHOSEN]:
             return self.ids, self.weights
-        return self._router.by_torch(self.products)
+        return self._router.choose_by_torch(self.products)
 
     @property
-    def found(self) -> int:
-        """The address of a word that is 0 where the choice is torch's."""
-        return self._words.buffer_info()[0] + 8 * choice.S_CHOSEN
+    def chosen_address(self) -> int:
+        """Address of an int64 that is 0 if torch must choose."""
+        return self._arguments.buffer_info()[0] + 8 * choice.S_CHOSEN
 
     @property
     def products(self) -> Tensor:
         """x times the router's matrix [1, experts], rounded to the model's type."""
         router = self._router
-        found = torch.frombuffer(
-            self._words,
+        products = torch.frombuffer(
+            self._arguments,
             dtype=router.weight.dtype,
             count=len(router.weight),
-            offset=8 * router.places[1],
+            offset=8 * router.offsets[1],
         )
-        return found[None]
+        return products[None]
 
 
 class CompiledRouter:
-    """One router's choice for one token; `of` says whether it is of this kind."""
+    """A compiled forward of one router for one token; `of` makes it where it can."""
 
     def __init__(
         self, module: nn.Module, top_k: int, summed: bool, dtype: torch.dtype, scored: bool = False
     ) -> None:
-        """`summed`: are weights, which have this type, divided by their sum? `scored`: does the
-        module return all experts' softmax, where others return their products?"""
+        """Make a router.
+
+        summed: are weights, of type `dtype`, divided by their sum?
+        scored: does the module return the softmax of all experts, rather than the products?
+        """
         self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
         self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
-        self._known = ModuleCheck()
-        self._known.weight(module)
-        self._known.unheard(module)
+        self._check = ModuleCheck()
+        self._check.require_weight(module)
+        self._check.require_no_hooks(module)
         self.multiply = kernel_entry(layers.gemv, self.weight.dtype, False)
         self.select = kernel_entry(choice.select, self.weight.dtype, dtype is torch.float32)
-        self.product = array("q", [0] * (layers.OUT_WIDE + 1))
-        self.product[layers.W], self.product[layers.X_ROWS] = self.weight.data_ptr(), 1
-        self.product[layers.W_ROWS], self.product[layers.W_COLUMNS] = self.weight.shape
+        self.product_arguments = array("q", [0] * (layers.OUT_WIDE + 1))
+        self.product_arguments[layers.W], self.product_arguments[layers.X_ROWS] = (
+            self.weight.data_ptr(),
+            1,
+        )
+        self.product_arguments[layers.W_ROWS], self.product_arguments[layers.W_COLUMNS] = (
+            self.weight.shape
+        )
         number = len(self.weight)
-        scores = choice.S_BEST + -(-(top_k + 1) * 3 // 2)  # words of ids and of float32
+        scores = choice.S_BEST + -(-(top_k + 1) * 3 // 2)  # in int64: ids, and as many float32
         half = -(-number // 2)
-        self.places = scores, scores + half, scores + 2 * half  # products and ids follow scores
-        self.choice = array("q", [0] * (self.places[2] + number))
-        self.choice[choice.S_NUMBER], self.choice[choice.S_TOP_K] = number, top_k
-        self.choice[choice.NORMALISED] = int(summed)
+        self.offsets = scores, scores + half, scores + 2 * half  # products and ids follow scores
+        self.choice_arguments = array("q", [0] * (self.offsets[2] + number))
+        self.choice_arguments[choice.S_NUMBER], self.choice_arguments[choice.S_TOP_K] = (
+            number,
+            top_k,
+        )
+        self.choice_arguments[choice.NORMALISED] = int(summed)
         self.knows_ties = ties.is_supported(number, top_k)
         if self.knows_ties:
-            self.knows_ties = _ties_tried(self)
+            self.knows_ties = _ties_match_torch(self)
 
     @staticmethod
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
-        """One for a router of x in `dtype`, of this shape for one token, or None."""
+        """Compile a router of x in `dtype`, with `shape` for one token; None for other kinds."""
         weight = module._parameters.get("weight")
         parts = len(module._parameters), len(module._buffers), len(module._modules)
         if parts != (1, 0, 0) or weight is None or weight.dtype is not dtype:
@@ -121,31 +138,34 @@ class CompiledRouter:
             return None
         if "forward" in module.__dict__ or not weight.is_contiguous():
             return None
-        return _tried(module, shape, dtype)
+        return _find_router(module, shape, dtype)
 
-    def intact(self) -> bool:
-        """Is the module still what it was, and does nobody listen to it?"""
-        own = vars(self.module).get("forward", self.forward)
-        return self._known.holds() and own == self.forward
+    def is_unchanged(self) -> bool:
+        """Is the module unchanged and without hooks?"""
+        forward = vars(self.module).get("forward", self.forward)
+        return self._check.passes() and forward == self.forward
 
     @property
-    def guard(self) -> ModuleCheck:
-        """That it is, with the forward that it has now, where that is the class's or this one."""
-        guard, own = ModuleCheck(), vars(self.module).get("forward")
-        guard.include(self._known)
-        known = own is None or own == self.forward
-        guard.same(vars(self.module), "forward", own if known else self.forward)
+    def check(self) -> ModuleCheck:
+        """Check that the module and its forward are unchanged.
+
+        Its forward may be the class's or this one.
+        """
+        guard, forward = ModuleCheck(), vars(self.module).get("forward")
+        guard.include(self._check)
+        is_own = forward is None or forward == self.forward
+        guard.require_same(vars(self.module), "forward", forward if is_own else self.forward)
         return guard
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids [1, top_k] of the experts that x [1, hidden] goes to, their weights)."""
-        asked = RouterCall(self, x.data_ptr())
-        sequence.run(asked.stages)
-        return asked.answer()
+        """Return (expert ids [1, top_k], their weights) for x [1, hidden]."""
+        call = RouterCall(self, x.data_ptr())
+        sequence.run(call.stages)
+        return call.result()
 
     @outside_graphs
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The module's: (products or softmax of all experts, weights, ids), compiled for one."""
+        """Compute the module's forward: (products or softmax of all experts, weights, ids)."""
         if (
             args
             or kwargs
@@ -156,29 +176,29 @@ class CompiledRouter:
             or self.module._parameters["weight"] is not self.weight
         ):
             return self._original(self.module, x, *args, **kwargs)
-        asked = RouterCall(self, x.data_ptr())
-        sequence.run(asked.stages)
-        ids, weights = asked.answer()
-        return self.of_all(asked.products), weights, ids
+        call = RouterCall(self, x.data_ptr())
+        sequence.run(call.stages)
+        ids, weights = call.result()
+        return self.all_scores(call.products), weights, ids
 
-    def of_all(self, products: Tensor) -> Tensor:
-        """What the module returns of all experts."""
+    def all_scores(self, products: Tensor) -> Tensor:
+        """Return the module's output for all experts, from the products."""
         return products.softmax(-1, dtype=torch.float32) if self._scored else products
 
-    def by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
-        """The choice where it is torch's, from the products [1, experts]."""
+    def choose_by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts by torch's operations, from the products [1, experts]."""
         values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self._summed:
             values = values / values.sum(-1, keepdim=True)
         return ids, values.to(self.dtype)
 
 
-_TIES: dict[Hashable, bool] = {}  # what came of trying, by the kind of router
+_TIES: dict[Hashable, bool] = {}  # verdicts of `_ties_match_torch` by kind of router
 
 
 @torch.no_grad()
-def _ties_tried(router: CompiledRouter) -> bool:
-    """Does `ties` choose among equal scores as this torch does?"""
+def _ties_match_torch(router: CompiledRouter) -> bool:
+    """Does `ties` order equal scores as the installed torch does?"""
     key = len(router.weight), router.top_k, router.weight.dtype, router.dtype
     if key not in _TIES:
         random = torch.Generator().manual_seed(0)
@@ -187,65 +207,67 @@ def _ties_tried(router: CompiledRouter) -> bool:
 
 
 def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
-    """Are the experts torch's where many products are equal?"""
-    asked = RouterCall(router, 0)
-    asked.products.copy_(torch.randint(-4, 4, asked.products.shape, generator=random) / 4)
-    sequence.run(asked.stages[1:])
-    found, wanted = (
-        ids.sort().values for ids, _ in (asked.answer(), router.by_torch(asked.products))
+    """Does the choice equal torch's where many products are equal?"""
+    call = RouterCall(router, 0)
+    call.products.copy_(torch.randint(-4, 4, call.products.shape, generator=random) / 4)
+    sequence.run(call.stages[1:])
+    ours, expected = (
+        ids.sort().values for ids, _ in (call.result(), router.choose_by_torch(call.products))
     )
-    return torch.equal(found, wanted)
+    return torch.equal(ours, expected)
 
 
 @torch.no_grad()
-def _tried(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
-    """The router that gives the module's own answers, on small inputs and on large ones."""
+def _find_router(
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
+) -> CompiledRouter | None:
+    """Find the router with the module's own outputs, on small and large inputs."""
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(_TRIALS, *shape, generator=random)
     scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
     inputs = (inputs * scales).to(dtype)
-    own = type(module).forward
+    forward = type(module).forward
     try:
-        answers = [_answer(own(module, x)) for x in inputs]
+        answers = [_parse_output(forward(module, x)) for x in inputs]
     except _ODD:
         return None
     if not all(answers):
         return None
     first, weights, ids = answers[0]  # type: ignore[misc]
     for summed in (True, False):
-        made = CompiledRouter(
+        router = CompiledRouter(
             module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32
         )
-        pairs = zip((made.forward(x) for x in inputs), answers, strict=True)
-        if sum(_alike(mine, answer) for mine, answer in pairs) >= _AGREE:
-            return made
+        pairs = zip((router.forward(x) for x in inputs), answers, strict=True)
+        if sum(_agrees(mine, answer) for mine, answer in pairs) >= _AGREE:
+            return router
     return None
 
 
-def _answer(out: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(of all experts, weights, ids) of what a router returns, where it is of that form."""
+def _parse_output(out: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return (scores of all experts, weights, ids) if a router's output has this form."""
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) for t in out)):
         return None
-    of_all, weights, ids = out
+    all_scores, weights, ids = out
     floats = weights.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if ids.dtype is not torch.int64 or not floats or ids.shape != weights.shape:
         return None
-    return (of_all, weights, ids) if ids.dim() == 2 and len(ids) == 1 else None
+    return (all_scores, weights, ids) if ids.dim() == 2 and len(ids) == 1 else None
 
 
-def _alike(mine: tuple[Tensor, Tensor, Tensor], answer: Any) -> bool:
-    """Are these the same, but for last bits?"""
+def _agrees(mine: tuple[Tensor, Tensor, Tensor], answer: Any) -> bool:
+    """Are two outputs the same, except for last bits?"""
     if mine[0].shape != answer[0].shape or mine[0].dtype is not answer[0].dtype:
         return False
-    both = [_spread(*each) for each in (mine, answer)]
-    return all(_near(ours, theirs) for ours, theirs in [(mine[0], answer[0]), both])
+    both = [_dense_weights(*each) for each in (mine, answer)]
+    return all(_is_near(ours, theirs) for ours, theirs in [(mine[0], answer[0]), both])
 
 
-def _spread(of_all: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """A choice as the weights of all experts."""
-    return torch.zeros(1, of_all.shape[-1]).scatter_add_(1, ids, weights.float())
+def _dense_weights(all_scores: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Scatter a choice to the weights of all experts."""
+    return torch.zeros(1, all_scores.shape[-1]).scatter_add_(1, ids, weights.float())
 
 
-def _near(ours: Tensor, theirs: Tensor) -> bool:
+def _is_near(ours: Tensor, theirs: Tensor) -> bool:
     ours, theirs = ours.float(), theirs.float()
     return bool((ours - theirs).norm() <= _NEAR * theirs.norm())

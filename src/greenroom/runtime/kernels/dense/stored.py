@@ -1,4 +1,4 @@
-"""Dense matrices that stay as their checkpoint stores them: smaller in memory, and read as such.
+"""Dense matrices that stay in memory as their checkpoint stores them.
 
 `StoredMatrix` is one matrix. A module that has one (`stored_matrix`) has no parameter `weight` and
 computes by a forward of accelerate.py. `MatrixRecord` tells kernel entries where a matrix lies.
@@ -21,21 +21,21 @@ from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_ARGUMENTS
 from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
 
-STORED = "_greenroom_stored"  # attribute of a module: its matrix
-EXPANDED = 32 << 20  # bytes of a matrix that are expanded at a time, for many tokens
-PIECE = 1 << 20  # weights that are decoded at a time
+STORED = "_greenroom_stored"  # name of a module's attribute
+EXPANDED = 32 << 20  # bytes expanded at a time, for many tokens
+CHUNK = 1 << 20  # weights decoded at a time
 _DTYPES = {torch.bfloat16, torch.float16}
 _local = threading.local()
 
 
 class StoredMatrix:
-    """A matrix [outputs, inputs] as `layout` describes it: `weight`, and what `weight.` begins.
+    """A stored matrix [outputs, inputs]; `layout` has its tensor `weight` and companions.
 
-    It looks like the tensor that it expands to: `shape`, `dtype`, `device`.
+    It has attributes of the tensor that it expands to: `shape`, `dtype`, `device`.
     """
 
     def __init__(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """There is no memory before `fill`."""
+        """Make a matrix without memory; see `allocate`."""
         self.layout, self.dtype = layout, dtype
         self.spec = layout.weight("weight")
         self.shape = torch.Size(self.spec.shape)
@@ -46,13 +46,13 @@ class StoredMatrix:
 
     @property
     def unsupported_reason(self) -> str:
-        """Why the compiled bodies cannot read it, or ""."""
+        """Reason why no compiled product reads it, or ""."""
         if self.dtype not in _DTYPES:
             return f"{self.dtype}"
         return unsupported_reason(self.spec)
 
-    def fill(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
-        """Take memory from `empty`; returns its parts, to be written: codes, then companions."""
+    def allocate(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
+        """Allocate memory with `empty`; return its parts to write: codes, then companions."""
         self._memory = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
         self.device = self._memory.device
         return self.parts
@@ -75,59 +75,64 @@ class StoredMatrix:
     def is_contiguous(self) -> bool:
         return True
 
-    def decoded(self) -> Tensor:
-        """All of it as its decoder expands it: the parameter that the module would have."""
+    def decode(self) -> Tensor:
+        """Expand the complete matrix with its decoder, as the module's parameter would be."""
         (rows, columns), decode = self.shape, ENCODINGS[self.spec.encoding].decode
         codes, *scales = self.parts
-        together = rows // len(scales[0]) if scales else 1  # rows that share one of scales
-        step = together * max(1, PIECE // (columns * together))
+        rows_per_scale = (
+            rows // len(scales[0]) if scales else 1
+        )  # weight rows that share a row of scales
+        step = rows_per_scale * max(1, CHUNK // (columns * rows_per_scale))
         out = torch.empty(rows, columns, dtype=self.dtype)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            some = [scale[start // together : stop // together] for scale in scales]
+            some = [scale[start // rows_per_scale : stop // rows_per_scale] for scale in scales]
             shape = (stop - start, columns)
             out[start:stop] = decode([codes[start:stop], *some], shape, self.dtype)
         return out
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Rows first .. first + count, expanded [count, inputs]."""
-        return self._unfold(count, first, None)
+        """Expand rows first .. first + count: [count, inputs]."""
+        return self._expand(count, first, None)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows by their numbers, of any shape -> [*ids.shape, inputs]; IndexError."""
+        """Expand rows by their numbers, of any shape -> [*ids.shape, inputs].
+
+        Raises IndexError for numbers out of range.
+        """
         numbers = ids.reshape(-1).tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.shape[0]:
             raise IndexError("index out of range in self")
         index = array("q", numbers)
-        return self._unfold(len(numbers), 0, index).view(*ids.shape, self.shape[1])
+        return self._expand(len(numbers), 0, index).view(*ids.shape, self.shape[1])
 
-    def _unfold(self, count: int, first: int, index: array[int] | None) -> Tensor:
+    def _expand(self, count: int, first: int, index: array[int] | None) -> Tensor:
         if self._expanding is None:
             self._expanding = MatrixRecord(self, rounded=True)
         columns = self.shape[1]
         out = torch.empty(count, columns, dtype=self.dtype)
-        stride = 4 * layers.FEW * columns + room(columns)
-        words = array("q", [0] * (layers.E_STRIDE + 1))
-        words[layers.E_MATRIX], words[layers.E_ROWS] = self._expanding.address, count
-        words[layers.E_COLUMNS], words[layers.E_FIRST] = columns, first
-        words[layers.E_INDEX] = index.buffer_info()[0] if index else 0
-        words[layers.E_OUT] = out.data_ptr()
-        words[layers.E_SCRATCH], words[layers.E_STRIDE] = scratch(stride), stride
+        stride = 4 * layers.FEW * columns + product_scratch(columns)
+        arguments = array("q", [0] * (layers.E_STRIDE + 1))
+        arguments[layers.E_MATRIX], arguments[layers.E_ROWS] = self._expanding.address, count
+        arguments[layers.E_COLUMNS], arguments[layers.E_FIRST] = columns, first
+        arguments[layers.E_INDEX] = index.buffer_info()[0] if index else 0
+        arguments[layers.E_OUT] = out.data_ptr()
+        arguments[layers.E_SCRATCH], arguments[layers.E_STRIDE] = thread_scratch(stride), stride
         enter = kernel_entry(layers.expand_rows, self.dtype)
-        enter(words.buffer_info()[0], count * columns > 1 << 17)
+        enter(arguments.buffer_info()[0], count * columns > 1 << 17)
         return out
 
 
 class MatrixRecord:
-    """What compiled bodies know of a matrix: the words at `address` (see layers.py)."""
+    """A matrix's record for kernel entries, at `address` (see layers.py)."""
 
     def __init__(self, weight: Tensor | StoredMatrix, rounded: bool = False) -> None:
-        """`rounded` as for `MatrixProduct`."""
+        """Make a record; `rounded` is as for `MatrixProduct`."""
         spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
         self._matrix = MatrixProduct(spec, weight.dtype, rounded)
         base = weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
-        self._words = array("q", [*self._matrix.arguments, base])
-        self.address = self._words.buffer_info()[0]
+        self._arguments = array("q", [*self._matrix.arguments, base])
+        self.address = self._arguments.buffer_info()[0]
 
 
 def _plain(weight: Tensor) -> WeightSpec:
@@ -136,35 +141,35 @@ def _plain(weight: Tensor) -> WeightSpec:
 
 
 def stored_matrix(module: nn.Module) -> StoredMatrix | None:
-    """The stored matrix that a module has in the place of its weight."""
+    """Return the stored matrix that a module has in place of its weight, or None."""
     return module.__dict__.get(STORED)
 
 
 def weight_matrix(module: nn.Module) -> Any:
-    """A linear module's matrix: its weight, or what it has in its place."""
+    """Return a linear module's weight, or the stored matrix in its place."""
     return stored_matrix(module) or module._parameters["weight"]
 
 
 def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
-    """Take a module's weight out of it; the attribute stays, as None."""
+    """Replace a module's weight by a stored matrix; the attribute stays, as None."""
     module.register_parameter("weight", None)
     module.__dict__[STORED] = stored
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Give every module its weight, expanded; those that shared a matrix share a parameter."""
-    made: dict[StoredMatrix, nn.Parameter] = {}
+    """Give every module its expanded weight; modules with one matrix share a parameter."""
+    parameters: dict[StoredMatrix, nn.Parameter] = {}
     for module in model.modules():
         stored = module.__dict__.pop(STORED, None)
         if stored is None:
             continue
-        if stored not in made:
-            made[stored] = nn.Parameter(stored.decoded(), requires_grad=False)
-        module.register_parameter("weight", made[stored])
+        if stored not in parameters:
+            parameters[stored] = nn.Parameter(stored.decode(), requires_grad=False)
+        module.register_parameter("weight", parameters[stored])
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Bytes of memory that parameters, buffers and stored matrices of a model take.
+    """Return the bytes of a model's parameters, buffers and stored matrices.
 
     A tensor that several modules share counts once.
     """
@@ -177,33 +182,36 @@ def dense_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-def coded(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Must these be read by records? All are where any is stored."""
+def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
+    """Is any of these matrices stored? Kernel entries then read all by records."""
     return any(isinstance(weight, StoredMatrix) for weight in weights)
 
 
-def readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Can compiled bodies read them, all in the same way?"""
-    if not coded(weights):
+def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
+    """Can kernel entries read all of these matrices?"""
+    if not any_stored(weights):
         return True
     specs = (w.spec if isinstance(w, StoredMatrix) else _plain(w) for w in weights)
     return not any(unsupported_reason(spec) for spec in specs)
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """The most that is expanded at a time in a pass of many tokens."""
+    """Return the most bytes expanded at a time in a pass of many tokens."""
     matrices = filter(None, map(stored_matrix, model.modules()))
     sizes = (m.shape.numel() * m.dtype.itemsize for m in matrices)
     return max((min(size, EXPANDED) for size in sizes), default=0)
 
 
-def room(columns: int) -> int:
-    """Bytes that a product with rows of so many inputs needs for itself."""
+def product_scratch(columns: int) -> int:
+    """Return the bytes of scratch memory of a product with so many inputs."""
     return 8 * FRAME_ARGUMENTS + 12 * columns + 4096
 
 
-def scratch(stride: int) -> int:
-    """The address of `stride` bytes for each of torch's threads, kept for this thread's calls."""
+def thread_scratch(stride: int) -> int:
+    """Return the address of `stride` bytes for each of torch's threads.
+
+    The memory is reused by this thread's later calls.
+    """
     size = stride * torch.get_num_threads()
     memory: Tensor | None = getattr(_local, "memory", None)
     if memory is None or memory.numel() < size:

@@ -1,1 +1,1 @@
-"""How compiled entries are started: one alone, or several in one parallel region."""
+"""Launching kernel entries: one, or several in one parallel region."""

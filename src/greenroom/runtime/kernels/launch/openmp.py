@@ -1,9 +1,9 @@
-"""Run a compiled body on torch's own OpenMP threads.
+"""Kernel entries on torch's own OpenMP threads.
 
-A second pool (Numba's) would fight torch's for the cores: workers of both spin after their work.
-So a body `void(void *)` is started by `GOMP_parallel`, the entry that compilers call for
-`#pragma omp parallel`, of the library that torch has loaded (GNU's or Intel's, which offers the
-same symbol). Where there is none, the body runs on the calling thread alone.
+A second pool (Numba's) would compete with torch's for the cores: workers of both spin after their
+work. So an entry `void(void *)` is started by `GOMP_parallel`, which compilers call for
+`#pragma omp parallel`, of the library that torch has loaded (GNU's, or Intel's with the same
+symbol). Without it, the entry runs on the calling thread only.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ _NAMES = ("libgomp", "libiomp5", "libomp")
 
 
 def _loaded() -> list[str]:
-    """OpenMP libraries mapped into this process, torch's own first."""
+    """Return the OpenMP libraries mapped into this process, torch's own first."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return []
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
-    found = sorted(path for path in paths if Path(path).name.startswith(_NAMES))
-    return sorted(found, key=lambda path: "torch" not in path)
+    libraries = sorted(path for path in paths if Path(path).name.startswith(_NAMES))
+    return sorted(libraries, key=lambda path: "torch" not in path)
 
 
 def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
-    """`GOMP_parallel(body, data, threads, flags)` of the library that torch uses, and the address
-    of its `GOMP_barrier()`; (None, 0) where there is none."""
+    """Find torch's `GOMP_parallel(entry, data, threads, flags)` and its barrier's address.
+
+    (None, 0) without an OpenMP library.
+    """
     for path in _loaded():
         try:
             library = ctypes.CDLL(path)
@@ -50,14 +52,14 @@ PARALLEL, BARRIER = find_parallel()
 
 
 class KernelEntry:
-    """A compiled `void(void *)` that any number of threads may enter with the same argument."""
+    """A compiled `void(void *)` that several threads may enter with the same argument."""
 
-    __slots__ = ("_alone", "_owner", "address")
+    __slots__ = ("_function", "_owner", "address")
 
     def __init__(self, address: int, owner: object = None) -> None:
         self.address = address
         self._owner = owner  # keeps the machine code alive
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, argument: int, wide: bool = True) -> None:
         """Run on all of torch's threads, or only on the caller's; the GIL is released."""
@@ -65,13 +67,13 @@ class KernelEntry:
         if threads > 1 and PARALLEL is not None:
             PARALLEL(self.address, argument, threads, 0)
         else:
-            self._alone(argument)
+            self._function(argument)
 
 
 @cache
 def kernel_entry(
     kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int
 ) -> KernelEntry:
-    """A kernel, compiled for a weight type, as the body of a region."""
+    """Compile a kernel for a weight type, as the entry of a parallel region."""
     code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
     return KernelEntry(code.address, code)

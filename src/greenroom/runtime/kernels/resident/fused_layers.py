@@ -1,10 +1,10 @@
-"""Decoder layers that follow one another, for one token in one parallel region.
+"""Consecutive decoder layers for one token, in one parallel region.
 
-Where every expert has a slot nothing is decided between two layers, and Python between them takes
-as long as a tenth of the weights: so the first layer computes those that follow, and they find
-their outputs made. Before, it is found out in a pass that each is given just what the one before it
-returned. The bits are those of the layers one by one; where a choice is torch's (router.py), or an
-expert has yet to come, the region is left at that layer and entered again behind it.
+Where every expert has a slot nothing is decided between two layers, and Python between them takes a
+tenth of the time of reading the weights. So the first layer computes those that follow, and they
+return their finished outputs. A first pass observes whether each layer gets exactly the output of
+the one before. The bits are those of the layers one by one. Where torch must choose (router.py), or
+an expert has no slot yet, the region ends at that layer and starts again after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
-from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Key
+from greenroom.runtime.kernels.dense.decoder import ExpertsKey, FusedDecoderLayer
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
 from greenroom.runtime.slots.resident_tables import SlotTables
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from greenroom.runtime.forward import FusedExperts
 
 Forward = Callable[..., Any]
-TakeBack = Callable[[Any, int], None]
+RemoveToken = Callable[[Any, int], None]
 
 
 def fuse_layers(
     model: nn.Module,
     layers: Mapping[nn.Module, FusedDecoderLayer],
-    make_experts: Callable[[Sequence[Key]], FusedExperts | None],
-    take_back: TakeBack,
+    make_experts: Callable[[Sequence[ExpertsKey]], FusedExperts | None],
+    remove_token: RemoveToken,
 ) -> None:
-    """Fuse the layers of a kind that stand side by side in a list of a model's.
+    """Fuse consecutive layers of one kind in each module list of a model.
 
-    take_back: takes a layer's last token out of a cache again
+    remove_token: removes a layer's last token from a cache
     """
 
     def kind(layer: nn.Module) -> Any:
@@ -47,37 +47,48 @@ def fuse_layers(
 
     for each in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
         for alike, run in groupby(each, kind):
-            links = [layers[layer] for layer in run] if alike is not None else []
-            if len(links) > 1:
-                keys = [key for link in links if (key := link.takes_part()) is not None]
+            decoder_layers = [layers[layer] for layer in run] if alike is not None else []
+            if len(decoder_layers) > 1:
+                keys = [
+                    key
+                    for decoder_layer in decoder_layers
+                    if (key := decoder_layer.experts_key()) is not None
+                ]
                 if (experts := make_experts(keys)) is not None:
-                    FusedLayers(links, experts, take_back)
+                    FusedLayers(decoder_layers, experts, remove_token)
 
 
 class _Pass(threading.local):
-    """What a thread's pass has come to."""
+    """A thread's state in the present pass."""
 
     def __init__(self) -> None:
         self.before: tuple[int, Tensor, Tensor, dict[str, Any]] | None = None
-        self.made: tuple[dict[str, Any], Sequence[Tensor]] | None = None  # that will be asked for
+        self.outputs_ahead: tuple[dict[str, Any], Sequence[Tensor]] | None = None
         self.plan: LaunchPlan | None = None
 
 
 class FusedLayers:
-    """Layers of one kind that may follow one another in a model: their forwards."""
+    """The forwards of layers of one kind that may follow one another in a model."""
 
     def __init__(
-        self, links: Sequence[FusedDecoderLayer], experts: FusedExperts, take_back: TakeBack
+        self,
+        decoder_layers: Sequence[FusedDecoderLayer],
+        experts: FusedExperts,
+        remove_token: RemoveToken,
     ) -> None:
-        self._links, self._experts, self._take_back = tuple(links), experts, take_back
+        self._decoder_layers, self._experts, self._remove_token = (
+            tuple(decoder_layers),
+            experts,
+            remove_token,
+        )
         self._in_order: bool | None = None  # not known yet
-        self._guard: ModuleCheck | None = None
+        self._check: ModuleCheck | None = None
         self._pass = _Pass()
-        for number, link in enumerate(links):
-            link.replace_forward(self._forward(number, link.forward))
+        for number, decoder_layer in enumerate(decoder_layers):
+            decoder_layer.replace_forward(self._forward(number, decoder_layer.forward))
 
-    def _forward(self, number: int, alone: Forward) -> Forward:
-        """A layer's forward; `alone` computes it by itself."""
+    def _forward(self, number: int, original: Forward) -> Forward:
+        """Make a layer's forward; `original` computes the layer by itself."""
 
         @outside_graphs
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,131 +97,137 @@ class FusedLayers:
                 if out is not None:
                     return out
                 if self._pass.before is not None:
-                    return self._watched(number, alone, hidden_states, kwargs)
-            return alone(hidden_states, *args, **kwargs)
+                    return self._observe(number, original, hidden_states, kwargs)
+            return original(hidden_states, *args, **kwargs)
 
         return forward
 
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Layer `number`'s output for x [1, 1, hidden]; None: it is to compute that by itself."""
-        mine = self._pass
+        """Return layer `number`'s output for x [1, 1, hidden]; None: it must compute it itself."""
+        state = self._pass
         if number == 0:
             return self._begin(x, kwargs)
-        made, mine.made = mine.made, None
-        if made is None or number >= len(made[1]):
+        outputs_ahead, state.outputs_ahead = state.outputs_ahead, None
+        if outputs_ahead is None or number >= len(outputs_ahead[1]):
             return None
-        others, outputs = made
-        if x is not outputs[number - 1] or not _same(kwargs, others):
+        expected_kwargs, outputs = outputs_ahead
+        if x is not outputs[number - 1] or not _same(kwargs, expected_kwargs):
             self._in_order = False
-            self._forget(others, number, len(outputs))
+            self._forget(expected_kwargs, number, len(outputs))
             return None
         if number < len(outputs) - 1:
-            mine.made = made
+            state.outputs_ahead = outputs_ahead
         return outputs[number]
 
     def _begin(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Compute as many layers as can be; the first one's output."""
-        mine = self._pass
-        mine.before = mine.made = None
+        """Compute as many layers as possible; return the first one's output."""
+        state = self._pass
+        state.before = state.outputs_ahead = None
         if self._in_order is False or not self._experts.all_resident:
             return None
         if self._in_order is None:
-            mine.before = -1, x, x, kwargs  # watch this pass
+            state.before = -1, x, x, kwargs  # observe this pass
             return None
-        if not self._intact() or not self._links[0].takes(x, kwargs):
+        if not self._is_unchanged() or not self._decoder_layers[0].accepts(x, kwargs):
             return None
-        token = _Token(self._links, self._experts, mine, x, kwargs)
+        token = _Token(self._decoder_layers, self._experts, state, x, kwargs)
         try:
-            while token.next < len(self._links) and token.go_on():
+            while token.next < len(self._decoder_layers) and token.advance():
                 pass
         finally:
-            self._forget(kwargs, token.next, len(token.rooms))
+            self._forget(kwargs, token.next, len(token.views))
         if token.next > 1:
-            mine.made = kwargs, token.outputs[: token.next]
+            state.outputs_ahead = kwargs, token.outputs[: token.next]
         return token.outputs[0] if token.next else None
 
-    def _watched(self, number: int, alone: Forward, x: Tensor, kwargs: dict[str, Any]) -> Any:
-        """The output of layer `number`, by itself: is its x the output of the layer before?"""
+    def _observe(self, number: int, original: Forward, x: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Compute layer `number` by itself; check that its x is the last layer's output."""
         before, self._pass.before = self._pass.before, None
         assert before is not None
-        last, given, copy, others = before
-        if last != number - 1 or not self._links[number].takes(x, kwargs):
-            return alone(x, **kwargs)
-        if x is not given or not torch.equal(x, copy) or not _same(kwargs, others):
+        last, expected, copy, expected_kwargs = before
+        if last != number - 1 or not self._decoder_layers[number].accepts(x, kwargs):
+            return original(x, **kwargs)
+        if x is not expected or not torch.equal(x, copy) or not _same(kwargs, expected_kwargs):
             self._in_order = False
-            return alone(x, **kwargs)
-        out = alone(x, **kwargs)
-        if number < len(self._links) - 1:
+            return original(x, **kwargs)
+        out = original(x, **kwargs)
+        if number < len(self._decoder_layers) - 1:
             self._pass.before = number, out, out.clone(), kwargs
         else:
             self._in_order = self._experts.layer_experts is not None
         return out
 
-    def _intact(self) -> bool:
-        """Are all layers what they were when this was first found so, and does nobody listen?"""
-        if self._guard is None:
-            guard = ModuleCheck()
-            for link in self._links:
-                guard.include(link.guard)
-            if not guard.holds():
+    def _is_unchanged(self) -> bool:
+        """Are all layers unchanged since the first check, and without hooks?"""
+        if self._check is None:
+            check = ModuleCheck()
+            for decoder_layer in self._decoder_layers:
+                check.include(decoder_layer.check)
+            if not check.passes():
                 return False
-            self._guard = guard
-        return self._guard.holds()
+            self._check = check
+        return self._check.passes()
 
     def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
-        """The layers from number `first` on have not seen this token."""
-        for link in self._links[first:end]:
-            self._take_back(kwargs["past_key_values"], link.one.module.layer_idx)
+        """Remove this token from the caches of layers first .. end."""
+        for decoder_layer in self._decoder_layers[first:end]:
+            self._remove_token(kwargs["past_key_values"], decoder_layer.attention.module.layer_idx)
 
 
-def _same(kwargs: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Are two layers given the same besides hidden states?"""
+def _same(kwargs: dict[str, Any], expected_kwargs: dict[str, Any]) -> bool:
+    """Do two layers get the same inputs besides hidden states?"""
     names = ("position_embeddings", "past_key_values", "attention_mask", "batched_cache")
-    return all(kwargs.get(name) is others.get(name) for name in names)
+    return all(kwargs.get(name) is expected_kwargs.get(name) for name in names)
 
 
 class _Token:
-    """A token on its way through the layers, which has come to number `next`; its `outputs`, and
-    the `rooms` that it was given in the layers' caches."""
+    """A token on its way through the layers.
+
+    next:    number of the next layer
+    outputs: the layers' outputs
+    views:   the layers' keys and values, with this token
+    """
 
     def __init__(
         self,
-        links: Sequence[FusedDecoderLayer],
+        decoder_layers: Sequence[FusedDecoderLayer],
         experts: FusedExperts,
         state: _Pass,
         x: Tensor,
         kwargs: dict[str, Any],
     ) -> None:
-        self._links, self._experts, self._pass = links, experts, state
+        self._decoder_layers, self._experts, self._pass = decoder_layers, experts, state
         self._x, self._kwargs = x, kwargs
-        self.next, self.rooms = 0, list[KeyValueView]()
+        self.next, self.views = 0, list[KeyValueView]()
         self._used: LaunchPlan | None = None
-        self._all = torch.empty(len(links), *x.shape, dtype=x.dtype)
+        self._all = torch.empty(len(decoder_layers), *x.shape, dtype=x.dtype)
         self.outputs = self._all.unbind()
 
-    def go_on(self) -> bool:
-        """Go through the layers that come next, and through one that Python computes from its
-        choice on. False where none can be."""
-        done = self._experts.resident_steps(self.next, self._region)
+    def advance(self) -> bool:
+        """Compute the next layers, and then one from the choice that torch makes.
+
+        False if no layer can be computed.
+        """
+        done = self._experts.resident_steps(self.next, self._run_region)
         if done is None or (plan := self._used) is None:
             return False
         self.next += done
-        if self.next < len(self._links):
-            # The plan's own memory is the next token's too.
-            index, weights = (each.clone() for each in plan.asked[self.next].answer())
-            link = self._links[self.next]
-            out = link.from_choice(plan.state, index, weights, plan.residual)
+        if self.next < len(self._decoder_layers):
+            # The next token reuses the plan's memory.
+            index, weights = (each.clone() for each in plan.router_calls[self.next].result())
+            decoder_layer = self._decoder_layers[self.next]
+            out = decoder_layer.compute_from_choice(plan.state, index, weights, plan.residual)
             self.outputs[self.next].copy_(out.view(self._x.shape))
             self.next += 1
         return True
 
-    def _region(self, tables: SlotTables) -> Sequence[int]:
-        """How many experts each of the next layers computed, until one that did not."""
-        if not self.rooms and not self._make_room():
+    def _run_region(self, tables: SlotTables) -> Sequence[int]:
+        """Compute the next layers; return how many experts each had, up to one with none."""
+        if not self.views and not self._reserve():
             return []
-        plan = self._plan()  # also where Python was between, and may have moved memory
+        plan = self._plan()  # again after Python has run, which may have moved memory
         if plan is not self._used:
-            plan.set(self._x, self._positions, self.rooms, self._all)
+            plan.set_token(self._x, self._positions, self.views, self._all)
             self._used = plan
         return plan.run(self.next, tables)
 
@@ -220,28 +237,28 @@ class _Token:
         return positions
 
     def _plan(self) -> LaunchPlan:
-        """The last token's, where it fits this one."""
-        known = self._pass.plan
-        if known is None or not known.fits(self._positions, self.rooms):
+        """Return the last token's plan if it fits, else a new one."""
+        plan = self._pass.plan
+        if plan is None or not plan.fits(self._positions, self.views):
             experts = self._experts
             assert experts.layer_experts is not None
-            known = LaunchPlan(
-                self._links,
+            plan = LaunchPlan(
+                self._decoder_layers,
                 experts.layer_experts,
                 experts.first_pieces,
                 self._x,
                 self._positions,
-                self.rooms,
+                self.views,
             )
-            self._pass.plan = known
-        return known
+            self._pass.plan = plan
+        return plan
 
-    def _make_room(self) -> bool:
-        """Room for the token in every layer's cache; False where one has none."""
+    def _reserve(self) -> bool:
+        """Reserve space for the token in every layer's cache; False if one cannot."""
         cache = self._kwargs["past_key_values"]
-        for link in self._links:
-            room = link.one.room(cache)
-            if room is None:
+        for decoder_layer in self._decoder_layers:
+            view = decoder_layer.attention.reserve(cache)
+            if view is None:
                 return False
-            self.rooms.append(room)
+            self.views.append(view)
         return True

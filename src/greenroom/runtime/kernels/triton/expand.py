@@ -1,8 +1,8 @@
-"""Encoded weights to the model's type, in registers: what runtime/encodings says, in Triton.
+"""Expansion of encoded weights to the model's type in registers, in Triton.
 
-Each function gives a tile [K, N] of one matrix in float32, exact or rounded once per operation as
-the decoder of the same name does it; `expand` rounds it to the model's type. So a tile has the
-bits that `decode` would have given.
+Each function expands a tile [K, N] of one matrix to float32, exact or rounded once per operation as
+the decoder of the same name in runtime/encodings does; `expand` rounds it to the model's type. So a
+tile has the bits of `decode`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a kernel is compiled for. Those that are missing here are left to the eager kernel.
+# Encodings that the programs read. The eager kernel computes the others.
 ENCODINGS = {"plain", "int8", "int4", "mxfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8"}
 
 
 @triton.jit
 def _e2m1(nibble):
-    """A 4-bit float: 1 sign, 2 exponent and 1 mantissa bit, as float32."""
+    """Convert a 4-bit float (1 sign, 2 exponent, 1 mantissa bit) to float32."""
     size = nibble & 7
     normal = ((2 + (size & 1)) * (1 << (size >> 1))).to(tl.float32) * 0.25
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
@@ -25,15 +25,17 @@ def _e2m1(nibble):
 
 @triton.jit
 def _e8m0(byte):
-    """2^(byte - 127) as float32; 255 is NaN."""
+    """Convert e8m0 to float32: 2^(byte - 127); 255 is NaN."""
     bits = tl.where(byte == 0, 0x00400000, byte << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _e4m3(byte):
-    """An 8-bit float: 1 sign, 4 exponent and 3 mantissa bits, as float32; no cast of the hardware's
-    is needed, so older devices can."""
+    """Convert an 8-bit float (1 sign, 4 exponent, 3 mantissa bits) to float32.
+
+    No hardware cast is used, so older devices can too.
+    """
     size = byte & 0x7F
     small = size.to(tl.float32) * 0.001953125  # below 2^-6 values are multiples of 2^-9
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -52,10 +54,10 @@ def expand(
     codes, scales, n, k, mask, row_n, row_k, scale_n, span_n, span_k,
     KIND: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
-    """Weights of outputs n [1, N] and inputs k [K, 1] -> [K, N] of type KIND.
+    """Expand weights of outputs n [1, N] and inputs k [K, 1] to [K, N].
 
-    codes, scales: where the matrix's codes and its companion begin, typed as they are stored; of a
-                   GGUF type both are the blocks, seen as bytes and as halves
+    codes, scales: where the matrix's codes and its companion begin, of their stored types; of a
+                   GGUF type both are the blocks, as bytes and as float16
     row_n, row_k:  plain: elements from one output, one input to the next; encoded: row_n is the
                    bytes of a row
     scale_n:       scales of a row; span_n, span_k: outputs and inputs that share one (fp8)

@@ -1,9 +1,9 @@
-"""The default kernel on a GPU: two launches a group and one a step, over slots in device memory.
+"""The default kernel on a GPU: two launches per expert group and one per step.
 
-Every entry's output is kept apart until the sum over a token's experts, which is taken by
-ascending id; so groups, slots and the order of arrival do not change a bit. What the programs do
-not know (float32 models, arithmetic that is not the common one, other encodings) is left to the
-eager kernel on the same device, layer by layer: `fallback_reason` says why.
+Weights are read from slots in device memory. Every entry's output is stored until the sum over a
+token's experts, which is taken by ascending id; so groups, slots and the order of arrival do not
+change a bit. The eager kernel on the same device computes layers that the programs cannot: float32
+models, uncommon arithmetic, other encodings (`fallback_reason`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
 
-Words = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
-# Entries, outputs and inputs of a program; by the most entries that an expert of the step has.
+# Entries, outputs and inputs of a program, for few and for many entries per expert.
 FEW, MANY = (16, 32, 128), (64, 64, 64)
 STAGES = 3
 SUMMED = 1024  # outputs of a program of `combine`
@@ -40,7 +40,7 @@ GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
-    """Why a layer is left to the eager kernel; None where it is not."""
+    """Return why the eager kernel computes a layer; None: it does not."""
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:
@@ -51,13 +51,13 @@ def fallback_reason(layer: LayerExperts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TritonMatrix:
-    """A matrix's constant arguments: its tensors seen from slot 0, and how rows follow."""
+    """A matrix's constant kernel arguments: its tensors at slot 0, and strides."""
 
     codes: Tensor
     scales: Tensor
     numbers: tuple[int, ...]  # code_at, scale_at, row_n, row_k, scale_n, span_n, span_k
     encoding: str
-    units: tuple[int, int]  # elements of codes, of scales, in a unit of a slot's offset
+    units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
@@ -84,13 +84,13 @@ class TritonMatrix:
 
 
 def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
-    """Slot 0 as a vector: what other slots' offsets are counted from."""
+    """Return slot 0 as a vector; offsets of other slots are relative to it."""
     elements = layer.slots.stride // ITEMSIZE[dtype]
     return layer.slots.tensor(0, TensorSpec("slot", (elements,), dtype, 0))
 
 
 class TritonLayerPlan:
-    """What does not change for a layer."""
+    """A layer's constant kernel arguments."""
 
     def __init__(self, layer: LayerExperts) -> None:
         self.up, self.down = (
@@ -99,20 +99,24 @@ class TritonLayerPlan:
         self.activation: Activation = find_activation(layer)
         self.device = self.up.codes.device
         self.start = self.up.codes.data_ptr()
-        self.none = torch.zeros(1, dtype=layer.dtype, device=self.device)  # in place of a bias
-        # The interpreter's products know no bfloat16; it is there to test, not to be fast.
+        # An argument is needed where there is no bias too.
+        self.no_bias = torch.zeros(1, dtype=layer.dtype, device=self.device)
+        # The interpreter's products have no bfloat16; it is for tests, not for speed.
         self.wide = self.device.type == "cpu"
         if self.wide and not triton.knobs.runtime.interpret:
             raise UsageError("the kernels triton compute on a GPU: take numba or eager on a CPU")
 
     def offset(self, layer: LayerExperts, slot: int) -> int:
-        """Where a slot begins, in units from slot 0; other segments may lie before it."""
+        """Return a slot's offset from slot 0, in units; other segments may lie before it."""
         return (layer.slots.address(slot) - self.start) // programs.UNIT
 
 
 class TritonStep(base.KernelStep):
-    """A step under way: mid [S, 2I] where the activation is the module's, act [S, I] and out
-    [S, H], all in the layer's type; S is the number of entries of the routing."""
+    """A step of the Triton kernel.
+
+    mid [S, 2I] (only for the module's own activation), act [S, I] and out [S, H] have the layer's
+    type; S is the number of entries of the routing.
+    """
 
     __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "tokens")
 
@@ -134,11 +138,11 @@ class TritonStep(base.KernelStep):
 
         self.mid = empty(layer.width) if plan.activation.code == RAW else None
         self.act, self.out = empty(layer.inner), empty(layer.hidden)
-        self.tokens: Tensor | None = None  # [S], with the first group's words
+        self.tokens: Tensor | None = None  # [S], set with the first group
         self.order: Tensor | None = None  # [T, K, 2]
 
-    def words(self, experts: Sequence[int], slots: Sequence[int]) -> Words:
-        """A group's tiles: slot, expert, first entry, entries; [tiles, 4]."""
+    def make_tiles(self, experts: Sequence[int], slots: Sequence[int]) -> IntArray:
+        """Make a group's tiles: slot, expert, first entry, entries; [tiles, 4]."""
         tiles, size = [], self.sizes[0]
         for expert, slot in zip(experts, slots, strict=True):
             rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
@@ -147,22 +151,22 @@ class TritonStep(base.KernelStep):
         return np.array(tiles, np.int64).reshape(-1, 4)
 
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Upload a group's tiles, and with the first group what the host knows of the whole step.
+        """Upload a group's tiles; with the first group, also the step's routing.
 
         Returns the tiles as a vector of 4 numbers each.
         """
-        tiles, device = self.words(experts, slots).ravel(), self.plan.device
+        tiles, device = self.make_tiles(experts, slots).ravel(), self.plan.device
         if self.tokens is not None:
             return upload(tiles, device)
-        # Each part begins at 16 bytes: Triton would compile for every other alignment.
+        # Each part is aligned to 16 bytes: Triton would compile again for another alignment.
         tokens = np.resize(self.routing.tokens, -(-len(self.routing.tokens) // 2) * 2)
-        parts = (tokens, self.summed().ravel(), tiles)
+        parts = (tokens, self.sum_order().ravel(), tiles)
         sent = upload(np.concatenate(parts), device).split([len(part) for part in parts])
-        self.tokens, self.order, words = sent
-        return words
+        self.tokens, self.order, uploaded = sent
+        return uploaded
 
-    def summed(self) -> Words:
-        """Of each token its entries by ascending expert, and the places of their weights."""
+    def sum_order(self) -> IntArray:
+        """Return each token's entries by ascending expert, and the indices of their weights."""
         (tokens, top_k), routing = self.routing.shape, self.routing
         order = np.full((tokens, top_k, 2), -1, np.int64)
         entries = np.argsort(routing.tokens, kind="stable")  # entries are in order of experts
@@ -172,29 +176,29 @@ class TritonStep(base.KernelStep):
         return order
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts from their slots; returns before the device has done it."""
+        """Launch the computation of experts from their slots, without waiting for the device."""
         with _on(self.plan.device):
-            words = self.send(experts, slots)
-            if len(words):
-                self.project(words)
+            tiles = self.send(experts, slots)
+            if len(tiles):
+                self.project(tiles)
 
-    def project(self, words: Tensor) -> None:
-        """Launch both projections of the tiles that were sent to the device, and nothing else."""
+    def project(self, tiles: Tensor) -> None:
+        """Launch both projections of uploaded tiles."""
         layer, plan, mid = self.layer, self.plan, self.mid
         assert self.tokens is not None
         self.launch(
-            *(words, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
+            *(tiles, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
             *(layer.hidden, layer.inner, plan.activation, self.tokens),
         )
-        if mid is not None:  # of all entries: others' rows are written again in their wave
+        if mid is not None:  # for all entries: rows of other groups are written again later
             self.act.copy_(layer.activate(mid))
         self.launch(
-            *(words, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)
+            *(tiles, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)
         )
 
     def launch(
         self,
-        words: Tensor,
+        tiles: Tensor,
         matrix: TritonMatrix,
         x: Tensor,
         bias: Tensor | None,
@@ -204,13 +208,16 @@ class TritonStep(base.KernelStep):
         activation: Activation | None = None,
         tokens: Tensor | None = None,
     ) -> None:
-        """A projection of tiles: the up projection, with its activation and the tokens' places in
-        x, or the down projection."""
+        """Launch a projection of tiles.
+
+        It is the up projection, with its activation and the tokens' indices in x, or the down
+        projection.
+        """
         up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
         applied = activation or Activation()
-        programs.project[(triton.cdiv(outputs, n), len(words) // 4)](
-            *(x, words, words if tokens is None else tokens, matrix.codes, matrix.scales),
-            *(self.plan.none if bias is None else bias, out, inputs, outputs, *matrix.numbers),
+        programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
+            *(x, tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
+            *(self.plan.no_bias if bias is None else bias, out, inputs, outputs, *matrix.numbers),
             *(float(applied.limit), float(applied.alpha)),
             ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
@@ -236,15 +243,15 @@ class TritonStep(base.KernelStep):
         return result
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """An expert's outputs [n, H], before routing weights and norm."""
+        """Return an expert's outputs [n, H], before routing weights and norm."""
         return self.out[self.routing.entries(expert)]
 
     def merge_outputs(
         self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
     ) -> None:
         each = [other.expert_outputs(expert) for expert in experts]
-        there = send(torch.cat(each).to(self.out.dtype))
-        for expert, rows in zip(experts, there.split([len(e) for e in each]), strict=True):
+        outputs = send(torch.cat(each).to(self.out.dtype))
+        for expert, rows in zip(experts, outputs.split([len(e) for e in each]), strict=True):
             self.expert_outputs(expert).copy_(rows, non_blocking=True)
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
@@ -253,7 +260,7 @@ class TritonStep(base.KernelStep):
 
 
 class TritonKernel(Kernel):
-    """`kernels="triton"`; without a GPU only under Triton's interpreter."""
+    """The GPU kernel, `kernels="triton"`; on a CPU only under Triton's interpreter."""
 
     name = "triton"
 
@@ -267,13 +274,15 @@ class TritonKernel(Kernel):
         return TritonStep(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
 
 
-def upload(words: Words, device: torch.device) -> Tensor:
-    """Numbers for the device, without waiting for it: by pinned memory, which torch keeps until
-    the copy is done."""
-    host = torch.from_numpy(words)
+def upload(numbers: IntArray, device: torch.device) -> Tensor:
+    """Copy numbers to the device without waiting, through pinned memory.
+
+    torch keeps the pinned memory until the copy is done.
+    """
+    host = torch.from_numpy(numbers)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _on(device: torch.device) -> Any:
-    """Launches go to the current device."""
+    """Context that makes launches go to a device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

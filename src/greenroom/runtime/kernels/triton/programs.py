@@ -1,10 +1,10 @@
-"""The two programs of a step: a projection, perhaps with its activation, and the sum over experts.
+"""Triton programs of a step: a projection, possibly with its activation, and the sum over experts.
 
 A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
-outputs of a tile. Weights are read where they lie: `words` has for each tile where its slot begins
-(in units of 64 bytes from an anchor, slot 0), its expert, its first entry and how many it has.
-Sums run over the inputs in order, K at a time, in float32; values are rounded where eager rounds
-them. Rows of a tile do not mix, so an entry's result does not depend on the others, nor on groups.
+outputs of a tile. Weights are read in place: `tiles` has for each tile where its slot begins (in
+units of 64 bytes from slot 0), its expert, its first entry and its number of entries. Sums run over
+the inputs in order, K at a time, in float32; values are rounded where eager rounds them. Rows of a
+tile do not mix, so an entry's result depends neither on other entries nor on groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SILU_FLOAT, _RELU2 = tl.constexpr(gating.SILU_FLOAT), tl.constexpr(gating.RELU2
 
 @triton.jit
 def _dot(a, b, total, WIDE: tl.constexpr):
-    """total + a @ b; WIDE multiplies in float32 (where the type has no product of its own)."""
+    """Compute total + a @ b; WIDE: in float32, where the type has no product."""
     if WIDE:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -38,7 +38,7 @@ def _rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def _sum(total, bias, n, mask, KIND: tl.constexpr, BIAS: tl.constexpr):
-    """A product as eager leaves it: rounded, and rounded again with its bias [N]."""
+    """Round a product as eager does, and again after adding its bias [N]."""
     h = _rounded(total, KIND)
     if BIAS:
         h = _rounded(h + tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)[None, :], KIND)
@@ -47,7 +47,7 @@ def _sum(total, bias, n, mask, KIND: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The formulas of kernels/activation.py, rounded after every operation of theirs."""
+    """Apply a formula of kernels/activation.py, rounding after each of its operations."""
     if ACTIVATION == _SILU_FLOAT:
         h = g / (1.0 + tl.exp(-g)) * u
     elif ACTIVATION == _RELU2:
@@ -66,26 +66,26 @@ def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def project(
-    x, words, tokens, codes, scales, bias, out,
+    x, tiles, tokens, codes, scales, bias, out,
     inputs, outputs, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
     ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """out [entries, outputs] = activation of x times a matrix of a tile's expert.
+    """Compute out [entries, outputs] = activation of x times a matrix of a tile's expert.
 
-    x is [T, inputs], found by `tokens` where GATHERED, or else [entries, inputs]. With _RAW there
-    is no activation: where GATED, out is [entries, 2 outputs], as the module lays it out.
+    x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. With _RAW there is
+    no activation: if GATED, out is [entries, 2 outputs] in the module's layout.
     """
     KIND: tl.constexpr = out.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
-    slot, expert = tl.load(words + 4 * tile), tl.load(words + 4 * tile + 1)
-    first, count = tl.load(words + 4 * tile + 2), tl.load(words + 4 * tile + 3)
+    slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
+    first, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     codes += slot * CODE_UNITS + code_at
     scales += slot * SCALE_UNITS + scale_at
     m, n = tl.arange(0, M), block * N + tl.arange(0, N)
-    there, row = (m < count)[:, None], first + m
+    rows_mask, row = (m < count)[:, None], first + m
     source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
     width = outputs * 2 if GATED else outputs
     gate_n = n * 2 if INTERLEAVED else n
@@ -95,7 +95,7 @@ def project(
         k = k0 + tl.arange(0, K)
         inside = (k < inputs)[:, None] & (n < outputs)[None, :]
         place = x + source[:, None] * inputs + k[None, :]
-        a = tl.load(place, mask=there & (k < inputs)[None, :], other=0.0)
+        a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
         if GATED:
             w = expand(codes, scales, gate_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
                        span_n, span_k, KIND, ENCODING)  # fmt: skip
@@ -104,17 +104,17 @@ def project(
                    span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
     bias += expert * width
-    known = there & (n < outputs)[None, :]
+    mask = rows_mask & (n < outputs)[None, :]
     u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
     if GATED:
         g = _sum(g, bias, gate_n, n < outputs, KIND, BIAS)
     if ACTIVATION == _RAW:
         if GATED:
-            tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=known)
-        tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=known)
+            tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=mask)
+        tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=mask)
     else:
         h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
-        tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=known)
+        tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=mask)
 
 
 @triton.jit
@@ -122,9 +122,9 @@ def combine(
     out, weights, order, result, top_k, hidden,
     ROUND_PRODUCT: tl.constexpr, ROUND_SUM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """result [T, H]: each token's entries, weighted, added up in the order given.
+    """Sum each token's weighted entries to result [T, H], in the given order.
 
-    order [T, K, 2]: an entry of the token and the place of its weight; -1 where there is none.
+    order [T, K, 2]: an entry of the token and the index of its weight; -1: no entry
     """
     KIND: tl.constexpr = result.dtype.element_ty
     token, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
@@ -133,11 +133,11 @@ def combine(
         at = order + (token * top_k + j) * 2
         entry = tl.load(at) + tl.zeros((N,), tl.int64)
         weight = tl.load(weights + tl.maximum(tl.load(at + 1), 0)).to(tl.float32)
-        known = (entry >= 0) & (n < hidden)
-        product = tl.load(out + entry * hidden + n, mask=known, other=0.0).to(tl.float32) * weight
+        mask = (entry >= 0) & (n < hidden)
+        product = tl.load(out + entry * hidden + n, mask=mask, other=0.0).to(tl.float32) * weight
         if ROUND_PRODUCT:
             product = _rounded(product, KIND)
-        total = tl.where(known, total + product, total)
+        total = tl.where(mask, total + product, total)
         if ROUND_SUM:
             total = _rounded(total, KIND)
     tl.store(result + token * hidden + n, total.to(KIND), mask=n < hidden)
