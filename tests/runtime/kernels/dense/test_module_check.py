@@ -17,16 +17,16 @@ from torch.nn.modules.module import (
 from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 
 
-def made() -> tuple[nn.Module, ModuleCheck]:
+def make_check() -> tuple[nn.Module, ModuleCheck]:
     """A linear layer in a parent, and what is taken for granted of both."""
     parent = nn.Sequential(nn.Linear(2, 2))
-    guard, part = ModuleCheck(), ModuleCheck()
+    check, part = ModuleCheck(), ModuleCheck()
     part.require_no_hooks(parent[0])
-    part.weight(parent[0])
-    guard.require_same(parent._modules, "0", parent[0])
-    guard.require_same(vars(parent[0]), "forward", None)
-    guard.include(part)
-    return parent, guard
+    part.require_weight(parent[0])
+    check.require_same(parent._modules, "0", parent[0])
+    check.require_same(vars(parent[0]), "forward", None)
+    check.include(part)
+    return parent, check
 
 
 @contextmanager
@@ -71,15 +71,15 @@ def other_part(parent: nn.Sequential) -> Iterator[None]:
     ids=["hook", "pre-hook", "all", "all, pre", "weight", "forward", "part"],
 )
 def test_a_change_shows_as_long_as_it_lasts(change: Callable[[nn.Module], Any]) -> None:
-    parent, guard = made()
-    assert guard.passes()
+    parent, check = make_check()
+    assert check.passes()
     with change(parent):
-        assert not guard.passes()
-    assert guard.passes()
+        assert not check.passes()
+    assert check.passes()
 
 
 def test_weights_may_change_in_place() -> None:
-    parent, guard = made()
+    parent, check = make_check()
     with torch.no_grad():
         parent[0].weight.zero_()
-    assert guard.passes()
+    assert check.passes()
