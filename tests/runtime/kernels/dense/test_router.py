@@ -118,15 +118,15 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
     assert ours.knows_ties
     for values in (2, 9, 40):
         for _ in range(60):
-            asked = RouterCall(ours, 0)
-            asked.products.copy_(torch.randint(values, asked.products.shape) / 8)
-            sequence.run(asked.stages[1:])
-            assert asked._words[choice.S_CHOSEN] == top_k
-            _, wanted = asked.products.float().softmax(-1).topk(top_k)
-            last, following = asked.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
+            call = RouterCall(ours, 0)
+            call.products.copy_(torch.randint(values, call.products.shape) / 8)
+            sequence.run(call.stages[1:])
+            assert call._arguments[choice.S_CHOSEN] == top_k
+            _, wanted = call.products.float().softmax(-1).topk(top_k)
+            last, following = call.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
             if last != following:  # then it is only a question of their order
-                wanted, asked.ids = wanted.sort().values, asked.ids.sort().values
-            assert torch.equal(asked.ids, wanted)
+                wanted, call.ids = wanted.sort().values, call.ids.sort().values
+            assert torch.equal(call.ids, wanted)
 
 
 def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
