@@ -70,9 +70,9 @@ def victim(cache: CacheState, state: ArcState, group: int, piece: int, now: Logi
     target = state.target[group]
     full = ghost < 0 and size[T1] >= slots  # case IV A: only T1 has pieces
     once = size[T1] > 0 and (full or size[T1] > target or (ghost == B2 and size[T1] == target))
-    chosen = lists.oldest(queues, group, T1 if once else T2, cache)
+    chosen = lists.oldest_unpinned(queues, group, T1 if once else T2, cache)
     if chosen < 0:
-        chosen = lists.oldest(queues, group, T2 if once else T1, cache)
+        chosen = lists.oldest_unpinned(queues, group, T2 if once else T1, cache)
     return int(chosen)
 
 

@@ -34,7 +34,7 @@ def victim(
 ) -> int:
     best, most = -1, -1.0
     for layer in range(state.begin[group], state.begin[group + 1]):
-        oldest = lists.last(state.lists, state.last.size + layer, cache)
+        oldest = lists.last_unpinned(state.lists, state.last.size + layer, cache)
         if oldest >= 0:
             age = (now.clock - state.last[oldest]) * state.weight[layer]
             if age >= most:

@@ -6,4 +6,4 @@ from greenroom.core.policy import Policy
 from greenroom.policies.helpers import lists
 from greenroom.policies.lru import on_evict, on_insert, victim
 
-fifo = Policy("fifo", lists.one_a_group, victim, on_insert=on_insert, on_evict=on_evict)
+fifo = Policy("fifo", lists.one_list_per_group, victim, on_insert=on_insert, on_evict=on_evict)

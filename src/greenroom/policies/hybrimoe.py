@@ -76,7 +76,7 @@ def on_step(
 def victim(
     cache: CacheState, state: HybriMoeState, group: int, piece: int, now: LogicalTime
 ) -> int:
-    return int(scan.lowest(cache, group, state.score, state.index))
+    return int(scan.lowest_unpinned(cache, group, state.score, state.index))
 
 
 hybrimoe = Policy(

@@ -93,7 +93,7 @@ def on_evict(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -
 
 
 @compiled
-def lowest(state: LcpState, group: int, cache: CacheState) -> int:
+def lowest_unpinned(state: LcpState, group: int, cache: CacheState) -> int:
     """The unpinned resident with the smallest key, or -1."""
     first, end = state.blocks[group], state.blocks[group + 1]
     likely = first
@@ -129,7 +129,7 @@ def priority(state: LcpState, piece: int, now: LogicalTime) -> float:
 
 @compiled
 def victim(cache: CacheState, state: LcpState, group: int, piece: int, now: LogicalTime) -> int:
-    chosen = lowest(state, group, cache)
+    chosen = lowest_unpinned(state, group, cache)
     if chosen < 0:
         return -1
     # Logarithms are rounded, and might separate equal priorities: near the smallest, P decides.

@@ -54,7 +54,7 @@ def on_evict_in_cache(cache: CacheState, state: LfuState, piece: int, now: Logic
 
 @compiled
 def victim(cache: CacheState, state: LfuState, group: int, piece: int, now: LogicalTime) -> int:
-    return int(buckets.lowest(state.buckets, group, cache))
+    return int(buckets.lowest_unpinned(state.buckets, group, cache))
 
 
 lfu = Policy("lfu", build_state, victim, on_hit, on_insert, on_evict)

@@ -63,7 +63,7 @@ def victim(
     layers = state.weight.size
     best, most = -1, -1
     for layer in range(state.begin[group], state.begin[group + 1]):
-        oldest = lists.last(state.lists, state.last.size + layer, cache)
+        oldest = lists.last_unpinned(state.lists, state.last.size + layer, cache)
         if oldest >= 0:
             rounds, since = divmod(now.clock - state.last[oldest], layers)
             # R first, then D = (-since) mod L; different layers differ in D.

@@ -25,7 +25,7 @@ def on_evict(cache: CacheState, state: Lists, piece: int, now: LogicalTime) -> N
 
 @compiled
 def victim(cache: CacheState, state: Lists, group: int, piece: int, now: LogicalTime) -> int:
-    return int(lists.last(state, cache.slot_of.size + group, cache))
+    return int(lists.last_unpinned(state, cache.slot_of.size + group, cache))
 
 
-lru = Policy("lru", lists.one_a_group, victim, on_hit, on_insert, on_evict)
+lru = Policy("lru", lists.one_list_per_group, victim, on_hit, on_insert, on_evict)

@@ -189,7 +189,7 @@ def victim(
         state.numbers[SCORED] = match(state)
     place = state.numbers[SCORED]
     scores = state.scores[place] if place >= 0 else state.mixed
-    return int(scan.lowest(cache, group, scores, state.index))
+    return int(scan.lowest_unpinned(cache, group, scores, state.index))
 
 
 moe_infinity = Policy(

@@ -117,15 +117,15 @@ def on_hit(cache: CacheState, state: OptState, piece: int, now: LogicalTime) -> 
 
 @compiled
 def victim(cache: CacheState, state: OptState, group: int, piece: int, now: LogicalTime) -> int:
-    chosen = lists.last(state.finished, cache.slot_of.size + group, cache)
+    chosen = lists.last_unpinned(state.finished, cache.slot_of.size + group, cache)
     if chosen >= 0:
         return int(chosen)
-    number = bitsets.below(state.awaited, state.begin[group + 1])
+    number = bitsets.largest_below(state.awaited, state.begin[group + 1])
     while number >= state.begin[group]:
         farthest = state.piece_of[number]
         if cache.pinned[farthest] == 0:
             return int(farthest)
-        number = bitsets.below(state.awaited, number)
+        number = bitsets.largest_below(state.awaited, number)
     return -1
 
 

@@ -100,12 +100,12 @@ def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
 @compiled
 def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
     """The oldest piece of M whose frequency is used up, or -1."""
-    piece = lists.oldest(state.queues, group, M, cache)
+    piece = lists.oldest_unpinned(state.queues, group, M, cache)
     while piece >= 0 and state.frequency[piece] > 0:
         state.frequency[piece] -= 1
         lists.dequeue(state.queues, group, piece)
         lists.enqueue(state.queues, group, piece, M)
-        piece = lists.oldest(state.queues, group, M, cache)
+        piece = lists.oldest_unpinned(state.queues, group, M, cache)
     return int(piece)
 
 
@@ -117,7 +117,7 @@ def victim(cache: CacheState, state: S3FifoState, group: int, piece: int, now: L
     if chosen < 0:
         chosen = from_main(cache, state, group)
     if chosen < 0:
-        chosen = lists.oldest(state.queues, group, S, cache)
+        chosen = lists.oldest_unpinned(state.queues, group, S, cache)
     return int(chosen)
 
 

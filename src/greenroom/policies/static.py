@@ -85,7 +85,7 @@ def residents(setup: PolicySetup) -> Ints:
 @compiled
 def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
     """The piece that was requested least, for a cache that shrinks."""
-    return int(scan.lowest(cache, group, state.score, state.rank))
+    return int(scan.lowest_unpinned(cache, group, state.score, state.rank))
 
 
 static = Policy(

@@ -144,11 +144,11 @@ class EamcPredictor(NullPredictor):
             return []
         scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
         score(self._collection, self._begin, layer, scores)
-        named = top(scores, self._shape.width, 0.0)
+        experts = top(scores, self._shape.width, 0.0)
         order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
         return [
             repeat_for_tokens(
-                LayerPrediction(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens
+                LayerPrediction(layer + 1 + i, experts[i : i + 1]), self._shape.layers, self._tokens
             )
             for i in map(int, order)
         ]

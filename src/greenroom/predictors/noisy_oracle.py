@@ -37,8 +37,8 @@ def promoe_accuracy(distance: int) -> float:
 
 
 @jit
-def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
-    """Write to `named` a noisy copy of `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
+def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, predicted: Any) -> None:
+    """Write a noisy copy of `truth` to `predicted` [tokens, layers, top_k]; `sizes` [layers]."""
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
     used = np.zeros(sizes.max(), np.bool_)
@@ -59,7 +59,7 @@ def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, name
                             left -= not used[expert]
                         used[expert] = True
                         free -= 1
-                named[token, layer, rank] = expert
+                predicted[token, layer, rank] = expert
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
@@ -67,10 +67,10 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
     accuracy = float(setup.options["accuracy"])
     if accuracy == PAPER:
         accuracy = promoe_accuracy(setup.ahead)
-    named = np.empty(routed.shape, np.int16)
+    predicted = np.empty(routed.shape, np.int16)
     sizes = np.array(setup.shape.experts_per_layer, np.int64)
-    add_errors(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, named)
-    return ReplayPredictor("noisy-oracle", named, NO_ID, setup)
+    add_errors(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, predicted)
+    return ReplayPredictor("noisy-oracle", predicted, NO_ID, setup)
 
 
 PAPER = -1.0

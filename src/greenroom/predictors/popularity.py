@@ -55,8 +55,8 @@ class PopularityPredictor(Learner):
         if layer < 0:
             return []
         target, layers = layer + self._ahead, self._shape.layers
-        named = top(self._counts[None, target % layers], self._shape.width, 0.0)
-        return [repeat_for_tokens(LayerPrediction(target, named), layers, self._tokens)]
+        experts = top(self._counts[None, target % layers], self._shape.width, 0.0)
+        return [repeat_for_tokens(LayerPrediction(target, experts), layers, self._tokens)]
 
     def _arrays(self) -> Arrays:
         return {"counts": self._counts}

@@ -72,7 +72,7 @@ def discard(bits: Bits, number: int) -> None:
 
 
 @compiled
-def below(bits: Bits, number: int) -> int:
+def largest_below(bits: Bits, number: int) -> int:
     """The largest member smaller than a number, or -1."""
     i = number  # look for a bit before bit i of the level
     for k in range(bits.level.size - 1):

@@ -32,7 +32,7 @@ def empty(setup: PolicySetup) -> Buckets:
     pieces = setup.pieces
     return Buckets(
         key=np.zeros(pieces, np.int64),
-        order=lists.one_a_group(setup),
+        order=lists.one_list_per_group(setup),
         members=lists.empty(pieces, pieces),
         bucket_of=np.full(pieces, -1, np.int64),
         spare=np.arange(pieces, dtype=np.int64),
@@ -95,12 +95,12 @@ def rise(b: Buckets, group: int, piece: int, key: int) -> None:
 
 
 @compiled
-def lowest(b: Buckets, group: int, cache: CacheState) -> int:
+def lowest_unpinned(b: Buckets, group: int, cache: CacheState) -> int:
     """The unpinned piece with the smallest key, or -1."""
     pieces = b.key.size
     bucket = b.order.after[pieces + group]
     while bucket < pieces:
-        piece = lists.last(b.members, pieces + bucket, cache)
+        piece = lists.last_unpinned(b.members, pieces + bucket, cache)
         if piece >= 0:
             return int(piece)
         bucket = b.order.after[bucket]

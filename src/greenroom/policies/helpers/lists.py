@@ -27,7 +27,7 @@ def empty(pieces: int, lists: int) -> Lists:
     return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
 
 
-def one_a_group(setup: PolicySetup) -> Lists:
+def one_list_per_group(setup: PolicySetup) -> Lists:
     """The state of a policy with one list of residents a group."""
     return empty(setup.pieces, setup.groups)
 
@@ -50,7 +50,7 @@ def push(lists: Lists, head: int, piece: int) -> None:
 
 
 @compiled
-def last(lists: Lists, head: int, cache: CacheState) -> int:
+def last_unpinned(lists: Lists, head: int, cache: CacheState) -> int:
     """The unpinned piece nearest to the back of a list, or -1."""
     piece = lists.before[head]
     while piece != head:
@@ -111,6 +111,6 @@ def drop_oldest(queues: Queues, group: int, which: int) -> None:
 
 
 @compiled
-def oldest(queues: Queues, group: int, which: int, cache: CacheState) -> int:
+def oldest_unpinned(queues: Queues, group: int, which: int, cache: CacheState) -> int:
     """The oldest unpinned piece of a queue, or -1."""
-    return int(last(queues.lists, head_of(queues, group, which), cache))
+    return int(last_unpinned(queues.lists, head_of(queues, group, which), cache))

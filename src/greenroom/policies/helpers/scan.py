@@ -22,7 +22,7 @@ def on_use(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
 
 
 @compiled
-def lowest(cache: CacheState, group: int, score: Floats, index: Ints) -> int:
+def lowest_unpinned(cache: CacheState, group: int, score: Floats, index: Ints) -> int:
     """The unpinned resident with the smallest score [P], or -1; ties by smallest index [P]."""
     best, least = -1, np.inf
     for slot in range(cache.first[group], cache.first[group + 1]):

@@ -71,8 +71,8 @@ def predictions_of_pass(
     scores: Floats, layers: int, width: int, above: float
 ) -> list[LayerPrediction]:
     """Predictions of all layers from `scores` [layers * T, E], layer by layer."""
-    named = top(scores, width, above)
-    return [LayerPrediction(i, rows) for i, rows in enumerate(named.reshape(layers, -1, width))]
+    experts = top(scores, width, above)
+    return [LayerPrediction(i, rows) for i, rows in enumerate(experts.reshape(layers, -1, width))]
 
 
 def repeat_for_tokens(prediction: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
