@@ -51,7 +51,7 @@ def simulated(
     clock, before = Clock(scheduler, FREE, foresight), (0.0, 0.0, 0)
     for number, (at, steps) in enumerate(passes(trace, stream(trace, "runtime"))):
         if at.first >= session.filling:
-            clock.charge(costs)
+            clock.set_costs(costs)
         if number == session.first:
             before = clock.now, clock.stall, scheduler.counts.misses
         clock.begin(at)

@@ -32,7 +32,7 @@ def test_counts_are_misses_a_token_of_both():
         name: replay(steps, own.offsets, 24, policy(name)).misses / own.tokens
         for name in ("lru", "next-use")
     }
-    assert found.plain == pytest.approx(counted["lru"])
+    assert found.lru_misses == pytest.approx(counted["lru"])
     assert found.misses == pytest.approx(min(counted.values()))
     wanted = DEFAULT.policy if counted["next-use"] < counted["lru"] else PLAIN.policy
     assert (found.setting.policy, found.setting.prefetch) == (wanted, DEFAULT.prefetch)
@@ -42,7 +42,7 @@ def test_lru_wins_a_tie(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quickly, "replay_steps", lambda *_: (np.ones(7, np.bool_), None))
     found = quick_plan(trace(), 24)
     assert (found.setting.policy, found.setting.scope) == ("lru", "shared")
-    assert found.misses == found.plain == 7 / trace().tokens
+    assert found.misses == found.lru_misses == 7 / trace().tokens
 
 
 def test_only_the_latest_requests_are_looked_at(monkeypatch: pytest.MonkeyPatch):

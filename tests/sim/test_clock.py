@@ -104,6 +104,6 @@ def test_what_is_charged_later_costs_from_then_on():
     first, second = steps([0], [1])
     clock.run(first)
     assert clock.now == 0
-    clock.charge(slow)
+    clock.set_costs(slow)
     clock.run(second)
     assert clock.now == 1

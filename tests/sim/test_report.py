@@ -4,7 +4,7 @@ import json
 import re
 from html.parser import HTMLParser
 
-from greenroom.sim.figures import PlottedCurve, chart, level
+from greenroom.sim.figures import PlottedCurve, heat_colour, miss_ratio_chart
 from greenroom.sim.report import report as page_of
 
 ROW = {"order": "natural", "scope": "shared", "pin": "step", "requests": 1000}
@@ -109,7 +109,7 @@ def test_the_data_are_those_of_the_curves():
 
 def test_points_are_where_the_axes_say():
     """Half of the experts is half of the width; the top is 40 %, so 10 % is a quarter up."""
-    drawn = chart(
+    drawn = miss_ratio_chart(
         [PlottedCurve("lru", [(4, 0.4), (8, 0.1)], 0)],
         PlottedCurve("opt", [(4, 0.2), (8, 0.1)], -1),
         16,
@@ -120,6 +120,16 @@ def test_points_are_where_the_axes_say():
 
 
 def test_levels_of_the_heat_map():
-    assert [level(n, 8.0) for n in (0, 1, 2, 3, 4, 8, 15, 16, 32)] == [0, 1, 2, 2, 3, 4, 4, 5, 6]
+    assert [heat_colour(n, 8.0) for n in (0, 1, 2, 3, 4, 8, 15, 16, 32)] == [
+        0,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+    ]
     text = report()
     assert 'd="M0 0h1v1h-1z"' in text  # the one expert that nobody chose

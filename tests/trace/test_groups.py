@@ -60,10 +60,10 @@ def test_requests_that_are_all_alike_are_one_group():
 
 
 def test_the_elbow_is_where_the_curve_bends_most():
-    assert groups.elbow(np.array([10.0, 4.0, 1.0, 0.8, 0.6, 0.5])) == 3
-    assert groups.elbow(np.array([5.0])) == 1
-    assert groups.elbow(np.array([5.0, 0.0])) == 2
-    assert groups.elbow(np.array([3.0, 3.0, 3.0])) == 1
+    assert groups.find_elbow(np.array([10.0, 4.0, 1.0, 0.8, 0.6, 0.5])) == 3
+    assert groups.find_elbow(np.array([5.0])) == 1
+    assert groups.find_elbow(np.array([5.0, 0.0])) == 2
+    assert groups.find_elbow(np.array([3.0, 3.0, 3.0])) == 1
 
 
 @SETTINGS

@@ -104,7 +104,7 @@ def test_long_gaps_are_counted_together(monkeypatch):
 @SETTINGS
 @given(traces(), st.integers(1, 6))
 def test_segments_equal_the_reference(trace, length):
-    found = locality.segments(trace, length)
+    found = locality.segment_consistency(trace, length)
     assert found.windows == len(reference.windows(trace, length))
     if not found.windows:
         for array in (found.srp, found.per_layer, found.shared):
@@ -123,13 +123,13 @@ def test_segments_equal_the_reference(trace, length):
 
 def test_segments_of_a_hand_worked_trace():
     """Layer 0 in windows of two: uses 0:1 1:2 3:1 | 1:2 2:1 3:1 | 0:2 1:1 3:1."""
-    found = locality.segments(small(), 2)
+    found = locality.segment_consistency(small(), 2)
     assert found.windows == 3
     # Experts used at least once: 12 hits of 9 groups' seats x 2 and 12 uses; twice: 6 of 6 and 12.
     assert found.srp[0] == pytest.approx(max(24 / (18 + 12), 12 / (6 + 12)))
-    assert locality.segments(small(), 1).srp.tolist() == [1, 1]
+    assert locality.segment_consistency(small(), 1).srp.tolist() == [1, 1]
     with pytest.raises(UsageError, match="at least one token, got 0"):
-        locality.segments(small(), 0)
+        locality.segment_consistency(small(), 0)
 
 
 @SETTINGS

@@ -151,18 +151,18 @@ def configure(
     budgets = np.full(len(layers), budget / len(layers))
     while True:
         now = expert_split(layers, budgets, latency)
-        more = expert_split(layers, budgets + step, latency)
-        less = expert_split(layers, np.maximum(budgets - step, 1e-9), latency)
-        gains = np.array([a.exposed - b.exposed for a, b in zip(now, more, strict=True)])
-        losses = np.array([b.exposed - a.exposed for a, b in zip(now, less, strict=True)])
-        to = int(np.argmax(gains))
-        losses[(budgets - step <= 1e-9) | (np.arange(budgets.size) == to)] = np.inf
-        giver = int(np.argmin(losses))
-        if np.isinf(losses[giver]):
+        larger = expert_split(layers, budgets + step, latency)
+        smaller = expert_split(layers, np.maximum(budgets - step, 1e-9), latency)
+        gains = np.array([a.exposed - b.exposed for a, b in zip(now, larger, strict=True)])
+        losses = np.array([b.exposed - a.exposed for a, b in zip(now, smaller, strict=True)])
+        receiver = int(np.argmax(gains))
+        losses[(budgets - step <= 1e-9) | (np.arange(budgets.size) == receiver)] = np.inf
+        donor = int(np.argmin(losses))
+        if np.isinf(losses[donor]):
             return now
         moved = budgets.copy()
-        moved[to] += step
-        moved[giver] -= step
+        moved[receiver] += step
+        moved[donor] -= step
         after = expert_split(layers, moved, latency)
         if sum(each.exposed for each in after) >= sum(each.exposed for each in now):
             return now

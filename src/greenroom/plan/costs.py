@@ -91,9 +91,7 @@ def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement])
     experts = model.top_k * model.layers * costs.expert.seconds(1)
     dense_seconds = max(base - experts, 0.1 * base)
     expert = costs.expert
-    if (
-        base - dense_seconds < experts
-    ):  # the profile's experts alone would take longer than a measured token
+    if base - dense_seconds < experts:  # the profile's times are longer than a measured token
         expert = scale_work(expert, (base - dense_seconds) / experts)
     dense = costs.dense.seconds(1)
     layer = dense_seconds / model.layers

@@ -25,7 +25,7 @@ def default_setting(
     where the slots cannot hold a token's experts of one layer.
     """
     stored = files.load_records(fingerprint, machine).nearest(slots, device)
-    if (stored is not None and stored.by != "quick") or not files.enabled():
+    if (stored is not None and stored.by != "quick") or not files.is_enabled():
         return stored
     recent = recent_trace(files.load_routing(fingerprint), sizes)
     tokens = decoded_tokens(recent) if recent is not None and has_enough_tokens(recent) else 0
@@ -37,7 +37,7 @@ def default_setting(
         return None
     chosen = quick_plan(trace, slots)
     entry = StoredSetting(
-        slots, chosen.setting.options(), "quick", chosen.misses, max(chosen.plain, 1e-9),
+        slots, chosen.setting.options(), "quick", chosen.misses, max(chosen.lru_misses, 1e-9),
         date.today().isoformat(), device, tokens,
     )  # fmt: skip
     try:

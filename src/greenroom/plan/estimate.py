@@ -135,8 +135,8 @@ class Estimator:
         return True
 
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
-        every = list(zip(self.workload.traces, self._streams, strict=True))
-        runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
+        pairs = list(zip(self.workload.traces, self._streams, strict=True))
+        runs = [self._run(setting, capacity, *each) for each in pairs[: None if bracket else 1]]
         mean_gaps = [float(run.gaps.mean()) for run, _ in runs]
         (first, tokens), trace = runs[0], self.workload.traces[0]
         return Estimate(

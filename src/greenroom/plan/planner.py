@@ -81,18 +81,18 @@ def plan(
     if target is not None and not 0 < target < float("inf"):
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
-    usual, measured = default_setting(capacity)
-    compared = compare_settings(estimator, capacity, usual)
-    best, sure = choose_setting(estimator, compared, usual, beaten=not measured)
+    default, measured = default_setting(capacity)
+    compared = compare_settings(estimator, capacity, default)
+    best, overrides = choose_setting(estimator, compared, default, may_override=not measured)
     points = memory_curve(estimator, best.setting, memory)
     target_result = None if target is None else reach_target(estimator, best, memory, target)
-    return Plan(memory, capacity, best, sure, compared, points, target_result)
+    return Plan(memory, capacity, best, overrides, compared, points, target_result)
 
 
 def compare_settings(
-    estimator: Estimator, capacity: int, usual: Setting = DEFAULT
+    estimator: Estimator, capacity: int, default: Setting = DEFAULT
 ) -> tuple[Estimate, ...]:
-    """Estimate the candidates and `usual` at one size, fastest first.
+    """Estimate the candidates and `default` at one size, fastest first.
 
     Prefetching is tried with the fastest candidates.
     """
@@ -103,18 +103,18 @@ def compare_settings(
     ]
     estimates.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in estimates[:FINALISTS]]
-    more = [*best, DEFAULT, usual, *_sized_settings(estimator, best[0], capacity)]
+    further = [*best, DEFAULT, default, *_sized_settings(estimator, best[0], capacity)]
     if estimator.co_compute:
-        more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
-    more += [
+        further += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
+    further += [
         each
         for each in _split_settings(estimator, best[0], capacity)
         if estimator.fits(each, capacity)
     ]
     if estimator.precision != OFF:
         lower = {"miss_precision": estimator.precision, "low_below": estimator.low_below}
-        more += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
-    estimates += [estimator.of(setting, capacity) for setting in dict.fromkeys(more)]
+        further += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
+    estimates += [estimator.of(setting, capacity) for setting in dict.fromkeys(further)]
     return tuple(sorted(estimates, key=lambda each: each.tpot))
 
 
@@ -166,16 +166,16 @@ def _first_half(estimator: Estimator) -> Trace | None:
 def choose_setting(
     estimator: Estimator,
     compared: tuple[Estimate, ...],
-    usual: Setting = DEFAULT,
-    beaten: bool = True,
+    default: Setting = DEFAULT,
+    may_override: bool = True,
 ) -> tuple[Estimate, bool]:
-    """Choose a setting: (its estimate, whether it overrides `usual`).
+    """Choose a setting: (its estimate, whether it overrides `default`).
 
-    `usual` is kept unless another one is surely faster, and always unless `beaten` allows that.
+    `default` is kept unless another one is surely faster, and always unless `may_override`.
     """
-    now = next((each for each in compared if each.setting == usual), compared[0])
+    now = next((each for each in compared if each.setting == default), compared[0])
     first = compared[0]
-    if first is now or not estimator.workload.recorded or not beaten:
+    if first is now or not estimator.workload.recorded or not may_override:
         return now, False
     return (first, True) if surely_faster(first, now) else (now, False)
 
@@ -192,15 +192,15 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
     """Estimate one setting over memory, without prefetching, splits or approximation."""
-    model, setting = estimator.model, _of_any_size(setting)
+    model, setting = estimator.model, _without_sizes(setting)
     sizes = {max(model.least_slots, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
-    still = replace(setting, prefetch=OFF, split=OFF, miss_precision=OFF, low_below=None)
+    reactive = replace(setting, prefetch=OFF, split=OFF, miss_precision=OFF, low_below=None)
     fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
-    return tuple(estimator.of(still, n) for n in fits)
+    return tuple(estimator.of(reactive, n) for n in fits)
 
 
-def _of_any_size(setting: Setting) -> Setting:
+def _without_sizes(setting: Setting) -> Setting:
     """Replace numbers of slots by layer, which hold for one capacity only, by `shared`."""
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
@@ -216,7 +216,7 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
 
     More slots are never slower but for noise, so bisection finds it.
     """
-    model, setting = estimator.model, _of_any_size(best.setting)
+    model, setting = estimator.model, _without_sizes(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least_slots
     all_resident = estimator.of(setting, model.experts)
     if all_resident.tpot > target:
@@ -235,7 +235,7 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
     smallest = estimator.of(setting, meets)
     if smallest.memory <= memory:
         return Target(target, smallest, smallest, None)
-    waits = f"a token spends {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms waiting for experts"
-    enough = f"{show_bytes(smallest.memory)} of memory would be enough"
-    blocked = f"with {show_bytes(memory)} {waits}: reading experts is too slow; {enough}"
+    reason = f"a token spends {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms waiting for experts"
+    remedy = f"{show_bytes(smallest.memory)} of memory would be enough"
+    blocked = f"with {show_bytes(memory)} {reason}: reading experts is too slow; {remedy}"
     return Target(target, smallest, replace(best, memory=memory), blocked)

@@ -25,12 +25,12 @@ class QuickPlan:
 
     setting: Setting
     misses: float
-    plain: float
+    lru_misses: float
 
 
 def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
     """Choose the default, or LRU if it misses no more."""
-    latest = _latest(trace, max(1, STEPS // trace.layers))
+    latest = _latest_requests(trace, max(1, STEPS // trace.layers))
     steps = stream(latest, "runtime")
     experts, tokens = int(latest.offsets[-1]), latest.tokens
     counted = {
@@ -48,7 +48,7 @@ def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
     return QuickPlan(replace(DEFAULT, policy=PLAIN.policy), plain, plain)
 
 
-def _latest(trace: Trace, passes: int) -> Trace:
+def _latest_requests(trace: Trace, passes: int) -> Trace:
     """Select the last requests, with about so many passes in all."""
     begin = int(np.searchsorted(trace.first_passes[:-1], trace.passes - passes, "right")) - 1
     return trace.select(range(max(0, begin), trace.requests))

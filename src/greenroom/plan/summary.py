@@ -44,7 +44,7 @@ def machine_summary(machine: Machine) -> list[str]:
             f" least {show_time(1e9 / best)}."
         )
     if (device := machine.measured.get("device")) is not None:
-        lines.append(_of_device(device, size))
+        lines.append(_device_summary(device, size))
     if available := host.get("available_bytes"):
         lines.append(
             f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
@@ -63,7 +63,7 @@ def was_under_load(machine: Machine) -> bool:
     return bool(host.get("load", 0.0) > BUSY * (host.get("cores") or 1))
 
 
-def _of_device(device: Mapping[str, Any], size: int) -> str:
+def _device_summary(device: Mapping[str, Any], size: int) -> str:
     """Describe a GPU's memory, and the time to load an expert into it."""
     pinned = device["pinned"]
     rate = device["pageable"] if pinned is None else pinned
@@ -87,11 +87,11 @@ def model_summary(model: Model, available: int) -> list[str]:
         f" {show_bytes(model.experts * model.slot_bytes)} in all;"
         f" {show_bytes(model.dense_bytes)} of other weights.",
         f"It needs at least {show_bytes(least)} of memory; {show_bytes(full)} hold all of it."
-        f" {show_bytes(available)} are available now:" + _fits(available, least, full),
+        f" {show_bytes(available)} are available now:" + _fit_sentence(available, least, full),
     ]
 
 
-def _fits(available: int, least: int, full: int) -> str:
+def _fit_sentence(available: int, least: int, full: int) -> str:
     if available >= full:
         return " all of it fits."
     if available >= least:

@@ -103,10 +103,10 @@ def synthetic_trace(
         layers=len(sizes), experts=max(sizes), top_k=top_k, tokens=tokens, requests=REQUESTS,
         prompt_tokens=PROMPT, topics=REQUESTS // 2, skew=skew, stickiness=stickiness,
     )  # fmt: skip
-    return _narrowed(topics(config), sizes)
+    return _narrow_layers(topics(config), sizes)
 
 
-def _narrowed(trace: Trace, sizes: Sequence[int]) -> Trace:
+def _narrow_layers(trace: Trace, sizes: Sequence[int]) -> Trace:
     """Narrow the layers of a trace, all as wide as the widest, to these sizes."""
     if len(set(sizes)) == 1:
         return trace

@@ -77,12 +77,12 @@ class Clock:
         )
         self._heap: list[tuple[float, int, Event]] = []
         self._fresh: set[int] = set()  # pieces fetched since they were last computed
-        self.charge(self.costs)
+        self.set_costs(self.costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.view.sources
         self._step: TraceStep
 
-    def charge(self, costs: Costs) -> None:
+    def set_costs(self, costs: Costs) -> None:
         """Use other costs from now on, over as many links as before."""
         self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
@@ -90,15 +90,15 @@ class Clock:
         """Begin a pass."""
         if self.foresight is not None:
             for event in self.foresight.begin(at):
-                self._tell(event)
+                self._handle(event)
 
     def run(self, step: TraceStep) -> None:
         """Simulate one step: the dense part of its layer, its routing, its experts."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
-        self._until(self.now + dense)
+        self._advance(self.now + dense)
         self.compute += dense
-        finished = self._tell(
+        finished = self._handle(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
                 step.prefill, step.tail_weights,
@@ -106,7 +106,7 @@ class Clock:
         )  # fmt: skip
         if self.foresight is not None and step.chosen is not None:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
-                finished |= self._tell(predicted)
+                finished |= self._handle(predicted)
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.groups
             due, _, event = heapq.heappop(self._heap)
@@ -114,20 +114,20 @@ class Clock:
                 self.stall += due - self.now
                 self._waited += due - self.now
             self.now = due
-            finished = self._tell(event)
+            finished = self._handle(event)
         if self._slowed:
             self.compute += self._slowed
-            self._until(self.now + self._slowed)
+            self._advance(self.now + self._slowed)
             self._slowed = 0.0
 
-    def _until(self, end: float) -> None:
+    def _advance(self, end: float) -> None:
         """Let links work until `end`, while something else is computed."""
         while self._heap and self._heap[0][0] <= end:
             self.now, _, event = heapq.heappop(self._heap)
-            self._tell(event)
+            self._handle(event)
         self.now = end
 
-    def _tell(self, event: Event) -> bool:
+    def _handle(self, event: Event) -> bool:
         """Give the scheduler an event and carry out its actions; True at the end of the step."""
         return self._carry_out(self.scheduler.on(event, self.now))
 
@@ -136,24 +136,24 @@ class Clock:
         for action in actions:
             match action:
                 case StartChunk():
-                    self._send(action)
+                    self._start_transfer(action)
                 case ComputeGroup(experts, _, device, part):
-                    seconds = self._seconds(experts, part, device)
-                    seconds += self._handling(experts, part, device)
+                    seconds = self._group_seconds(experts, part, device)
+                    seconds += self._handling_seconds(experts, part, device)
                     self._slowed += self.costs.seconds_after_wait(self._waited)
                     self._waited = 0.0
                     self.compute += seconds
-                    self._at(self.now + seconds, Computed(device))
+                    self._schedule(self.now + seconds, Computed(device))
                 case Finish():
                     finished = True
         return finished
 
-    def _send(self, action: StartChunk) -> None:
+    def _start_transfer(self, action: StartChunk) -> None:
         """Queue a chunk on its link, behind all earlier chunks."""
-        nbytes, link = self._nbytes(action.piece, action.chunk), self._links[action.link]
+        nbytes, link = self._chunk_bytes(action.piece, action.chunk), self._links[action.link]
         free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
         self._link_free[action.link] = free
-        self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
+        self._schedule(free + link.latency, Landed(action.lane, action.piece, action.link))
         if action.link in self._from_store:
             self.bytes_moved += nbytes
         if action.first_of_piece:
@@ -161,23 +161,23 @@ class Clock:
             completes = action.copy_slot >= 0  # the remainder of a nested copy completes its expert
             self._fresh.add(action.piece % self.pieces.experts if completes else action.piece)
 
-    def _nbytes(self, piece: int, chunk: int) -> int:
+    def _chunk_bytes(self, piece: int, chunk: int) -> int:
         """Return the bytes of a chunk: all chunks of a piece are equal but for the last."""
         total = int(self.pieces.nbytes[piece])
         chunks = int(self.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
-    def _seconds(self, experts: Ints, part: int, device: int) -> float:
+    def _group_seconds(self, experts: Ints, part: int, device: int) -> float:
         """Return the seconds of a group: its experts in turn, a part of an expert in proportion."""
         work = self.costs.host if device == HOST else self.costs.expert
         assert work is not None
-        step, share = self._step, self._share(part)
+        step, share = self._step, self._part_share(part)
         if step.rows is None:
             return share * experts.size * work.seconds(1)
         rows = step.rows[np.searchsorted(step.experts, experts)]
         return share * sum(work.seconds(n) for n in rows.tolist())
 
-    def _handling(self, experts: Ints, part: int, device: int) -> float:
+    def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
         """Return the seconds that handling a group's newly fetched experts takes.
 
         On the host there are none: it computes experts where they were read.
@@ -187,9 +187,9 @@ class Clock:
         pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
-        return len(fresh) * self.costs.handling * self._share(part)
+        return len(fresh) * self.costs.handling * self._part_share(part)
 
-    def _share(self, part: int) -> float:
+    def _part_share(self, part: int) -> float:
         """Return a part's share of an expert's bytes, in the step's layer."""
         pieces, layer = self.pieces, self._step.layer
         if (split := pieces.split) is None:
@@ -199,6 +199,6 @@ class Clock:
         nbytes = split.tops[layer], split.bottoms[layer]
         return nbytes[part] / sum(nbytes)
 
-    def _at(self, due: float, event: Event) -> None:
+    def _schedule(self, due: float, event: Event) -> None:
         self._serial += 1
         heapq.heappush(self._heap, (due, self._serial, event))

@@ -144,7 +144,7 @@ def simulate_events(
     if prefetch != OFF:
         costs = replace(costs, dense=costs.dense.plus(costs.ahead))
 
-    def empty(**learned: Any) -> Scheduler:
+    def new_scheduler(**learned: Any) -> Scheduler:
         seed = options.seed
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
         scheduler = build_scheduler(
@@ -157,9 +157,9 @@ def simulate_events(
         return scheduler
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
-    every = passes(trace, stream, tail_weights=options.approximation is not None)
-    clock = Clock(empty(), costs, foresight)
-    spent = _play(every, clock, empty if options.reset else None)
+    trace_passes = passes(trace, stream, tail_weights=options.approximation is not None)
+    clock = Clock(new_scheduler(), costs, foresight)
+    spent = _simulate_passes(trace_passes, clock, new_scheduler if options.reset else None)
     view = clock.scheduler.view
     counts = view.counted()
     times = SimulatedTimes(
@@ -170,22 +170,22 @@ def simulate_events(
     return EventRun(times, counts, view.borrow_limit, accuracy.share(), accuracy.good(), options)
 
 
-def _play(
+def _simulate_passes(
     passes: Iterator[tuple[PassStart, list[TraceStep]]],
     clock: Clock,
-    empty: Callable[..., Scheduler] | None,
+    new_scheduler: Callable[..., Scheduler] | None,
 ) -> Floats:
     """Simulate passes in turn; return the seconds of each.
 
-    `empty` builds the scheduler of every request but the first, if requests begin with an empty
-    cache; learned state and counts stay.
+    `new_scheduler` builds the scheduler of every request but the first, if requests begin with an
+    empty cache; learned state and counts stay.
     """
     spent, request = [], 0
     for at, steps in passes:
-        if empty is not None and at.request != request:
+        if new_scheduler is not None and at.request != request:
             before = clock.scheduler
             before.empty(clock.now)
-            clock.restart(empty(after=before))
+            clock.restart(new_scheduler(after=before))
         request, begin = at.request, clock.now
         clock.begin(at)
         for step in steps:

@@ -37,7 +37,7 @@ def style(number: int) -> str:
     return f'class="curve" stroke="var(--c{number % COLOURS})"{dashed}'
 
 
-def keys(curves: Sequence[PlottedCurve]) -> str:
+def legend(curves: Sequence[PlottedCurve]) -> str:
     """Draw the legend: a sample of each curve and its name."""
     items = (
         '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
@@ -47,7 +47,7 @@ def keys(curves: Sequence[PlottedCurve]) -> str:
     return f'<ul class="keys">{"".join(items)}</ul>'
 
 
-def chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
+def miss_ratio_chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
     """Draw miss ratio over capacity; no policy can get below `floor`."""
     highest = max(y for c in (*curves, floor) for _, y in c.points)
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)
@@ -113,7 +113,7 @@ class Bar(NamedTuple):
     pale: bool
 
 
-def bars(drawn: Sequence[Bar]) -> str:
+def bar_chart(drawn: Sequence[Bar]) -> str:
     """Draw bars under the names of their groups, on one scale from zero."""
     longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
     parts, group = [], None
@@ -131,21 +131,21 @@ def bars(drawn: Sequence[Bar]) -> str:
     return f'<div class="bars">{"".join(parts)}</div>'
 
 
-def level(count: int, mean: float) -> int:
+def heat_colour(count: int, mean: float) -> int:
     """Return the colour of a heat map's cell: 0 for unused, then by steps of SCALE x mean."""
     if count == 0:
         return 0
     return 1 + sum(count >= bound * mean for bound in SCALE)
 
 
-def heat(counts: Sequence[Sequence[int]]) -> str:
+def heat_map(counts: Sequence[Sequence[int]]) -> str:
     """Draw a heat map of experts by layer: uses, relative to the mean of the layer."""
     widest, layers = max(len(row) for row in counts), len(counts)
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):
         mean = sum(row) / len(row)
         x = 0
-        for colour, alike in groupby(level(count, mean) for count in row):
+        for colour, alike in groupby(heat_colour(count, mean) for count in row):
             run = len(list(alike))
             parts.setdefault(colour, []).append(f"M{x} {y}h{run}v1h-{run}z")
             x += run
@@ -167,7 +167,7 @@ def heat(counts: Sequence[Sequence[int]]) -> str:
         f'<div class="rows">{row_labels}</div><div class="heat" style="{size}">'
         f'<svg viewBox="0 0 {widest} {layers}" preserveAspectRatio="none"'
         f' shape-rendering="crispEdges" role="img" aria-label="How often each expert was chosen">'
-        f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_scale()}'
+        f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_heat_legend()}'
     )
 
 
@@ -176,7 +176,7 @@ def _labelled(count: int, most: int) -> range:
     return range(0, count, step)
 
 
-def _scale() -> str:
+def _heat_legend() -> str:
     bounds = [f"{bound:g}" for bound in SCALE]
     texts = [
         "never",

@@ -36,7 +36,7 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
         return resolve_predictor(trace, automatic_predictor(trace))
     if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
         return choice
-    if (recording := _recording(trace, choice)) is None:
+    if (recording := _find_recording(trace, choice)) is None:
         raise UsageError(
             f"predictor {choice.name} needs a running model, and this trace does not hold its"
             f" predictions: record them (trace record --predict {choice.name})"
@@ -62,10 +62,10 @@ def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[
 def automatic_predictor(trace: Trace) -> str:
     """Name the predictor that `auto` stands for: a run's, if the trace has its predictions."""
     first, last = AUTOMATIC
-    return last if _recording(trace, predictor(first)) is None else first
+    return last if _find_recording(trace, predictor(first)) is None else first
 
 
-def _recording(trace: Trace, choice: PredictorChoice) -> str | None:
+def _find_recording(trace: Trace, choice: PredictorChoice) -> str | None:
     """Find the trace's predictions by a predictor of this kind, distance and options."""
     for name, prediction in trace.predictions.items():
         try:

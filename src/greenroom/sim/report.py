@@ -8,7 +8,15 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from greenroom.sim.figures import Bar, PlottedCurve, Points, bars, chart, heat, keys
+from greenroom.sim.figures import (
+    Bar,
+    PlottedCurve,
+    Points,
+    bar_chart,
+    heat_map,
+    legend,
+    miss_ratio_chart,
+)
 from greenroom.sim.table import html_table, show_time, table_of
 
 FLOOR = "OPT without pinning (lower bound)"
@@ -49,13 +57,13 @@ def report(
     sections = [
         card("Miss ratio by capacity", f"{setting}{', without prefetching' * ahead}."
              " Shaded: no policy can have so few misses.",
-             keys([*drawn, least]) + chart(drawn, least, experts)),
-        *_times(rows, list(curves), experts),
+             legend([*drawn, least]) + miss_ratio_chart(drawn, least, experts)),
+        *_time_cards(rows, list(curves), experts),
         card("Which experts are used", "One row a layer, one column an expert. The colour shows how"
-             " many tokens chose the expert.", heat(counts)),
+             " many tokens chose the expert.", heat_map(counts)),
         card("Results", "Each policy at each capacity. Above floor: extra misses relative"
              " to OPT without pinning, which knows the future." + PREFETCH_NOTE * ahead,
-             scrollable(html_table(*table_of(_above(rows, dict(floor)), experts)))),
+             scrollable(html_table(*table_of(_with_floor(rows, dict(floor)), experts)))),
         provenance_card(command, facts),
     ]  # fmt: skip
     points = {n for curve in drawn for n, _ in curve.points}
@@ -69,10 +77,10 @@ def report(
         ],
         "counts": [list(row) for row in counts],
     }
-    about = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in facts[1:6])
+    fact_line = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in facts[1:6])
     return html_page(
         f"{title}: expert caching",
-        f'<h1>{escape(title)}</h1><p class="about">{about}</p>'
+        f'<h1>{escape(title)}</h1><p class="about">{fact_line}</p>'
         f"{_tiles(rows, dict(floor), experts)}{''.join(sections)}",
         '<div class="tip" role="status"></div>'
         f'<script type="application/json" id="data">{_json(data)}</script>'
@@ -85,7 +93,7 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
-def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
+def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
     """Draw the time of a token in each cell, where prefetching is compared."""
     timed = [row for row in rows if row.get("tpot_s") is not None]
     if not timed or all("prefetches" not in row for row in rows):
@@ -106,7 +114,7 @@ def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int)
         "Time per output token (TPOT) by capacity. Bar: median. Line: 95th percentile. Pale: no"
         " prefetching."
     )
-    return [card("Time of a token", note, bars(drawn))]
+    return [card("Time of a token", note, bar_chart(drawn))]
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
@@ -117,18 +125,18 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
     at = f"at {capacity / experts:.0%} ({capacity:,} experts)"
     tiles = [(f"{candidates[0]['requests']:,}", "requests")]
     if any("prefetches" in row for row in rows):
-        quickest = min(candidates, key=lambda row: float(row["seconds"]))
+        fastest = min(candidates, key=lambda row: float(row["seconds"]))
         tiles += [
-            (_name(quickest), f"fastest {at}"),
-            (show_time(quickest["seconds"]), "its time for all requests"),
+            (_name(fastest), f"fastest {at}"),
+            (show_time(fastest["seconds"]), "its time for all requests"),
             (
-                f"{quickest['stall_s'] / (quickest['seconds'] or 1):.2%}",
+                f"{fastest['stall_s'] / (fastest['seconds'] or 1):.2%}",
                 "of that time waiting for experts",
             ),
         ]
     else:
-        able = [row for row in candidates if row["policy"] != "opt"]  # OPT knows the future
-        best = min(able or candidates, key=lambda row: float(row["miss_ratio"]))
+        online_rows = [row for row in candidates if row["policy"] != "opt"]  # OPT knows the future
+        best = min(online_rows or candidates, key=lambda row: float(row["miss_ratio"]))
         tiles += [
             (str(best["policy"]), f"fewest misses {at}"),
             (f"{best['miss_ratio']:.2%}", "its miss ratio"),
@@ -140,7 +148,9 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
     ) + "</div>"  # fmt: skip
 
 
-def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> list[dict[str, Any]]:
+def _with_floor(
+    rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]
+) -> list[dict[str, Any]]:
     """Sort rows by capacity; add the misses above the floor where there is no prefetching."""
     result = []
     for row in sorted(
@@ -179,8 +189,8 @@ def scrollable(table: str) -> str:
 
 def provenance_card(command: str, facts: Facts) -> str:
     """Build the section with the command and the inputs of a page."""
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    return card("Command and inputs", "", f"<pre>{escape(command)}</pre><dl>{listed}</dl>")
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return card("Command and inputs", "", f"<pre>{escape(command)}</pre><dl>{items}</dl>")
 
 
 def _json(data: Any) -> str:

@@ -113,10 +113,10 @@ def simulate(
     """
     data = trace if isinstance(trace, Trace) else load(Path(trace))
     config = SimulateConfig(
-        policy=_joined("policy", policy), capacity=_joined("capacity", capacity), order=order,
+        policy=_join("policy", policy), capacity=_join("capacity", capacity), order=order,
         scope=scope, pin=pin, seed=seed, limit=limit, reset=reset,
         machine=None if machine is None else str(machine),
-        prefetch=None if prefetch == OFF else _joined("prefetch", prefetch),
+        prefetch=None if prefetch == OFF else _join("prefetch", prefetch),
         expert_bytes=None if expert_bytes is None else str(expert_bytes),
         dense_bytes=None if dense_bytes is None else str(dense_bytes),
     )  # fmt: skip
@@ -143,7 +143,7 @@ def _simulate(
     return Simulation(trace, sweep(study_of(config, trace, machine), cells, workers=workers))
 
 
-def _joined(what: str, value: str | int | Sequence[str | int]) -> str:
+def _join(what: str, value: str | int | Sequence[str | int]) -> str:
     """Join one value or several by commas, as on the command line."""
     if not isinstance(value, str | int) and not value:
         raise UsageError(f"{what} is an empty list: give at least one")

@@ -1,7 +1,7 @@
-"""A study: what all cells of a sweep share, and how a cell is simulated.
+"""Studies: the inputs that all cells of a sweep share, and the simulation of a cell.
 
-Without costs a cell is a replay, with costs its steps are timed too (`timed.py`); where what is in
-its slot depends on time, it is simulated event by event (`event_driven.py`).
+Without costs a cell is a replay, with costs its steps are timed too (`timed.py`). Where the time of
+transfers decides which experts are resident, it is simulated event by event (`event_driven.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay: a policy's name (with options), a capacity in slots, a predictor or `off`."""
+    """A cell of a sweep: a policy with its options, a capacity in slots, a predictor or off."""
 
     policy: str
     capacity: int
@@ -72,20 +72,22 @@ class Study(EventOptions):
     def run(self, cell: Cell) -> Row:
         """Simulate a cell; return its row, as `--json` prints it."""
         chosen = policy(cell.policy)
-        how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
-        done: ReplayResult | SimulatedTimes
+        options: Any = {
+            "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
+        }  # fmt: skip
+        result: ReplayResult | SimulatedTimes
         timed: dict[str, Any] = {}
         if self.costs is None:
-            stay = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
-            done = replay(
-                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=stay, **how  # type: ignore[arg-type]
+            pinned = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
+            result = replay(
+                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=pinned, **options
             )  # fmt: skip
-        elif not self._event_driven(cell):
-            done = time_trace(
+        elif not self._needs_events(cell):
+            result = time_trace(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
-                **how,  # type: ignore[arg-type]
+                **options,
             )  # fmt: skip
-            timed = {"prefetch": OFF, **done.as_json()}
+            timed = {"prefetch": OFF, **result.as_json()}
         else:
             if cell.pin != "step":
                 raise UsageError(
@@ -96,28 +98,28 @@ class Study(EventOptions):
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, self,
             )  # fmt: skip
-            done, timed = simulated.times, {"prefetch": cell.prefetch, **simulated.as_json()}
+            result, timed = simulated.times, {"prefetch": cell.prefetch, **simulated.as_json()}
         return {
             "policy": chosen.name,
             "order": self.order,
             "scope": name_of(self.scope),
             "pin": cell.pin,
             "capacity": cell.capacity,
-            "requests": done.requests,
-            "misses": done.misses,
-            "miss_ratio": done.misses / done.requests if done.requests else 0.0,
+            "requests": result.requests,
+            "misses": result.misses,
+            "miss_ratio": result.misses / result.requests if result.requests else 0.0,
             **timed,
         }
 
     @property
-    def event_by_event(self) -> bool:
+    def needs_events(self) -> bool:
         """True if all cells need event-driven simulation, with policies that know no future."""
         parts = self.split is not None or self.approximation is not None
         return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
 
-    def _event_driven(self, cell: Cell) -> bool:
+    def _needs_events(self, cell: Cell) -> bool:
         """True if a cell needs event-driven simulation."""
-        return cell.prefetch != OFF or self.event_by_event
+        return cell.prefetch != OFF or self.needs_events
 
     def warm(self, cell: Cell) -> None:
         """Compile the code that a cell needs, by simulating a few steps.
@@ -125,9 +127,9 @@ class Study(EventOptions):
         Two threads that compile the same function at once would both do it, and compiling holds
         the GIL: so all code is compiled before the threads start.
         """
-        few = self.trace.head(2)
+        head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
-            replace(self, trace=few, requests=stream(few, self.order), pins=None).run(cell)
+            replace(self, trace=head, requests=stream(head, self.order), pins=None).run(cell)
 
 
 def capacities(text: str, experts: int) -> list[int]:
@@ -185,7 +187,7 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
     return Study.of(
         trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
         ahead=config.ahead, pins=pins, split=split_of(config.split), config=config,
-        nested=config.nested, **timing(config, trace, machine),
+        nested=config.nested, **machine_options(config, trace, machine),
     )  # fmt: skip
 
 
@@ -194,13 +196,15 @@ def requested_predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     return check_predictors(trace, split_names(config.prefetch or OFF), config.seed)
 
 
-def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dict[str, Any]:
+def machine_options(
+    config: SimulateConfig, trace: Trace, machine: Machine | None
+) -> dict[str, Any]:
     """Return the study's options for a machine: costs and sizes; none without a machine."""
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
     home_devices(trace.offsets.tolist(), config.devices)  # only checks: UsageError
-    check_host(config, costs)
+    check_co_compute(config, costs)
     return {
         "costs": costs,
         "expert_bytes": expert,
@@ -213,16 +217,16 @@ def costs_of(
     config: SimulateConfig | BudgetsConfig, trace: Trace, machine: Machine, **places: str | None
 ) -> tuple[Costs, int]:
     """Return (costs of the machine, bytes of an expert); UsageError for an unknown size."""
-    expert = nbytes(config.expert_bytes, trace, "expert_bytes")
+    expert = size_of(config.expert_bytes, trace, "expert_bytes")
     if not expert:
         raise UsageError(
             "the trace does not say how large an expert is: give --expert-bytes, such as 12MiB"
         )
-    dense = nbytes(config.dense_bytes, trace, "dense_bytes")
+    dense = size_of(config.dense_bytes, trace, "dense_bytes")
     return machine.costs(expert, dense, **places), expert
 
 
-def check_host(config: SimulateConfig, costs: Costs) -> None:
+def check_co_compute(config: SimulateConfig, costs: Costs) -> None:
     """UsageError where --co-compute has no host memory, or no processor beside it."""
     if not config.uses_host():
         return
@@ -252,7 +256,7 @@ def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
     return slots[0]
 
 
-def nbytes(option: str | None, trace: Trace, name: str) -> int:
+def size_of(option: str | None, trace: Trace, name: str) -> int:
     """Return a size: from the checked option, else from the trace's meta, else 0."""
     if option is not None:
         return 0 if option.strip() == "0" else Amount.parse(option, name).of(0)

@@ -67,19 +67,19 @@ def sweep(
             rows[waiting[future]] = future.result()
             done()
     except Exception:
-        _shut(pools)
+        _shut_down(pools)
         raise
     except BaseException:  # running cells may take minutes: do not wait for them
         for process in active_children():
             if process not in others:
                 process.kill()
-        _shut(pools, wait=False)
+        _shut_down(pools, wait=False)
         raise
-    _shut(pools)
+    _shut_down(pools)
     return [rows[i] for i in range(len(cells))]
 
 
-def _shut(pools: list[Executor], wait: bool = True) -> None:
+def _shut_down(pools: list[Executor], wait: bool = True) -> None:
     for pool in pools:
         pool.shutdown(wait=wait, cancel_futures=True)
 

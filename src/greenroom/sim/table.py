@@ -64,7 +64,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
 
     `rows` are cells as `--json` prints them, of a model with so many `experts`.
     """
-    entries = [_entry(row, experts) for row in rows]
+    entries = [_with_shares(row, experts) for row in rows]
     ahead = any("prefetches" in row for row in rows)
     chosen = [
         (title, name, show)
@@ -78,7 +78,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
     return [title for title, _, _ in chosen], lines
 
 
-def _entry(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
+def _with_shares(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """Add computed fields to a cell; prefetch counts become shares of all prefetches."""
     entry = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
     if row.get("seconds"):

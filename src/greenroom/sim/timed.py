@@ -41,7 +41,7 @@ class SimulatedTimes:
     stall:    time spent waiting with nothing to compute
     """
 
-    requests: int  # experts asked for
+    requests: int  # for one expert each
     misses: int
     ttft: Floats
     gaps: Floats
@@ -53,8 +53,8 @@ class SimulatedTimes:
     def as_json(self) -> dict[str, float | int | None]:
         """Return the fields of a cell; `ttft_s` and `tpot_s` are medians, as in `greenroom run`."""
         return {
-            **_spread("ttft", self.ttft),
-            **_spread("tpot", self.gaps),
+            **_statistics("ttft", self.ttft),
+            **_statistics("tpot", self.gaps),
             "tokens_per_s": self.gaps.size / float(self.gaps.sum()) if self.gaps.any() else None,
             "stall_s": self.stall,
             "compute_s": self.compute,
@@ -63,7 +63,7 @@ class SimulatedTimes:
         }
 
 
-def _spread(name: str, values: Floats) -> dict[str, float | None]:
+def _statistics(name: str, values: Floats) -> dict[str, float | None]:
     measured = values.size > 0
     return {
         f"{name}_s": float(np.median(values)) if measured else None,
@@ -88,9 +88,9 @@ def time_trace(
     An expert of `expert_bytes` comes in chunks of at most `chunk_bytes`. `how` (`scope`, `pin`,
     `seed`, `reset`) and UsageError are as in `replay`.
     """
-    missed, slots = _decisions(stream, trace.offsets, capacity, policy, **how)
+    missed, slots = _decide(stream, trace.offsets, capacity, policy, **how)
     each = StepTimer(trace.offsets, expert_bytes, chunk_bytes, costs)
-    seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
+    seconds, stall, compute = _step_seconds(trace, stream, missed, slots, each).T
     ends = np.zeros(trace.passes + 1)
     np.add.at(ends, stream.token + 1, seconds)
     misses = int(missed.sum())
@@ -117,7 +117,7 @@ def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
     return ttft, passes[~first_tokens & ~trace.pass_prefill]
 
 
-def _decisions(
+def _decide(
     stream: Stream,
     offsets: Ints,
     capacity: int,
@@ -212,7 +212,7 @@ class StepTimer:
         return self.served
 
 
-def _seconds(
+def _step_seconds(
     trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: StepTimer
 ) -> Floats:
     """Time all steps: seconds, stall and compute, [S, 3]."""

@@ -58,7 +58,7 @@ def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> Requ
         rows /= rows.sum(axis=1, keepdims=True)
     clusterings = _clusterings(counts, min(most, len(np.unique(counts, axis=0))), seed)
     inertia = np.array([distance for _, distance in clusterings])
-    number = elbow(inertia)
+    number = find_elbow(inertia)
     of = clusterings[number - 1][0]
     return RequestGroups(number, of, inertia, transitions(of, number))
 
@@ -79,7 +79,7 @@ def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, A
     }
 
 
-def elbow(inertia: Floats) -> int:
+def find_elbow(inertia: Floats) -> int:
     """Find the elbow of a curve of inertia, as a number of groups from 1.
 
     It is the point furthest below the straight line between the curve's ends.

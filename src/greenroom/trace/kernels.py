@@ -67,25 +67,25 @@ def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) 
         if end - begin < m:
             continue
         uses = np.zeros(experts, np.int64)  # uses of each expert in the window
-        many = np.zeros(m + 1, np.int64)  # how many experts have each number of uses
-        many[0] = experts
+        by_uses = np.zeros(m + 1, np.int64)  # how many experts have each number of uses
+        by_uses[0] = experts
         for token in range(begin, end):
             for expert in ids[token]:
-                many[uses[expert]] -= 1
+                by_uses[uses[expert]] -= 1
                 uses[expert] += 1
-                many[uses[expert]] += 1
+                by_uses[uses[expert]] += 1
             if token - begin < m - 1:
                 continue
             windows_seen += 1
             rank = 0
             for value in range(m, 0, -1):
-                values[value] += many[value]
-                for _ in range(many[value]):
+                values[value] += by_uses[value]
+                for _ in range(by_uses[value]):
                     ranks[rank] += value
                     rank += 1
-            values[0] += many[0]
+            values[0] += by_uses[0]
             for expert in ids[token - m + 1]:
-                many[uses[expert]] -= 1
+                by_uses[uses[expert]] -= 1
                 uses[expert] -= 1
-                many[uses[expert]] += 1
+                by_uses[uses[expert]] += 1
     return windows_seen

@@ -102,7 +102,7 @@ def median(counts: NDArray[np.int64]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class SegmentConsistency:
     """Local routing consistency over all windows of `length` tokens.
 
     The measures are those of "Not All Models Suit Expert Offloading": our reading of its abstract,
@@ -121,7 +121,7 @@ class Segments:
     shared: Floats
 
 
-def segments(trace: Trace, length: int) -> Segments:
+def segment_consistency(trace: Trace, length: int) -> SegmentConsistency:
     """Compute SRP and SCH of segments of this length; nan where no request is that long."""
     if length < 1:
         raise UsageError(f"a segment needs at least one token, got {length}")
@@ -141,7 +141,7 @@ def segments(trace: Trace, length: int) -> Segments:
     shared = np.cumsum(ranks) / max(windows * uses * trace.layers, 1)
     if not windows:
         per_layer[:], shared[:] = np.nan, np.nan
-    return Segments(length, windows, srp, per_layer.mean(axis=0), shared)
+    return SegmentConsistency(length, windows, srp, per_layer.mean(axis=0), shared)
 
 
 def _windows(
@@ -201,7 +201,7 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
                 },
             }
             for length in lengths
-            for part in [segments(trace, length)]
+            for part in [segment_consistency(trace, length)]
         ],
     }
 

@@ -15,7 +15,7 @@ from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName
 from greenroom.trace.trace import Trace, starts_of
 
-Counted = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+StepCounts = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 _BINS = 1 << 18  # passes x experts counted at a time: these bins fit in a core's cache
 
 
@@ -80,12 +80,12 @@ def _runtime(trace: Trace) -> Stream:
     )
 
 
-def _count(trace: Trace, first: int, last: int) -> Counted:
+def _count(trace: Trace, first: int, last: int) -> StepCounts:
     """Count (pieces, pieces a step, rows, weights) of passes, in a bin for each pass and expert."""
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]
     if end - begin == last - first:
-        return _sorted(trace, begin, end)
+        return _sort_tokens(trace, begin, end)
     lengths = np.diff(trace.pass_starts[first : last + 1])
     base = np.repeat(np.arange(last - first, dtype=np.int64) * total, lengths)
     bins = trace.experts[begin:end] + (base[:, None] + trace.offsets[:-1])[..., None]
@@ -103,7 +103,7 @@ def _count(trace: Trace, first: int, last: int) -> Counted:
     return pieces.astype(np.int32), steps, counts[used].astype(np.int32), weights
 
 
-def _sorted(trace: Trace, begin: int, end: int) -> Counted:
+def _sort_tokens(trace: Trace, begin: int, end: int) -> StepCounts:
     """`_count` of passes of one token each: only experts within a step have to be sorted."""
     experts = trace.experts[begin:end]
     order = np.argsort(experts, axis=2)

@@ -89,7 +89,7 @@ class Greenroom:
         self._split_counts = (
             SplitCounts(setup.catalog.offsets, history) if setup.counts_split else None
         )
-        records_routing = key and files.enabled() and not model.config.is_encoder_decoder
+        records_routing = key and files.is_enabled() and not model.config.is_encoder_decoder
         self._recent_routing = (
             RecentRouting(setup.catalog.offsets, history) if records_routing else None
         )

@@ -72,7 +72,7 @@ class WarmStart:
         """Save the routing since the warm start, with other states; not before LEAST passes."""
         driver = self._driver
         passes = driver.meter.passes - self._passes
-        if not self._fingerprint or passes < LEAST or not files.enabled():
+        if not self._fingerprint or passes < LEAST or not files.is_enabled():
             return
         popularity = driver.request_counts.astype(np.float64)
         states: dict[str, Arrays] = {}

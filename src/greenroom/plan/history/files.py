@@ -84,7 +84,7 @@ def cache_folder() -> Path:
     return Path(cache) / "greenroom"
 
 
-def enabled() -> bool:
+def is_enabled() -> bool:
     """Check that the history is read and written, unless GREENROOM_LEARNED is off."""
     return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
 
@@ -108,7 +108,7 @@ def _path(folder: str, fingerprint: str, suffix: str) -> Path:
 def load_routing(fingerprint: str) -> RoutingHistory | None:
     """Load the routing of earlier runs; None, with a warning, for an unusable file."""
     path = routing_path(fingerprint)
-    if not enabled() or not path.exists():
+    if not is_enabled() or not path.exists():
         return None
     try:
         if path.stat().st_size > LIMIT + _OVERHEAD:
@@ -132,7 +132,7 @@ def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
     ValueError for a predictor's name with a slash.
     """
     path, arrays = routing_path(fingerprint), history.arrays(LIMIT)
-    if not enabled():
+    if not is_enabled():
         return None
     crc32 = checksum(arrays)
     with _LOCK:
@@ -154,7 +154,7 @@ def update_records(
     The file is not written where `change` returns its argument. None where GREENROOM_LEARNED is
     off. OutputError.
     """
-    if not enabled():
+    if not is_enabled():
         return None
     path = records_path(fingerprint)
     with _LOCK:
@@ -179,7 +179,7 @@ def _records(machines: Mapping[str, Any], machine: str) -> Records:
 
 def _machines(fingerprint: str) -> dict[str, Any]:
     """Load the entries of all machines."""
-    if not enabled():
+    if not is_enabled():
         return {}
     try:
         contents = read(records_path(fingerprint))

@@ -22,21 +22,24 @@ MOST_RUNS = 12  # stored for a machine, the latest
 LOADS = 3  # stored; the smallest counts, since a process that compiles takes more memory
 SAME = 0.02  # sizes of processes that differ by no more than this share count as equal
 OPTIONS = ("policy", "scope", "prefetch", "split")  # of a stored setting
-BY = ("tune", "plan", "quick")  # how it was found, what is trusted most first
+BY = ("tune", "plan", "quick")  # the origin of a setting, the most trusted one first
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSetting:
-    """A setting for a cache of `capacity` slots of a `device`, cpu or cuda; `by` is tune, plan or
-    quick (a plan that a run made as it began). TPOTs are in seconds; of a quick plan they are
-    misses a token, and `tokens` are those of the model's own routing that it went by.
+    """A stored setting for a cache of `capacity` slots.
+
+    device:      cpu or cuda
+    by:          its origin: tune, plan, or quick (a plan made as a run begins)
+    tpot, plain: TPOT with it and with plain LRU in seconds; of a quick plan, misses a token
+    tokens:      of the model's own routing, on which a quick plan was made
     """
 
     capacity: int
     options: Mapping[str, Any]
     by: str
     tpot: float
-    plain: float  # of plain LRU
+    plain: float
     when: str
     device: str = "cpu"
     tokens: int = 0
@@ -119,7 +122,7 @@ class Records:
 
         Measured settings come first, then those of `plan`, then those of a quick plan.
         """
-        fits = [s for s in self.settings if s.device == device and _near(s, capacity)]
+        fits = [s for s in self.settings if s.device == device and _is_near(s, capacity)]
         order = sorted(fits, key=lambda s: (BY.index(s.by), abs(s.capacity - capacity)))
         return order[0] if order else None
 
@@ -147,10 +150,10 @@ class Records:
         """Add a setting, in place of those of its capacity, device and origin."""
         others = tuple(
             s for s in self.settings
-            if (s.by, s.device) != (setting.by, setting.device) or not _near(s, setting.capacity)
+            if (s.by, s.device) != (setting.by, setting.device) or not _is_near(s, setting.capacity)
         )  # fmt: skip
         return replace(self, settings=(*others, setting))
 
 
-def _near(setting: StoredSetting, capacity: int) -> bool:
+def _is_near(setting: StoredSetting, capacity: int) -> bool:
     return abs(setting.capacity - capacity) <= NEAR * setting.capacity

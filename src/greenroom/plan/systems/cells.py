@@ -43,13 +43,13 @@ def simulate_systems(
     """
     results: list[Row] = []
     for row in rows:
-        policy, prefetches, both, notes = conditions(user_options, study, row)
+        policy, prefetches, co_compute, notes = conditions(user_options, study, row)
         activity = cache(partial(predicted_activity, earlier or study.trace, prefetches[-1]))
         for capacity in capacities:
-            sized, less = sized_study(user_options, study, row, capacity, activity)
-            if both:
+            sized, split_notes = sized_study(user_options, study, row, capacity, activity)
+            if co_compute:
                 sized = replace(sized, config=with_options(sized.config, co_compute="auto"))
-            if row.preselected and study.event_by_event and policy == "lru":
+            if row.preselected and study.needs_events and policy == "lru":
                 sized = replace(sized, stay=most_used(study, capacity))
             pin = user_options.get("pin") or "step"
             cells = [Cell(policy, capacity, pin, each) for each in prefetches]
@@ -57,7 +57,9 @@ def simulate_systems(
                 run_cells(sized, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"]
             )
             shares = {"split": list(sized.split)} if isinstance(sized.split, tuple) else {}
-            results.append({"system": row.name, **best, **shares, "without": [*notes, *less]})
+            results.append(
+                {"system": row.name, **best, **shares, "without": [*notes, *split_notes]}
+            )
     return results
 
 
@@ -69,18 +71,18 @@ def conditions(
     The user's options go before the row's. There are several predictors if a guard would choose
     among them. The notes name parts that are not simulated, and what replaces them.
     """
-    both = row.co_compute and user_options.get("co_compute") is None and can_share(study)
+    co_compute = row.co_compute and user_options.get("co_compute") is None and can_co_compute(study)
     notes = [
         what
         for option, what in row.parts().items()
         if option not in ("scope", "pin", "split")
         and user_options.get(option) is None
-        and not (both and option == "co_compute")
+        and not (co_compute and option == "co_compute")
     ]
     if row.split and user_options.get("split") is None:
-        notes += without_algorithm_1(user_options, study)
+        notes += algorithm_1_notes(user_options, study)
     policy = user_options.get("policy") or row.policy
-    if row.preselected and not user_options.get("policy") and study.event_by_event:
+    if row.preselected and not user_options.get("policy") and study.needs_events:
         policy = "lru"  # for the scratch slots, as in a run: the chosen set is pinned
     prefetch = user_options.get("prefetch") or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)
@@ -97,10 +99,10 @@ def conditions(
                 f"{prefetch}, which {replayable} replaces: the trace has no predictions of it"
             )
         prefetches = (OFF, replayable) if row.guard else (replayable,)
-    return policy, prefetches, both, notes
+    return policy, prefetches, co_compute, notes
 
 
-def without_algorithm_1(user_options: UserOptions, study: Study) -> list[str]:
+def algorithm_1_notes(user_options: UserOptions, study: Study) -> list[str]:
     """Note which parts of MoEpic's Algorithm 1 are not simulated, and what replaces them."""
     if user_options.get("scope") is not None:
         return ["split experts, since --scope is given and no --split with it"]
@@ -118,7 +120,7 @@ def can_split(study: Study) -> bool:
     return not study.host and study.devices == 1 and study.approximation is None
 
 
-def can_share(study: Study) -> bool:
+def can_co_compute(study: Study) -> bool:
     """Check that two processors can share misses.
 
     It needs the option co_compute, experts in host memory, and a processor there.

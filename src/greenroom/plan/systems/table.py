@@ -15,7 +15,12 @@ from typing import Any
 from greenroom.config import SCOPES
 from greenroom.errors import UnknownName, UsageError
 
-LOW = ("miss_precision", "low_below", "low_share", "low_follow")  # options that belong together
+APPROXIMATION_OPTIONS = (
+    "miss_precision",
+    "low_below",
+    "low_share",
+    "low_follow",
+)  # options that belong together
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +225,8 @@ def systems(text: str) -> list[System]:
 
 def part_of(option: str, value: Any) -> str | None:
     """Return the part that an option belongs to; None for an option of every row."""
-    if option in LOW:
-        return LOW[0]
+    if option in APPROXIMATION_OPTIONS:
+        return APPROXIMATION_OPTIONS[0]
     if option == "scope":  # a name is an option of every row; sizes of layers are a part
         return None if value in SCOPES else option
     return option if option in ("pin", "split", "co_compute", "predictor") else None
