@@ -82,7 +82,10 @@ def main() -> None:
     plain = median(lambda: [gate(x) for gate in gates], 200, args.layers, False)
     probe = GateInputProbe(routers)
     heard = median(
-        lambda: [(gate(x), probe.take(i)) for i, gate in enumerate(gates)], 200, args.layers, False
+        lambda: [(gate(x), probe.take_array(i)) for i, gate in enumerate(gates)],
+        200,
+        args.layers,
+        False,
     )
     probe.detach()
     print(f"inputs           {heard - plain:8.1f}  (the router itself {plain:.1f})")

@@ -61,7 +61,7 @@ class Passed:
         ids = torch.randint(3, VOCAB, (1, TOKENS), generator=random)
         with torch.no_grad():
             self.model(input_ids=ids, use_cache=False)
-        self.inputs = [inputs.take(layer) for layer in range(len(self.routers))]
+        self.inputs = [inputs.take_array(layer) for layer in range(len(self.routers))]
         self.chosen = [
             answers[layer][2].reshape(TOKENS, -1).numpy() for layer in range(len(self.routers))
         ]
@@ -118,7 +118,7 @@ def test_the_rest_is_ranked_by_what_the_router_scored() -> None:
 def test_routers_that_need_what_is_not_known_ahead(name: str) -> None:
     model = make(name)
     routers = find_routers(model, experts_of(model))
-    with pytest.raises(PredictorError, match="which is not known ahead") as error:
+    with pytest.raises(PredictorError, match="which is not known in advance") as error:
         RouterGates(routers)
     assert "\n" not in str(error.value)
 
@@ -129,7 +129,7 @@ def test_no_router_beside_the_experts() -> None:
     block = model.get_submodule(names[0].rpartition(".")[0])
     block.chooser = block.gate
     del block.gate
-    with pytest.raises(PredictorError, match="no router beside the experts"):
+    with pytest.raises(PredictorError, match="no module `gate` or `router`"):
         find_routers(model, names)
 
 
@@ -139,14 +139,14 @@ def test_listening_ends() -> None:
     inputs = GateInputProbe(routers)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
-    assert inputs.take(0).shape == (3, 32)
-    with pytest.raises(ValueError, match="nothing has entered the router of layer 0"):
-        inputs.take(0)  # it was let go of
+    assert inputs.take_array(0).shape == (3, 32)
+    with pytest.raises(ValueError, match="no input of the router of layer 0"):
+        inputs.take_array(0)  # it was let go of
     inputs.detach()
     inputs.detach()
     assert all(not router.module._forward_pre_hooks for router in routers)
-    with pytest.raises(ValueError, match="nothing has entered"):
-        inputs.take(1)
+    with pytest.raises(ValueError, match="no input of the router"):
+        inputs.take_array(1)
 
 
 def test_asking_passes_hooks_by() -> None:
@@ -154,8 +154,8 @@ def test_asking_passes_hooks_by() -> None:
     routers = find_routers(model, experts_of(model))
     gates, inputs = RouterGates(routers), GateInputProbe(routers)
     gates.rank(0, np.zeros((1, 32), np.float32), 2)
-    with pytest.raises(ValueError, match="nothing has entered"):
-        inputs.take(0)
+    with pytest.raises(ValueError, match="no input of the router"):
+        inputs.take_array(0)
 
 
 class Plain(nn.Module):
@@ -202,12 +202,14 @@ def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
     ("choose", "words"),
     [
         (lambda logits: logits, "does not return scores, weights and ids"),
-        (lambda logits: (logits, logits, logits), "no ids of experts"),
+        (lambda logits: (logits, logits, logits), "does not hold ids of experts"),
         (lambda logits: logits.nothing, "has no attribute"),
     ],
 )
 def test_a_module_that_is_no_router(choose: Any, words: str) -> None:
-    with pytest.raises(PredictorError, match=f"^Plain cannot be asked out of turn: .*{words}"):
+    with pytest.raises(
+        PredictorError, match=f"^Plain cannot be called outside of a forward pass: .*{words}"
+    ):
         RouterGates([Router(Plain(choose), nn.Module(), 8)])
 
 

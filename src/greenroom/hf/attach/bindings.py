@@ -96,7 +96,7 @@ class Bindings:
                 experts,
                 driver.scheduler.policy.weighs,
                 self._setup.approximation is not None,
-                router_inputs=partial(inputs.latest, layer) if inputs else None,
+                router_inputs=partial(inputs.take_if_captured, layer) if inputs else None,
                 overlapped_work=self.shared.compute_early[layer],
                 mark_computed=self._slots.mark_computed,
                 on_routing=on_routing,

@@ -1,4 +1,4 @@
-"""What predictors ask of a model's tensors: its routers, and the hidden states that enter them."""
+"""Probes for predictors: a model's routers, and the hidden states that enter them."""
 
 from greenroom.runtime.probes.gates import RouterGates, top_k_of
 from greenroom.runtime.probes.inputs import GateInputProbe

@@ -1,4 +1,4 @@
-"""The hidden states that enter a model's routers, kept as they pass by."""
+"""Capture of the hidden states that enter a model's routers."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from greenroom.runtime.probes.routers import Router
 
 
 class GateInputProbe:
-    """Listens at routers until `detach`; a layer's states are those of the pass under way."""
+    """Forward pre-hooks that capture each router's latest input, until `detach`."""
 
     def __init__(self, routers: Sequence[Router]) -> None:
-        self._seen: list[Tensor | None] = [None] * len(routers)
+        self._inputs: list[Tensor | None] = [None] * len(routers)
         self._hooks = [
-            router.module.register_forward_pre_hook(self._listener(layer), with_kwargs=True)
+            router.module.register_forward_pre_hook(self._make_hook(layer), with_kwargs=True)
             for layer, router in enumerate(routers)
         ]
 
-    def _listener(self, layer: int) -> Callable[..., None]:
-        seen = self._seen
+    def _make_hook(self, layer: int) -> Callable[..., None]:
+        inputs = self._inputs
 
         @outside_graphs
-        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[layer] = args[0] if args else kwargs["hidden_states"]
+        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[layer] = args[0] if args else kwargs["hidden_states"]
 
-        return listen
+        return capture
 
-    def raw(self, layer: int) -> Tensor:
-        """What entered the layer's router last, [T, H] as it was; it is let go of here."""
-        hidden, self._seen[layer] = self._seen[layer], None
+    def take_tensor(self, layer: int) -> Tensor:
+        """Take the router's latest input as a tensor [T, H]; the probe drops it."""
+        hidden, self._inputs[layer] = self._inputs[layer], None
         if hidden is None:
-            raise ValueError(f"nothing has entered the router of layer {layer}")
+            raise ValueError(f"no input of the router of layer {layer} was captured")
         hidden = hidden.detach()
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def latest(self, layer: int) -> Inputs | None:
-        """What predictors take, or None where the experts were called without their router."""
-        return None if self._seen[layer] is None else self.take(layer)
+    def take_if_captured(self, layer: int) -> Inputs | None:
+        """Take the router's latest input; None if only the experts were called."""
+        return None if self._inputs[layer] is None else self.take_array(layer)
 
-    def take(self, layer: int) -> Inputs:
-        """The same as predictors take it: float32, in NumPy."""
-        values: Inputs = self.raw(layer).to("cpu", torch.float32).numpy()
+    def take_array(self, layer: int) -> Inputs:
+        """Take the router's latest input as a NumPy array of float32, for predictors."""
+        values: Inputs = self.take_tensor(layer).to("cpu", torch.float32).numpy()
         return values
 
     def detach(self) -> None:
-        """Take the hooks out again; a second call does nothing."""
+        """Remove the hooks; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._seen[:] = [None] * len(self._seen)
+        self._inputs[:] = [None] * len(self._inputs)

@@ -1,7 +1,7 @@
-"""Routers that are one matrix: found by trying, and asked by one compiled product.
+"""Linear routers: recognised by trials, and computed by one compiled product.
 
-Nearly all routers rank by f(W x + b) + c with a monotone f, and some scale x before. Which of a
-router's tensors is which, and what f is, is found by what it answers to random inputs.
+Nearly all routers rank by f(W x + b) + c with a monotone f, and some scale x before. The roles of a
+router's tensors, and f, are recognised by its results for random inputs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]
 ROWS = 256  # random inputs
-AGREE = 0.99  # of them; the rest may be ties
-FEW = 4  # tokens that are multiplied one by one
+LEAST_AGREEMENT = 0.99  # share of the inputs; the rest may be ties
+MOST_GEMV_TOKENS = 4  # tokens up to which each is multiplied by itself
 _COMPILED = {torch.bfloat16, torch.float16, torch.float32}
-_SCALES = (0.3, 1.0, 3.0)  # of random inputs: a sigmoid is nearly linear, or nearly a step
+_SCALES = (0.3, 1.0, 3.0)  # of random inputs, for which a sigmoid is nearly linear or nearly a step
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
@@ -42,7 +42,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """scores(x) = f(W (scale * x) + bias) + correction; `weight` is the router's own memory."""
+    """The formula f(W (scale * x) + bias) + correction of a router's scores.
+
+    `weight` shares the router's memory.
+    """
 
     weight: Tensor  # [E, H] on the CPU, contiguous
     scale: Floats | None = None  # [H]
@@ -51,7 +54,7 @@ class Linear:
     correction: Floats | None = None  # [E]
 
     def scores(self, inputs: Inputs) -> Floats:
-        """[T, H] -> [T, E]: higher is likelier."""
+        """Scores of the experts: [T, H] -> [T, E], higher is likelier."""
         x = inputs if self.scale is None else inputs * self.scale
         out = self._product(np.ascontiguousarray(x, np.float32))
         if self.bias is not None:
@@ -63,28 +66,30 @@ class Linear:
     def _product(self, x: Floats) -> Floats:
         weight = self.weight
         experts, hidden = weight.shape
-        if len(x) > FEW or weight.dtype not in _COMPILED:
+        if len(x) > MOST_GEMV_TOKENS or weight.dtype not in _COMPILED:
             product = torch.from_numpy(x).to(weight.dtype) @ weight.T
             result: Floats = product.float().numpy()
             return result
         out = torch.empty((len(x), experts), dtype=torch.float32)
-        words = array("q", [0] * (layers.OUT_WIDE + 1))
-        words[layers.W : layers.W_COLUMNS + 1] = array("q", (weight.data_ptr(), experts, hidden))
-        words[layers.X_ROWS] = len(x)
-        words[layers.X_WIDE], words[layers.OUT_WIDE] = _address(x), out.data_ptr()
-        kernel_entry(layers.gemv, weight.dtype, False)(words.buffer_info()[0], False)
+        arguments = array("q", [0] * (layers.OUT_WIDE + 1))
+        arguments[layers.W : layers.W_COLUMNS + 1] = array(
+            "q", (weight.data_ptr(), experts, hidden)
+        )
+        arguments[layers.X_ROWS] = len(x)
+        arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = _address(x), out.data_ptr()
+        kernel_entry(layers.gemv, weight.dtype, False)(arguments.buffer_info()[0], False)
         scored: Floats = out.numpy()
         return scored
 
 
 def _address(x: Floats) -> int:
-    """Where an array lies; NumPy's own way to say it takes longer than the product of a layer."""
+    """The address of an array; NumPy's own attribute takes longer than a layer's product."""
     return torch.from_numpy(x).data_ptr() if x.flags.writeable else x.ctypes.data
 
 
 @torch.no_grad()
 def find_linear(router: Router) -> Linear | None:
-    """What a router computes, if it is linear; None where no such formula gives its answers."""
+    """Find the linear formula of a router; None if no formula gives its results."""
     try:
         exact = _exact(router)
         forms = list(_forms(exact))
@@ -93,28 +98,28 @@ def find_linear(router: Router) -> Linear | None:
         x = random_inputs(forms[0].weight.shape[1])
         _, chosen = exact(torch.from_numpy(x))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
-        return None  # it wants something other than hidden states, or gives something else
+        return None  # its arguments or its result have another form
     agreed = [_agreement(form.scores(x), chosen.numpy()) for form in forms]
     best = int(np.argmax(agreed))
-    if agreed[best] < AGREE:
+    if agreed[best] < LEAST_AGREEMENT:
         return None
-    form = list(_forms(router))[best]  # the same one, of the router's own tensors
-    form.scores(x[:1])  # compiled now, so that the first token does not wait for that
+    form = list(_forms(router))[best]  # the same formula, with the router's own tensors
+    form.scores(x[:1])  # compile it now, not during the first token
     return form
 
 
 def _exact(router: Router) -> Router:
-    """A copy in float32: its answers have no ties, so they tell formulas apart."""
-    module = _bare(router.module)
+    """Copy a router in float32: its results have no ties, so they distinguish formulas."""
+    module = _copy_without_hooks(router.module)
     block: Any = nn.Module()
     for name, tensor in router.arguments().items():
         setattr(block, name, tensor.detach().cpu().float())
     return replace(router, module=module, block=block)
 
 
-def _bare(module: nn.Module) -> nn.Module:
-    """A copy in float32 on the CPU. Hooks stay behind: what they hold must not be copied."""
-    made = copy(module)
+def _copy_without_hooks(module: nn.Module) -> nn.Module:
+    """Copy a module to float32 on the CPU, without hooks, whose state must not be copied."""
+    duplicate = copy(module)
     state = {name: {} if name.endswith("_hooks") else v for name, v in vars(module).items()}
     state.pop("forward", None)
     for kind in ("_parameters", "_buffers"):
@@ -123,10 +128,11 @@ def _bare(module: nn.Module) -> nn.Module:
             for name, tensor in state[kind].items()
         }
     state["_modules"] = {
-        name: inner if inner is None else _bare(inner) for name, inner in state["_modules"].items()
+        name: inner if inner is None else _copy_without_hooks(inner)
+        for name, inner in state["_modules"].items()
     }
-    made.__dict__ = state
-    return made
+    duplicate.__dict__ = state
+    return duplicate
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -135,17 +141,17 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _forms(router: Router) -> Iterator[Linear]:
-    """Every formula that the router's tensors could make, the simplest first."""
+    """Yield every possible formula of the router's tensors, the simplest first."""
     tensors = {**dict(router.module.named_parameters()), **dict(router.module.named_buffers())}
     tensors |= router.arguments()
-    own = [tensor.detach().cpu() for tensor in tensors.values() if tensor.is_floating_point()]
-    for weight in own:
+    floats = [tensor.detach().cpu() for tensor in tensors.values() if tensor.is_floating_point()]
+    for weight in floats:
         if weight.dim() != 2 or weight.shape[0] < router.experts or weight.shape[1] == 1:
             continue
         hidden = weight.shape[1]
         matrix = weight[: router.experts].contiguous()
-        scales = [None, *(_floats(v) for v in own if v.shape == (hidden,))]
-        vectors = [None, *(_floats(v) for v in own if v.numel() == router.experts)]
+        scales = [None, *(_floats(v) for v in floats if v.shape == (hidden,))]
+        vectors = [None, *(_floats(v) for v in floats if v.numel() == router.experts)]
         for function in FUNCTIONS:
             for scale in scales:
                 for bias in vectors:
@@ -160,6 +166,7 @@ def _floats(vector: Tensor) -> Floats:
 
 
 def random_inputs(hidden: int) -> Inputs:
+    """Reproducible random inputs of routers, [ROWS, hidden], at several scales."""
     random = np.random.default_rng(0)
     x = random.standard_normal((ROWS, hidden)).astype(np.float32)
     x *= np.resize(np.array(_SCALES, np.float32), ROWS)[:, None]
@@ -167,7 +174,7 @@ def random_inputs(hidden: int) -> Inputs:
 
 
 def _agreement(scores: Floats, chosen: NDArray[np.int64]) -> float:
-    """The share of rows in which exactly the chosen have the highest scores."""
+    """The share of rows in which exactly the chosen experts have the highest scores."""
     picked = np.zeros(scores.shape, bool)
     np.put_along_axis(picked, chosen, True, axis=1)
     lowest = np.where(picked, scores, np.inf).min(axis=1)

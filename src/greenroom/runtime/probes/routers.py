@@ -1,4 +1,4 @@
-"""A model's routers: the modules beside its experts that choose among them."""
+"""A model's routers: the modules that choose among its experts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ NAMES = ("gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router of an MoE layer with `experts` experts, and the block that holds both."""
+    """The router of an MoE layer with `experts` experts, and the block that holds it."""
 
     module: nn.Module
     block: nn.Module
     experts: int
 
     def arguments(self) -> dict[str, Tensor]:
-        """What the router takes beside hidden states, where that is the block's own.
+        """Further arguments of the router besides hidden states, taken from the block.
 
-        Some blocks keep a correction bias and hand it over in each call. PredictorError where the
-        router asks for what only a pass can know, as token ids or another router's states.
+        Some blocks own a correction bias and pass it in each call. PredictorError if the router
+        needs arguments that only a forward pass has, such as token ids.
         """
-        found: dict[str, Tensor] = {}
+        arguments: dict[str, Tensor] = {}
         for parameter in list(inspect.signature(self._forward).parameters.values())[1:]:
-            held = getattr(self.block, parameter.name, None)
-            if isinstance(held, Tensor):
-                found[parameter.name] = held
+            value = getattr(self.block, parameter.name, None)
+            if isinstance(value, Tensor):
+                arguments[parameter.name] = value
             elif parameter.default in (inspect.Parameter.empty, None):
                 raise PredictorError(
-                    f"{type(self.module).__name__} routes by {parameter.name} too, which is not"
-                    " known ahead: it cannot be asked about another layer's hidden states"
+                    f"{type(self.module).__name__} also routes by {parameter.name}, which is not"
+                    " known in advance: it cannot be called with another layer's hidden states"
                 )
-        return found
+        return arguments
 
     @property
     def _forward(self) -> Any:
@@ -47,13 +47,13 @@ class Router:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Ask out of turn, past all hooks: [T, H] -> (scores of the experts [T, E], chosen [T, K]).
+        """Call the router without its hooks: [T, H] -> (scores [T, E], chosen [T, K]).
 
-        Scores are what the router says of all experts (logits, or their softmax), or None.
-        ValueError where what it returns is something else.
+        Scores are the router's logits or their softmax, or None. ValueError if its result has
+        another form.
         """
         out, extra = None, self.arguments()
-        for shape in ((len(hidden), -1), (1, len(hidden), -1)):  # some insist on a batch
+        for shape in ((len(hidden), -1), (1, len(hidden), -1)):  # some need a batch dimension
             try:
                 out = self._forward(hidden.reshape(shape), **extra)
                 break
@@ -67,28 +67,28 @@ class Router:
 
 
 def _read(out: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """(chosen, scores) of what a router returned: scores, weights and ids, then what it likes."""
-    found = out[:3] if isinstance(out, tuple) else ()
-    if len(found) < 3 or not all(isinstance(x, Tensor) for x in found):
+    """The chosen ids and the scores in a router's result (scores, weights, ids, ...)."""
+    tensors = out[:3] if isinstance(out, tuple) else ()
+    if len(tensors) < 3 or not all(isinstance(x, Tensor) for x in tensors):
         raise ValueError("it does not return scores, weights and ids")
     if out[2].is_floating_point() or out[2].numel() % tokens:
-        raise ValueError("what it returns in the third place are no ids of experts")
+        raise ValueError("its third result does not hold ids of experts")
     scores = out[0].reshape(tokens, -1) if out[0].numel() % tokens == 0 else None
     return out[2].reshape(tokens, -1), scores
 
 
 def find_routers(model: nn.Module, layers: Sequence[str]) -> list[Router]:
-    """The router of each experts module; `layers` are their names, in the model's order.
+    """Find the router of each experts module; `layers` are their names, in the model's order.
 
-    A router is beside the experts it chooses from: in the MoE block, or where there is none on
-    the decoder layer. PredictorError where there is no module `gate` or `router`.
+    A router has the same parent as its experts: the MoE block, or the decoder layer. PredictorError
+    if the parent has no module `gate` or `router`.
     """
-    found = []
+    routers = []
     for name in layers:
         parent = name.rpartition(".")[0]
         block, experts = model.get_submodule(parent), model.get_submodule(name)
-        beside = [m for n in NAMES if isinstance(m := getattr(block, n, None), nn.Module)]
-        if not beside:
-            raise PredictorError(f"{parent}: no router beside the experts: its choice is unseen")
-        found.append(Router(beside[0], block, int(cast(int, experts.num_experts))))
-    return found
+        candidates = [m for n in NAMES if isinstance(m := getattr(block, n, None), nn.Module)]
+        if not candidates:
+            raise PredictorError(f"{parent} has experts, but no module `gate` or `router`")
+        routers.append(Router(candidates[0], block, int(cast(int, experts.num_experts))))
+    return routers

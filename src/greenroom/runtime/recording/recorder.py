@@ -126,7 +126,7 @@ class Recorder:
             )
         if layer == 0:
             self._begin_pass(len(index))
-        inputs = x if self._probe is None else self._probe.raw(layer)
+        inputs = x if self._probe is None else self._probe.take_tensor(layer)
         inputs = inputs.detach().reshape(len(index), -1)
         taken: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
         if self._header.weights:
