@@ -42,7 +42,7 @@ def run(of: Trace, at: Approximation | None, capacity: int = 16, **options):
     )  # fmt: skip
 
 
-def test_a_step_s_tails_are_those_of_its_tokens():
+def test_a_step_s_tail_weights_are_those_of_its_tokens():
     of = weighed()
     found = tail_weights_of(of, 3, 4, 1)
     chosen = of.experts[3, 1]

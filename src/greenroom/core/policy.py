@@ -25,8 +25,8 @@ Rows = NDArray[np.int32]
 Weights = NDArray[np.float32]
 Ids = NDArray[np.integer[Any]]
 
-# Called by compiled code only: without a wrapper for Python each takes a third less to compile.
-# Inlined: a call would pass every array of the state, seven words each.
+# Only compiled code calls these functions: without Python wrappers they compile in a third less
+# time. They are inlined, since a call would pass every array of the states, seven values each.
 INLINED: dict[str, Any] = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
@@ -54,11 +54,11 @@ class CacheState(NamedTuple):
 class LogicalTime(NamedTuple):
     """The logical time of an event; all fields but `index` are equal for a step's requests."""
 
-    clock: int  # logical time: pass or token * layers + layer; the request's index in `rounds`
+    clock: int  # pass or token * layers + layer; in the order `rounds` the request's index
     token: int  # the token, or the pass where a step is a pass at a layer
-    request: int  # the prompt-and-answer
+    request: int  # the prompt and its answer
     layer: int
-    # Requests (experts asked for) since the start, this one not counted.
+    # Requests (one expert of one step each) since the start, without this one.
     index: int  # type: ignore[assignment]
 
 

@@ -23,7 +23,7 @@ class CopySizes:
     """Sizes of low-precision copies.
 
     low:    a copy's share of an expert's bytes
-    share:  the share of the cache's memory that copies have
+    share:  the share of the cache's memory for copies
     nested: the copies are a part of the experts' bytes
     """
 

@@ -61,7 +61,7 @@ def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[
     return groups(done), [a.piece for a in done if isinstance(a, Start)]
 
 
-def test_tails_are_what_is_left_behind_the_more_important_ones():
+def test_tail_weights_are_what_is_left_behind_the_more_important_ones():
     """Weights 0.5, 0.25, 0.25: HOBBIT's scores are 0, 0.5 and 0.75."""
     assert tail_weights(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
     assert tail_weights(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
@@ -72,7 +72,7 @@ def test_tails_are_what_is_left_behind_the_more_important_ones():
     assert masked.tolist() == [1.0]
 
 
-def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
+def test_a_miss_of_a_low_tail_weight_is_computed_from_its_copy():
     s = scheduler(6, Approximation(low=0.4))
     groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tail_weights=floats(1.0, 0.39, 0.4))))
     assert moved == [0, 2, N + 1]  # exact ones in their order, then copies
@@ -102,10 +102,10 @@ def test_what_matters_least_is_left_out():
     assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
 
 
-def test_the_buddy_most_often_chosen_together_stands_in():
+def test_the_substitute_most_often_chosen_together_stands_in():
     every = Pieces.unsplit(OFFSETS, [100] * LAYERS)
-    buddies = precision(Approximation(substitute=0.3), every)
-    s = Scheduler(every, 6, policy("lru"), lanes=1, options=[buddies])
+    substitutes = precision(Approximation(substitute=0.3), every)
+    s = Scheduler(every, 6, policy("lru"), lanes=1, options=[substitutes])
     for number, experts in enumerate([(0, 1), (0, 2), (0, 2), (3, 1)]):
         end(s, s.on(Routed(number, 0, ids(*sorted(experts)), tail_weights=floats(1.0, 1.0))))
     assert s.residents().tolist() == [0, 1, 2, 3]
@@ -125,15 +125,15 @@ def test_the_buddy_most_often_chosen_together_stands_in():
     assert (s.counts.substituted, len(groups)) == (1, 2)
 
 
-def test_buddies_are_able_and_known():
+def test_substitutes_are_allowed_and_known():
     b = Substitutes([0, 4, 8])
     b.count(1, ids(4, 5, 6))
     b.count(1, ids(4, 6))
-    able = np.array([False, True, True, True])
-    assert b.find(1, 4, able) == 6
-    assert b.find(1, 4, able & [True, True, False, True]) == 5
+    allowed = np.array([False, True, True, True])
+    assert b.find(1, 4, allowed) == 6
+    assert b.find(1, 4, allowed & [True, True, False, True]) == 5
     assert b.find(1, 4, np.array([True, False, False, True])) == -1 or b.counts[1][0, 0]
-    assert b.find(1, 7, able) == -1
+    assert b.find(1, 7, allowed) == -1
 
 
 def test_a_nested_copy_becomes_exact_by_what_it_lacks():
@@ -239,7 +239,7 @@ class Stage(Theatre):
         assert there is not None
         if part == LOW:
             assert there == N + expert
-        elif there % N != expert:  # a buddy, resident and of the same layer
+        elif there % N != expert:  # a substitute, resident and of the same layer
             assert there < N or there >= 2 * N
             assert self.s.pieces.layer[there % N] == self.s.pieces.layer[expert]
             assert self.s.placement.cache.state.pinned[there % N]

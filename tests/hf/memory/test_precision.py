@@ -235,7 +235,7 @@ def test_what_a_copy_lacks_is_all_that_is_read():
 
 
 def test_several_sequences_get_what_the_neediest_needs():
-    """A pass over several sequences: an expert's largest tail decides."""
+    """A pass over several sequences: an expert's largest tail weight decides."""
     folder = with_copies("same", "int4")
     model = attached(folder, Approximation(low=0.9))
     try:

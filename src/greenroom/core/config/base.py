@@ -21,7 +21,7 @@ class Approximation:
     skip:       the expert is not computed
     substitute: the expert is computed with another expert's weights
     promote:    the exact expert is fetched after its copy was computed, while the link is idle
-    share:      share of the cache's memory that copies have
+    share:      share of the cache's memory for copies
     """
 
     low: float = 0.0
