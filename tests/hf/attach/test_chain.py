@@ -266,7 +266,7 @@ def test_words_are_made_anew_when_a_context_outgrows_them(model, plans, monkeypa
 
 
 @pytest.mark.parametrize("memory", ["dense", "experts"])
-def test_words_are_made_anew_when_memory_has_moved(memory, plans):
+def test_arguments_are_rebuilt_when_memory_has_moved(memory, plans):
     """A pass of many tokens may have asked for more of what a thread's calls share."""
     with served(NAME) as model:
         cache = model(ids(1, 7), use_cache=True).past_key_values
@@ -274,12 +274,12 @@ def test_words_are_made_anew_when_memory_has_moved(memory, plans):
             model(ids(1, 1), past_key_values=cache)
         (plan,) = plans
         kernel = plan._kernel._kernel
-        before = plan._scratches()
+        before = plan._scratch_addresses()
         if memory == "dense":
             stored.thread_scratch(1 << 22)
         else:
             kernel.scratch(1 << 22)
-        assert plan._scratches() != before or not any(plan._strides)
+        assert plan._scratch_addresses() != before or not any(plan._strides)
         wanted = one_by_one(model, count=3)
         assert torch.equal(tokens(model, 3), wanted)
 

@@ -122,9 +122,9 @@ def test_quantised_keys_and_values_are_not_each_token_s_own() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> None:
-    calls, tokens = [], FusedDecoderLayer.tokens
+    calls, batch_forward = [], FusedDecoderLayer.batch_forward
     monkeypatch.setattr(
-        FusedDecoderLayer, "tokens", lambda *args: (calls.append(1), tokens(*args))[1]
+        FusedDecoderLayer, "batch_forward", lambda *args: (calls.append(1), batch_forward(*args))[1]
     )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
