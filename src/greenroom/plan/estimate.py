@@ -27,9 +27,8 @@ from greenroom.trace import Trace, stream
 Floats = NDArray[np.float64]
 BAND = 0.25  # half-width of the range, which should cover nine runs in ten: benchmarks/plan.py
 UNMEASURED = 0.35  # the same where no run of this model has been measured on the machine
-ASSUMED_PREDICTOR = (
-    "noisy-oracle:1,accuracy=0.8"  # next-gate's accuracy on recordings (docs/prefetch.md)
-)
+# The accuracy is that of next-gate on recordings (docs/prefetch.md).
+ASSUMED_PREDICTOR = "noisy-oracle:1,accuracy=0.8"
 EVENT_PASSES = 192  # decode passes simulated event by event, at tens of microseconds an event
 
 

@@ -72,9 +72,8 @@ class Clock:
     def restart(self, scheduler: Scheduler) -> None:
         """Continue with another scheduler, whose cache is empty; drop transfers under way."""
         self.scheduler, self.pieces = scheduler, scheduler.view.pieces
-        self._waited = self._slowed = (
-            0.0  # since the last computation; slowdown by the step's waits
-        )
+        self._waited = 0.0  # seconds of stall since the last computation
+        self._slowed = 0.0  # seconds by which the step's stalls slow its computing
         self._heap: list[tuple[float, int, Event]] = []
         self._fresh: set[int] = set()  # pieces fetched since they were last computed
         self.set_costs(self.costs)

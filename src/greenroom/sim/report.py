@@ -153,9 +153,7 @@ def _with_floor(
 ) -> list[dict[str, Any]]:
     """Sort rows by capacity; add the misses above the floor where there is no prefetching."""
     result = []
-    for row in sorted(
-        rows, key=lambda row: int(row["capacity"])
-    ):  # stable: policies keep their order
+    for row in sorted(rows, key=lambda row: int(row["capacity"])):  # keeps the order of policies
         least = floor[row["capacity"]] * row["requests"]
         above = row["misses"] / least - 1 if least else 0.0
         result.append({**row, "above_floor": None if "prefetches" in row else above})

@@ -55,7 +55,7 @@ class StoredSetting:
         scope_of(options.get("scope", "shared"))
         split_of(options.get("split", "off"))
         if entry.text("by") not in BY:
-            raise Malformed(f"{where}.by is {entry.text('by')!r}")
+            raise Malformed(f"{where}.by is {entry.text('by')!r}: not one of {', '.join(BY)}")
         return cls(options=options, **entry.fields_of(cls))
 
 

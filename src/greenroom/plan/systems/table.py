@@ -15,12 +15,7 @@ from typing import Any
 from greenroom.config import SCOPES
 from greenroom.errors import UnknownName, UsageError
 
-APPROXIMATION_OPTIONS = (
-    "miss_precision",
-    "low_below",
-    "low_share",
-    "low_follow",
-)  # options that belong together
+APPROXIMATION_OPTIONS = ("miss_precision", "low_below", "low_share", "low_follow")
 
 
 @dataclass(frozen=True, slots=True)
