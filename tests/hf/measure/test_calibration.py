@@ -78,7 +78,7 @@ def test_budgets_come_with_splits_unless_they_are_given():
         assert len(each.config.split.split(",")) == 2
     assert sum(map(float, row.config.scope.split(","))) == pytest.approx(8, abs=1e-5)
     assert given.config.scope == "per-layer"
-    with pytest.raises(UsageError, match="give longer --tokens"):
+    with pytest.raises(UsageError, match="give more --tokens"):
         Calibration(trace, None).fill(entry("split"), capacity=8, least=8)
 
 
@@ -86,7 +86,7 @@ def test_one_that_cannot_be_found_leaves_the_others(harness: Harness):
     """A predictor without its file: its row says so, others have theirs."""
     rows = [entry("split", prefetch="learned"), entry("scope"), entry()]
     calibrate(harness, rows, PROMPT, 16, True)
-    assert "needs the file of `greenroom train-predictor`" in rows[0].skip_reason
+    assert "needs a file of `greenroom train-predictor`" in rows[0].skip_reason
     assert sum(map(float, rows[1].config.scope.split(","))) == 8
     assert rows[2].config == LoadConfig(cache="50%")
     assert [row.skip_reason for row in rows[1:]] == ["", ""]

@@ -162,7 +162,7 @@ def test_what_cannot_be_said_to_a_template(templates: Templates) -> None:
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(UsageError, match="cannot be given"):
+    with pytest.raises(UsageError, match="cannot be sent to the chat template"):
         templates.render("x", {"x": deep})
     with pytest.raises(UsageError, match="empty"):
         templates.chat(demo_tokenizer(), [])
