@@ -360,7 +360,7 @@ def test_what_a_pass_returned_is_left_as_it_is_by_the_next(model):
         assert all(map(torch.equal, out, copy))
 
 
-def test_threads_have_words_of_their_own(model, plans):
+def test_threads_have_arguments_of_their_own(model, plans):
     """Two answers at once, each in its own thread: neither sees the other's."""
     wanted = one_by_one(model, count=20)
     plans.clear()

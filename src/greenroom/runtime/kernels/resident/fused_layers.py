@@ -204,7 +204,7 @@ class _Token:
         self.outputs = self._all.unbind()
 
     def advance(self) -> bool:
-        """Compute the next layers, and then one from the choice that torch makes.
+        """Compute the next layers, and the one after them in Python from its choice on.
 
         False if no layer can be computed.
         """

@@ -72,7 +72,7 @@ class OneTokenExperts:
             *group_arguments, *range(top_k + 1), *[0] * (2 * top_k), *sum_arguments,
             *norm_arguments, 3, BARRIER, *entries, *find_slots_arguments,
         ])  # fmt: skip
-        # Words that hold addresses of other arguments, and of which.
+        # (index of an argument that is the address of another one, index of that one)
         stages = self._stages + layers.FIRST_STAGE
         self._internal_addresses = (
             (expert_group.ROUTED_EXPERTS, slots + top_k), (expert_group.STARTS, self._starts),

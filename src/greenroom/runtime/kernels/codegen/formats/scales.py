@@ -178,7 +178,7 @@ def _gather_whole_vectors(address: Value, width: int, element: Any, left: None) 
     scales = None
     for start in range(0, LANES, count):
         mine = range(start, start + count)
-        first = min(start * width, LANES * width - 128)  # no_scales beyond the last block is read
+        first = min(start * width, LANES * width - 128)  # never beyond the last block
         skipped = start * spacing - first // 2
         one, two = ((address + first + 64 * i).load(element, 32) for i in range(2))
         some = one.shuffle(
