@@ -30,5 +30,7 @@ def build_scheduler(
     """
     options = config.options(pieces, costs, expert_bytes)
     if any(each.uses_host for each in options) and settings.get("host") is None:
-        raise UsageError("co-compute needs experts in host memory: give it slots there")
+        raise UsageError(
+            "co-compute needs experts in host memory: give them slots there (host memory above 0)"
+        )
     return Scheduler(pieces, capacity, policy, options=options, **settings)

@@ -25,8 +25,8 @@ class Routed:
     rows:         how many tokens chose each expert, [n]; None where policies do not need it
     weights:      the sums of their gate weights, [n]; None where policies do not need them
     prefill:      the pass reads (a block of) a prompt
-    tail_weights: gate weight left to ranks below each expert (see `gates`), [n]; given where misses
-                  may be approximated
+    tail_weights: share of gate weight from each expert's rank down (see `gates`), [n]; None unless
+                  misses may be approximated
     device_only:  the host's processor computes none of them
     """
 

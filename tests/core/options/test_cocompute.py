@@ -290,11 +290,13 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
-    loans = len(s.placement.buffer.borrowed)
-    assert loans + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
+    borrowed = len(s.placement.buffer.borrowed)
+    assert (
+        borrowed + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
+    )
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.adopted
-    assert over + loans == c.prefetches
+    assert over + borrowed == c.prefetches
 
 
 def test_a_theatre_without_the_host_s_processor_is_what_it_was():

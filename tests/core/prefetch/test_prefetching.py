@@ -143,7 +143,7 @@ def test_an_upgrade_keeps_the_chunks_that_came():
 
 
 def test_wrong_prefetches_under_way_are_dropped_when_the_routing_is_known():
-    """5 has a chunk on the lane, which lands before the demand's first; 6 was only wished for."""
+    """5 has a chunk on the lane, which lands before the demand's first; 6 was only a candidate."""
     h = House(chunks=3)
     h.step(0, 0)
     assert h.predict(1, 5, 6) == [(5, 0, False)]
@@ -242,7 +242,7 @@ def test_a_cache_too_small_for_loans_fetches_nothing_ahead(capacity):
 
 
 def test_a_prompt_streams_through_and_leaves_what_is_resident():
-    """All slots are taken: layer 2 passes through the two that may be on loan."""
+    """All slots are taken: layer 2 passes through the two that may be borrowed."""
     h = House()
     h.step(0, 0, 1, 2, 3)
     h.step(1, 4, 5, 6, 7)
@@ -260,7 +260,7 @@ def test_a_prompt_fills_an_empty_cache_to_an_even_share():
         h.step(layer, *range(layer * EXPERTS, (layer + 1) * EXPERTS), prefill=True)
     layers = [piece // EXPERTS for piece in h.residents]
     assert max(layers.count(layer) for layer in range(LAYERS)) == 3
-    assert len(layers) >= 9 - 2  # but for what was on loan
+    assert len(layers) >= 9 - 2  # but for what was borrowed
 
 
 def test_a_prompt_fetches_the_next_layer_while_it_computes():
@@ -415,7 +415,7 @@ def test_scope_per_layer_borrows_from_the_layer_s_own_slots():
 
 
 def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
-    """3 slots a layer, of which layer 1 has one on loan for its next pass."""
+    """3 slots a layer, of which layer 1 has borrowed one for its next pass."""
     h = House(9, 2, scope="per-layer")
     h.step(1, 4, 5)
     h.predict(1, 7)

@@ -15,7 +15,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
 
 EXPERTS, TOP_K, CAPACITY = 64, 8, 100
-ALL_HIT = {0: 24, 8: 38}  # calls at most, by the slots that may be on loan
+ALL_HIT = {0: 24, 8: 38}  # calls at most, by the slots that may be borrowed
 ONE_MISS, NEXT_MISS = 100, 30
 
 

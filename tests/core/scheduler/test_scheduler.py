@@ -156,8 +156,10 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         for n in range(share)
     ]
     assert sorted(s.placement.tier_slots) == sorted(places)
-    loans = len(s.placement.buffer.borrowed)
-    assert loans + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
+    borrowed = len(s.placement.buffer.borrowed)
+    assert (
+        borrowed + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
+    )
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
-    assert over + loans == c.prefetches
+    assert over + borrowed == c.prefetches

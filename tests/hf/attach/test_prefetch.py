@@ -77,7 +77,7 @@ def wanted(folder: Path) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_every_predictor_leaves_every_bit(name, folder, wanted, tmp_path):
-    """With two slots on loan at most, and with all but one expert in the cache."""
+    """With at most two borrowed slots, and with all but one expert in the cache."""
     parts = ahead(name, folder, tmp_path)
     experts = ModelSkeleton.of(folder).catalog.experts
     for capacity, fake in ((9, False), (experts - 1, True)):

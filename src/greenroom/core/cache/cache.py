@@ -96,12 +96,12 @@ class Cache:
                 preload(self.state, policy.preload(setup))
         self.pinned_set = np.empty(0, np.int64)  # pieces that the policy must never evict
         self.now: Clock = 0, 0, -1, 0  # of the last step
-        # Of each policy: the last request, and how many pieces it has been asked for.
+        # Of each policy: the last request, and the requests counted so far.
         self._last_seen = [(-1, 0)] * pieces.devices
         # Steps not yet reported to each device's policy: their pieces, and the rows of `steps`
         # for `serving.serve`.
         self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._parts]
-        self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not kept
+        self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not stored
         # Of the last step of hits: pinned before a policy chooses a victim.
         self._unpinned = NO_PIECES
         self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)

@@ -1,7 +1,7 @@
 """Resizing of the cache: which piece moves to which slot.
 
-The tier's slots are of as many kinds as there are devices, or sizes of slots: slot s is number
-s // kinds of kind s % kinds. A piece never leaves its kind.
+The tier has a kind of slots for each device, or for each size of slots: slot s is number s // kinds
+of kind s % kinds. A piece never moves to a slot of another kind.
 """
 
 from __future__ import annotations

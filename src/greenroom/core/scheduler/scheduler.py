@@ -158,8 +158,8 @@ class Scheduler:
         placement, transfers, counts = self.placement, self.transfers, self.counts
         if transfers.host is not None:
             transfers.host.routed(event)
-        lends = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
-        expected = self.prefetcher.routed(event, self._now) if lends else None
+        borrows = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
+        expected = self.prefetcher.routed(event, self._now) if borrows else None
         plan: Plan | None = None
         for option in self._planners:
             plan = option(event, plan, self.view)
@@ -168,7 +168,7 @@ class Scheduler:
         without_slot, approximated = NO_FLAGS, None
         if plan is not None:
             without_slot, approximated = lease(step, event, plan, placement, transfers)
-        prefetched, share = self._borrowing.begin(event, step.array) if lends else ({}, -1)
+        prefetched, share = self._borrowing.begin(event, step.array) if borrows else ({}, -1)
         served = placement.cache.serve(
             step.array,
             clock,
@@ -190,7 +190,7 @@ class Scheduler:
             if placement.pieces.split is not None:
                 step.split()
             if served.misses:
-                self._miss(step, prefetched, lends)
+                self._miss(step, prefetched, borrows)
             if approximated is not None:
                 step.approximate(event, approximated)
             if step.awaiting_secondary:
@@ -205,13 +205,13 @@ class Scheduler:
         else:
             self._advance(actions)
 
-    def _miss(self, step: Step, prefetched: dict[int, BorrowedSlot], lends: bool) -> None:
+    def _miss(self, step: Step, prefetched: dict[int, BorrowedSlot], borrows: bool) -> None:
         """Obtain the misses: on the host, from prefetches, or on demand."""
         absent = [request for request, hit in enumerate(step.hits) if not hit]
         if step.on_host:
             absent = [request for request in absent if request not in step.on_host]
             step.compute_on_host()
-        if lends:
+        if borrows:
             self._borrowing.fetch(step, absent, prefetched)
         else:
             self._demand(step, absent)

@@ -61,9 +61,7 @@ class Step:
         self.awaiting_secondary: list[int] = []  # requests without a secondary slot yet
         self.substitutes: set[int] = set()  # pinned experts whose weights stand in for others
         self.late_pieces: set[int] = set()  # pieces whose prefetch was not complete
-        self.on_host: dict[
-            int, tuple[int, bool]
-        ] = {}  # request -> (host slot, is it resident there)
+        self.on_host: dict[int, tuple[int, bool]] = {}  # request -> (host slot, is resident)
         self.host_leases: set[int] = set()  # pieces whose host slots the step has leased
         self.failed = -1
         self.aborted = False  # cancelled or failed: ends once nothing is moving

@@ -45,7 +45,7 @@ class StateView:
 
     @property
     def slots(self) -> int:
-        """Slots of the cache, of whole experts or of their tops."""
+        """Slots of the cache, for unsplit experts or for tops."""
         return self._placement.cache.capacity
 
     @property
