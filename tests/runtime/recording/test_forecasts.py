@@ -48,8 +48,8 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
     ("text", "words"),
     [
         ("markov,markov", "named twice"),
-        ("markov,oracle", "oracle: predicts where a trace is replayed only"),
-        ("auto", "auto: predicts where a trace is replayed only"),
+        ("markov,oracle", "oracle: works in replays of a trace only"),
+        ("auto", "auto: works in replays of a trace only"),
         ("markov:x", "must be a whole number"),
         ("popularity:1,half-life=0", "half-life"),
     ],

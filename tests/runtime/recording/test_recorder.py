@@ -178,7 +178,7 @@ def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
         ([[[0, 1], [0, 3]]], (0, 1), "no expert at some rank, or one twice"),
         ([[[1, 1], [0, 1]]], (0, 1), "no expert at some rank, or one twice"),
         ([[[0, 1], [0]]], (0, 1), "layers of different top-k"),
-        ([[[0, 1], [0, 1]]], (1,), "to MoE layer 1 after 0 others"),
+        ([[[0, 1], [0, 1]]], (1,), "reached MoE layer 1 after 0 others"),
         ([[[0, 1], [0, 1]]], (0,), "used 1 of the 2 MoE layers"),
     ],
 )

@@ -136,8 +136,8 @@ def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
     [
         (replace(recording(2, 4), gate_inputs=None), CONFIG, "record it with --gate-inputs 1"),
         (recording(2, 4), replace(CONFIG, distance=4), "has 3 MoE layers only"),
-        (recording(1, 40), CONFIG, "a recording of one request"),
-        (recording(2, 20), CONFIG, "tokens to learn from"),
+        (recording(1, 40), CONFIG, "the recording has one request"),
+        (recording(2, 20), CONFIG, "tokens for training"),
     ],
 )
 def test_traces_that_cannot_teach(trace: Trace, config: TrainConfig, words: str) -> None:

@@ -1,1 +1,1 @@
-"""What a run uses, recorded; and the predictor that is trained from such recordings."""
+"""Recording the routing of a run, and training a predictor from recordings."""

@@ -1,4 +1,4 @@
-"""What predictors say beside a running model, as a trace holds it."""
+"""Predictions made alongside a running model, for its trace."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, P
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, PredictorChoice, predictor
 
-NOTHING = -1  # where a predictor expected nothing; a trace has the largest value of its type
+NOTHING = -1  # no prediction; a trace stores the largest value of its type
 
 Rows = NDArray[np.int64]
 
 
 def parse_predictors(text: str) -> list[PredictorChoice]:
-    """The predictors of `NAME[:distance],...` that can run beside a model.
+    """Parse `NAME[:distance],...` to predictors that can run alongside a model.
 
-    Options keep their commas: `markov:2,option=1,next-gate`. UsageError says which name is wrong.
+    Options keep their commas: `markov:2,option=1,next-gate`. UsageError names a wrong predictor.
     """
     names: list[str] = []
     for part in text.split(","):
@@ -29,61 +29,70 @@ def parse_predictors(text: str) -> list[PredictorChoice]:
             names.append(part)
     if len(set(names)) < len(names):
         raise UsageError(f"--predict {text}: a predictor is named twice")
-    found = [predictor(name) for name in names]
-    for choice in found:
+    choices = [predictor(name) for name in names]
+    for choice in choices:
         if choice.kind is AUTO or "trace" in choice.kind.needs:
-            raise UsageError(f"--predict {choice.name}: predicts where a trace is replayed only")
-    return found
+            raise UsageError(
+                f"--predict {choice.name}: works in replays of a trace only, not with a running"
+                " model"
+            )
+    return choices
 
 
-def distance_of(made: Predictor) -> int:
-    """How many layers ahead; 0 for one that predicts a pass before it begins."""
-    return made.distance or 0
+def distance_of(predictor: Predictor) -> int:
+    """The number of layers that a predictor predicts ahead; 0 for a pass in advance."""
+    return predictor.distance or 0
 
 
 class ForecastRecorder:
-    """Runs predictors: `begin` a pass, tell each `layer`, and at its `end` take what they said.
+    """Runs predictors alongside a model, and collects each pass's predictions.
 
-    What counts is what a replay of the trace would count (tests/predictors/replay.py): guesses made
-    `distance` layers before or earlier, of several the last. What is said when a pass begins counts
-    where no distance is asked for, and for passes of several tokens.
+    They equal those of a replay of the trace (tests/predictors/replay.py): a prediction counts if
+    made `distance` layers ahead or earlier; the last one replaces those before. Predictions at the
+    beginning of a pass count without a distance, and for passes of several tokens.
     """
 
     def __init__(self, predictors: Mapping[str, Predictor], shape: Shape) -> None:
         self._predictors, self._shape = predictors, shape
-        self._after: dict[str, Rows] = {}  # [L, width] of the token after this pass
-        self._said: dict[str, Rows] = {}  # [T, L, width] of this pass
+        self._next_token: dict[str, Rows] = {}  # [L, width] of the token after this pass
+        self._predicted: dict[str, Rows] = {}  # [T, L, width] of this pass
 
     def begin(self, at: PassStart) -> None:
+        """Begin a pass."""
         shape = (at.tokens, self._shape.layers, self._shape.width)
         announced = at.first == 0 or at.tokens > 1
-        before, self._after = self._after, {}
-        for name, made in self._predictors.items():
-            self._said[name] = np.full(shape, NOTHING)
+        before, self._next_token = self._next_token, {}
+        for name, each in self._predictors.items():
+            self._predicted[name] = np.full(shape, NOTHING)
             if name in before:
-                self._said[name][0] = before[name]
-            self._after[name] = np.full(shape[1:], NOTHING)
-            made.begin(at)
-            guesses = made.predict(-1)
-            if announced or not distance_of(made):
-                self._keep(name, guesses, -1, 0)
+                self._predicted[name][0] = before[name]
+            self._next_token[name] = np.full(shape[1:], NOTHING)
+            each.begin(at)
+            predictions = each.predict(-1)
+            if announced or not distance_of(each):
+                self._store(name, predictions, -1, 0)
 
-    def layer(self, seen: LayerRouting) -> None:
-        for name, made in self._predictors.items():
-            made.observe(seen)
-            self._keep(name, made.predict(seen.layer), seen.layer, distance_of(made))
+    def layer(self, routing: LayerRouting) -> None:
+        """Show the predictors a layer's routing."""
+        for name, each in self._predictors.items():
+            each.observe(routing)
+            self._store(name, each.predict(routing.layer), routing.layer, distance_of(each))
 
-    def _keep(self, name: str, guesses: list[LayerPrediction], layer: int, least: int) -> None:
-        """Those of a guess after `layer` that lie `least` layers ahead or further."""
-        for guess in guesses:
-            if guess.layer - layer >= least:
-                width = min(self._shape.width, guess.experts.shape[1])
-                beyond, target = divmod(guess.layer, self._shape.layers)
-                rows = self._after[name][None, target] if beyond else self._said[name][:, target]
+    def _store(self, name: str, predictions: list[LayerPrediction], layer: int, least: int) -> None:
+        """Store predictions made after `layer` for layers at least `least` ahead."""
+        for prediction in predictions:
+            if prediction.layer - layer >= least:
+                width = min(self._shape.width, prediction.experts.shape[1])
+                beyond, target = divmod(prediction.layer, self._shape.layers)
+                rows = (
+                    self._next_token[name][None, target]
+                    if beyond
+                    else self._predicted[name][:, target]
+                )
                 rows[:] = NOTHING
-                rows[:, :width] = guess.experts[:, :width]
+                rows[:, :width] = prediction.experts[:, :width]
 
     def end(self) -> dict[str, Rows]:
-        """What each predictor said of this pass: [T, L, width]."""
-        said, self._said = self._said, {}
-        return said
+        """End the pass; return each predictor's predictions of it, [T, L, width]."""
+        predicted, self._predicted = self._predicted, {}
+        return predicted

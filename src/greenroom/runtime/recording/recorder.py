@@ -1,8 +1,8 @@
-"""The recorder: listens at the experts modules of a running model, and keeps what they are asked.
+"""The recorder of a running model's routing, by hooks on its experts.
 
-It sees the same passes as the driver (a pass begins where the layers begin again), so a trace
-replayed in `runtime` order is what the run asked of its cache. Predictors run beside it, on their
-own: what they say is recorded, nothing is fetched.
+It sees the same passes as the driver (a pass begins where the layers begin again), so a replay of
+the trace in `runtime` order makes the cache requests of the run. Predictors may run alongside:
+their predictions are recorded, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts 
 
 
 class SegmentSink(Protocol):
-    """Where segments go: a journal, or memory. `tokens` were there before."""
+    """A destination of segments: a journal, or memory; `tokens` is its present length."""
 
     header: Header
     tokens: int
@@ -40,12 +40,15 @@ class SegmentSink(Protocol):
 
 
 class Recorder:
-    """Records one request after another into a journal; used with `with`, which ends listening.
+    """Context manager that records requests into a journal, one after another.
 
-    `modules` are the experts modules in the model's order, `embedding` the module that is given
-    the token ids. Nothing is kept outside of a `request`. Gate inputs are those of a sample of
-    tokens, drawn by `seed`; `probe` listens at the gates, without it they are what the experts are
-    given. `forecasts` are of the predictors that the journal's header names.
+    modules: the experts modules, in the model's order
+    embedding: the module whose input is the token ids
+    seed: draws the sample of tokens whose gate inputs are recorded
+    probe: captures gate inputs; without it they are the inputs of the experts
+    forecasts: of the predictors that the journal's header names
+
+    Nothing is recorded outside of a `request`.
     """
 
     def __init__(
@@ -59,14 +62,14 @@ class Recorder:
     ) -> None:
         self._journal, self._header = journal, journal.header
         self._probe, self._forecasts = probe, forecasts
-        self._most = np.array(self._header.experts_per_layer)
-        self._seed, self._open = seed, False
+        self._expert_counts = np.array(self._header.experts_per_layer)
+        self._seed, self._recording = seed, False
         self._hooks = [
-            module.register_forward_pre_hook(self._listener(layer), with_kwargs=True)
+            module.register_forward_pre_hook(self._make_hook(layer), with_kwargs=True)
             for layer, module in enumerate(modules)
         ]
-        self._hooks.append(embedding.register_forward_pre_hook(self._embed))
-        self.tokens = 0  # of all requests of this recorder
+        self._hooks.append(embedding.register_forward_pre_hook(self._capture_ids))
+        self.tokens = 0  # recorded, of all requests
 
     def __enter__(self) -> Recorder:
         return self
@@ -80,107 +83,117 @@ class Recorder:
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
-        """What runs inside is request `number`; its first `prompt_tokens` tokens are prefill."""
+        """Record the block as request `number`; its first `prompt_tokens` tokens are prefill."""
         self._number, self._label, self._prompt = number, label, prompt_tokens
-        self._seen, self._flushed = 0, time.monotonic()
+        self._request_tokens, self._flushed = 0, time.monotonic()
         self._random = np.random.default_rng([self._seed, number])
         self._layers: list[dict[str, NDArray[Any]]] = []
-        self._given = self._ids = np.empty(0, np.int32)  # of the next pass, and of this one
+        self._next_ids = self._ids = np.empty(
+            0, np.int32
+        )  # token ids of the next pass and of this one
         self._passes: list[tuple[int, bool]] = []
         self._parts: list[dict[str, NDArray[Any]]] = []
-        self._open = True
+        self._recording = True
         try:
             yield
             self._end_pass()
             self._flush(last=True)
         except BaseException:
-            self._flush(last=False)  # the passes that were whole; the one under way is not
+            self._flush(last=False)  # the complete passes, without the current one
             raise
         finally:
-            self._open = False
+            self._recording = False
 
     @outside_graphs
-    def _embed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._open and args and not args[0].is_meta:
-            self._given = args[0].flatten().cpu().numpy().astype(np.int32)
+    def _capture_ids(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._recording and args and not args[0].is_meta:
+            self._next_ids = args[0].flatten().cpu().numpy().astype(np.int32)
 
-    def _listener(self, layer: int) -> Any:
+    def _make_hook(self, layer: int) -> Any:
         @outside_graphs
-        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._open:
-                given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-                if not given["hidden_states"].is_meta:
-                    self._take(layer, *(given[name] for name in _ARGUMENTS))
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._recording:
+                inputs = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+                if not inputs["hidden_states"].is_meta:
+                    self._record_layer(layer, *(inputs[name] for name in _ARGUMENTS))
 
-        return listen
+        return record
 
-    def _take(
+    def _record_layer(
         self, layer: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> None:
         if layer < len(self._layers):
             self._end_pass()
         if layer != len(self._layers):
             raise TraceError(
-                f"a pass went to MoE layer {layer} after {len(self._layers)} others: a trace needs"
-                " every layer in every pass"
+                f"a pass reached MoE layer {layer} after {len(self._layers)} others: a trace needs"
+                " every layer in every pass, in order"
             )
         if layer == 0:
             self._begin_pass(len(index))
         inputs = x if self._probe is None else self._probe.take_tensor(layer)
         inputs = inputs.detach().reshape(len(index), -1)
-        taken: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
+        arrays: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
         if self._header.weights:
-            taken["weights"] = weights.detach().to(torch.float16).cpu().numpy()
+            arrays["weights"] = weights.detach().to(torch.float16).cpu().numpy()
         if self._header.gate_inputs:
-            taken["inputs"] = _floats(inputs[torch.from_numpy(self._sampled)])
-        self._layers.append(taken)
+            arrays["inputs"] = _floats(inputs[torch.from_numpy(self._sampled)])
+        self._layers.append(arrays)
         if self._forecasts is not None:
             experts = index.cpu().numpy().astype(np.int64, copy=False)
             self._forecasts.layer(LayerRouting(layer, experts, _floats(weights), _floats(inputs)))
 
     def _begin_pass(self, tokens: int) -> None:
-        self._ids = self._given
+        self._ids = self._next_ids
         if rate := self._header.gate_inputs:
             self._sampled = np.flatnonzero(self._random.random(tokens) < rate)
         if self._forecasts is not None:
             ids = self._ids.astype(np.int64) if len(self._ids) == tokens else None
-            first, prefill = self._journal.tokens + self.tokens, self._seen < self._prompt
+            first, prefill = self._journal.tokens + self.tokens, self._request_tokens < self._prompt
             self._forecasts.begin(PassStart(self._number, first, tokens, prefill, ids))
 
     def _end_pass(self) -> None:
-        """Put the layers of the pass that is over side by side, and check them."""
+        """Check the pass that has ended, and stack its layers."""
         if not self._layers:
             return
         layers, self._layers = self._layers, []
-        if len(layers) != len(self._most):
-            raise TraceError(f"a pass used {len(layers)} of the {len(self._most)} MoE layers")
+        if len(layers) != len(self._expert_counts):
+            raise TraceError(
+                f"a pass used {len(layers)} of the {len(self._expert_counts)} MoE layers"
+            )
         if len({layer["experts"].shape for layer in layers}) > 1:
-            raise TraceError("a pass has layers of different top-k, which a trace cannot hold")
+            raise TraceError("a pass has layers of different top-k, which a trace cannot store")
         part = {name: np.stack([layer[name] for layer in layers], 1) for name in layers[0]}
         self._check(part["experts"])
         if self._forecasts is not None:
-            said = self._forecasts.end()
-            part |= {PREDICTED + name: said[name] for name in self._header.predictions}
+            predicted = self._forecasts.end()
+            part |= {PREDICTED + name: predicted[name] for name in self._header.predictions}
         tokens = len(part["experts"])
         if self._header.token_ids:
             if len(self._ids) != tokens:
-                raise TraceError("the model's tokens are not those of its embedding: no token ids")
+                raise TraceError(
+                    "the token ids of a pass are unknown: its embedding got other tokens"
+                )
             part["token_ids"] = self._ids
         size = sum(array.nbytes for part in self._parts for array in part.values())
         if size > FLUSH_BYTES or time.monotonic() > self._flushed + FLUSH_S:
-            self._flush(last=False)  # before this pass is added: a request ends with one at hand
+            self._flush(
+                last=False
+            )  # before this pass is added, since a request must end with a pass
         if self._header.gate_inputs:
             part["sampled"] = self._sampled + sum(n for n, _ in self._passes)
-        self._passes.append((tokens, self._seen < self._prompt))
+        self._passes.append((tokens, self._request_tokens < self._prompt))
         self._parts.append(part)
-        self._seen += tokens
+        self._request_tokens += tokens
         self.tokens += tokens
 
     def _check(self, experts: NDArray[np.uint16]) -> None:
-        """What `Trace` would refuse is refused now, and not when an hour has been recorded."""
+        """Raise the TraceError of `Trace` now, and not after an hour of recording."""
         rows = np.sort(experts, axis=2)
-        if (rows[..., -1] >= self._most).any() or (rows[..., 1:] == rows[..., :-1]).any():
-            raise TraceError("a token has no expert at some rank, or one twice: not to be recorded")
+        if (rows[..., -1] >= self._expert_counts).any() or (rows[..., 1:] == rows[..., :-1]).any():
+            raise TraceError(
+                "a token has no expert at some rank, or one twice: a trace cannot store it"
+            )
 
     def _flush(self, last: bool) -> None:
         if self._passes:

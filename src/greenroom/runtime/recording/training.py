@@ -1,9 +1,9 @@
-"""Train the networks of the predictor `learned` from a recording that holds gate inputs.
+"""Train the networks of the predictor `learned` from a recording with gate inputs.
 
-For each layer: what entered the gate `distance` layers before -> the experts that the token used;
-for the first layers what entered the last gates -> what the token after it used. The inputs are
-standardised, which the weights then take over; the loss is that each expert's score says whether
-it is used (binary cross entropy).
+Each layer's network maps the gate's input `distance` layers before to the experts that the token
+used; for the first layers, the last gates' inputs to the experts of the next token. Inputs are
+standardised for training, which is folded into the weights afterwards. The loss is the binary cross
+entropy of each expert's use.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from greenroom.errors import TraceError, UsageError
 from greenroom.trace import Trace
 
 BATCH = 128  # tokens
-RATE = 2e-3  # of AdamW at its highest; it falls to 0 along a half cosine
-LEAST = 50  # tokens, to learn from and to judge by
+LEARNING_RATE = 2e-3  # of AdamW at the start; it falls to 0 along a half cosine
+LEAST_TOKENS = 50  # tokens, for training and for the test
 
 Floats = NDArray[np.float32]
 OnLayer = Callable[[int], None]
 
 
 class TrainingResult(NamedTuple):
-    """The tensors of a predictor's file, and how good they are."""
+    """The tensors of a predictor's file, and their accuracy."""
 
     tensors: dict[str, NDArray[Any]]
-    accuracy: dict[str, list[float]]  # predictor -> share a layer, on the requests held out
-    tokens: int  # learned from
-    held_out: int  # tokens judged by
+    accuracy: dict[str, list[float]]  # predictor -> share by layer, on the held-out requests
+    tokens: int  # for training
+    held_out: int  # tokens for the test
 
 
 class TrainingPairs(NamedTuple):
-    """What a layer's network learns from: the rows of gate inputs, and the tokens they speak of."""
+    """Training data of a layer's network: rows of gate inputs, and the target tokens."""
 
     source: int  # the layer whose gate inputs they are
     rows: Ints  # [n] positions among the sampled tokens
-    tokens: Ints  # [n] whose experts are asked for
+    tokens: Ints  # [n] whose experts are predicted
 
 
 def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
-    """All that a trace says of one layer at one distance.
+    """Make the training data of one layer at one distance.
 
-    Below the first layer the input is that of the token before: its last gates', where both are
-    of one request.
+    For the first layers the input is that of the last gates for the token before, if both tokens
+    belong to one request.
     """
     assert trace.gate_inputs is not None
     tokens = trace.gate_inputs.tokens
@@ -60,42 +60,42 @@ def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
     if back == 0:
         return TrainingPairs(source, np.arange(len(tokens)), tokens)
     after = tokens + 1
-    begins = np.isin(after, trace.request_starts)  # so does the end of the trace
+    begins = np.isin(after, trace.request_starts)  # including the end of the trace
     return TrainingPairs(source, np.flatnonzero(~begins), after[~begins])
 
 
 def train(
     trace: Trace, config: TrainConfig, device: torch.device, on_layer: OnLayer = lambda done: None
 ) -> TrainingResult:
-    """Train on most requests, and judge by the others.
+    """Train on most requests, and test on the others.
 
-    `on_layer` is told how many layers are done. UsageError or TraceError where the trace cannot
-    teach: no gate inputs, too few tokens or requests, or fewer layers than the distance.
+    `on_layer` is called with the number of finished layers. UsageError or TraceError if the trace
+    has no gate inputs, too few tokens or requests, or fewer layers than the distance.
     """
-    held = _held_out(trace, config)
+    held_out = _held_out(trace, config)
     tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
     shares: list[dict[str, float]] = []
     counts = [0, 0]
     for target in range(trace.layers):
         pairs = pairs_of(trace, target, config.distance)
-        test = held[pairs.tokens]
+        test = held_out[pairs.tokens]
         now = int((~test).sum()), int(test.sum())
-        if min(now) < LEAST:
+        if min(now) < LEAST_TOKENS:
             raise TraceError(
-                f"{now[0]} tokens to learn from and {now[1]} to judge by: a recording needs"
-                f" {LEAST} of each with gate inputs"
+                f"the recording has {now[0]} tokens for training and {now[1]} for the test: at"
+                f" least {LEAST_TOKENS} of each with gate inputs are needed"
             )
         counts = [max(n, most) for n, most in zip(now, counts, strict=True)]
-        network, found = _train_layer(trace, target, pairs, test, config, device)
+        network, shares_of_layer = _train_layer(trace, target, pairs, test, config, device)
         tensors |= {f"{target}.{name}": array for name, array in network.items()}
-        shares.append(found)
+        shares.append(shares_of_layer)
         on_layer(target + 1)
     accuracy = {name: [each[name] for each in shares] for name in shares[0]}
     return TrainingResult(tensors, accuracy, *counts)
 
 
 def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
-    """[tokens] whether a token's request is held out."""
+    """Mask [tokens] of the tokens whose request is held out for the test."""
     if trace.gate_inputs is None:
         raise UsageError("the trace has no gate inputs: record it with --gate-inputs 1")
     if config.distance > trace.layers:
@@ -103,7 +103,7 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
             f"--distance {config.distance}: the model has {trace.layers} MoE layers only"
         )
     if trace.requests < 2:
-        raise TraceError("a recording of one request: nothing is left to judge the training by")
+        raise TraceError("the recording has one request: training needs another one for the test")
     order = np.random.default_rng(config.seed).permutation(trace.requests)
     number = min(trace.requests - 1, max(1, round(config.held_out * trace.requests)))
     chosen = np.zeros(trace.requests, bool)
@@ -119,7 +119,7 @@ def _train_layer(
     config: TrainConfig,
     device: torch.device,
 ) -> tuple[dict[str, Floats], dict[str, float]]:
-    """(the network's tensors, accuracy by predictor) of one layer."""
+    """Train one layer; return the network's tensors, and accuracy by predictor."""
     assert trace.gate_inputs is not None
     x = np.ascontiguousarray(trace.gate_inputs.values[pairs.rows, pairs.source])
     used = trace.experts[pairs.tokens, target].astype(np.int64)
@@ -128,17 +128,19 @@ def _train_layer(
     hidden = np.maximum(x[test] @ network["up.weight"].T + network["up.bias"], 0)
     scores = hidden @ network["down.weight"].T + network["down.bias"]
     popular = np.bincount(used[~test].reshape(-1), minlength=experts).astype(np.float32)
-    said = {"learned": top(scores, trace.top_k)}
-    for name, made in trace.predictions.items():
-        if made.distance == config.distance:
-            said[name] = made.experts[pairs.tokens[test], target, : trace.top_k].astype(np.int64)
-    said["popularity"] = top(popular[None], trace.top_k)
-    return network, {name: accuracy(ids, used[test]) for name, ids in said.items()}
+    predicted = {"learned": top(scores, trace.top_k)}
+    for name, prediction in trace.predictions.items():
+        if prediction.distance == config.distance:
+            predicted[name] = prediction.experts[pairs.tokens[test], target, : trace.top_k].astype(
+                np.int64
+            )
+    predicted["popularity"] = top(popular[None], trace.top_k)
+    return network, {name: accuracy(ids, used[test]) for name, ids in predicted.items()}
 
 
-def accuracy(said: NDArray[np.int64], used: NDArray[np.int64]) -> float:
-    """The share of the experts used, [T, K], that were among those said, [T, k]."""
-    return float((used[:, :, None] == said[:, None, :]).any(axis=2).mean())
+def accuracy(predicted: NDArray[np.int64], used: NDArray[np.int64]) -> float:
+    """The share of the used experts [T, K] that were among the predicted [T, k]."""
+    return float((used[:, :, None] == predicted[:, None, :]).any(axis=2).mean())
 
 
 def _fit(
@@ -147,7 +149,7 @@ def _fit(
     torch.manual_seed(config.seed)
     mean, spread = x.mean(axis=0), x.std(axis=0) + 1e-6
     inputs = torch.from_numpy((x - mean) / spread).to(device)
-    wanted = torch.zeros(len(used), experts).scatter_(1, torch.from_numpy(used), 1.0).to(device)
+    targets = torch.zeros(len(used), experts).scatter_(1, torch.from_numpy(used), 1.0).to(device)
     layers = OrderedDict(
         up=nn.Linear(x.shape[1], config.hidden),
         relu=nn.ReLU(),
@@ -155,13 +157,13 @@ def _fit(
     )
     network = nn.Sequential(layers).to(device)
     batches = -(-len(x) // BATCH)
-    optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=0.01)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * batches)
     random = torch.Generator().manual_seed(config.seed)
     for _ in range(config.epochs):
         for rows in torch.randperm(len(x), generator=random).to(device).split(BATCH):
             loss = nn.functional.binary_cross_entropy_with_logits(
-                network(inputs[rows]), wanted[rows]
+                network(inputs[rows]), targets[rows]
             )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -170,7 +172,7 @@ def _fit(
     tensors: dict[str, Floats] = {
         name: tensor.detach().cpu().numpy() for name, tensor in network.named_parameters()
     }
-    scaled = tensors["up.weight"] / spread  # so that inputs need not be standardised
+    scaled = tensors["up.weight"] / spread  # so inputs of the trained network are not standardised
     shift = tensors["up.bias"] - scaled @ mean
     return {**tensors, "up.weight": scaled, "up.bias": shift}
 
@@ -178,7 +180,7 @@ def _fit(
 def result_metadata(
     trace: Trace, config: TrainConfig, trained: TrainingResult
 ) -> Mapping[str, Any]:
-    """What a predictor's file says of itself."""
+    """The metadata of a predictor's file."""
     return {
         "model": trace.meta.get("model", "not named"),
         "distance": config.distance,
