@@ -41,7 +41,7 @@ from greenroom.runtime.driver.timeline import COMPUTE, Timeline
 from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
 
-ComputeExperts = Callable[..., None]  # (experts, slots), and the part where experts are split
+ComputeExperts = Callable[..., None]  # (experts, slots), or (experts, slots, part) of split experts
 PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
 
 

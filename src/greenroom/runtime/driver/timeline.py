@@ -37,7 +37,7 @@ _Event = tuple[int, str, str, float, float, dict[str, Any]]
 
 
 class Timeline:
-    """A recording of what runs when; its owners hold None where nothing is recorded."""
+    """A recording of spans of time; `timeline` is None while nothing is recorded."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.origin = time.perf_counter()

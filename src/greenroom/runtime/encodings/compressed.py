@@ -17,7 +17,7 @@ from greenroom.runtime.encodings.packed import scale_groups
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand compressed-tensors integers of 4 bits to values, as the module says."""
+    """Expand ct_int4 codes to values, as the module says."""
     values = scale_groups(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
     return values.to(scale.dtype)
 

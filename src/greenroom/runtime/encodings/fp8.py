@@ -16,7 +16,7 @@ from greenroom.runtime.encodings.encoding import Encoding
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand 8-bit floats with block scales to values, as the module says."""
+    """Expand fp8 codes to values, as the module says."""
     down, across = scale.shape
     blocks = codes.float().unflatten(1, (across, -1)).unflatten(0, (down, -1))
     return blocks * scale[:, None, :, None]

@@ -27,7 +27,7 @@ from greenroom.runtime.probes.routers import Router
 Floats = NDArray[np.float32]
 ROWS = 256  # random inputs
 LEAST_AGREEMENT = 0.99  # share of the inputs; the rest may be ties
-MOST_GEMV_TOKENS = 4  # tokens up to which each is multiplied by itself
+MOST_GEMV_TOKENS = 4  # up to so many tokens, each is a matrix-vector product
 _COMPILED = {torch.bfloat16, torch.float16, torch.float32}
 _SCALES = (0.3, 1.0, 3.0)  # of random inputs, for which a sigmoid is nearly linear or nearly a step
 
