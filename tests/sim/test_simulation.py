@@ -83,8 +83,8 @@ WRONG = {
     "pin": ({"pin": "all"}, UnknownName, "step"),
     "limit": ({"limit": 0}, UsageError, "at least 1 token"),
     "workers": ({"workers": 0}, UsageError, "at least 1"),
-    "prefetch": ({"prefetch": "markov"}, UsageError, "with --machine only"),
-    "sizes": ({"expert_bytes": 5}, UsageError, "with --machine only"),
+    "prefetch": ({"prefetch": "markov"}, UsageError, "only with --machine"),
+    "sizes": ({"expert_bytes": 5}, UsageError, "only with --machine"),
     "option": ({"polcy": "lru"}, UnknownOption, "did you mean 'policy'"),
 }
 
