@@ -159,7 +159,7 @@ def test_an_interrupted_pack_is_gone_on_with(tmp_path, monkeypatch):
     ("kind", "options", "said"),
     [
         ("int8", {"precision": "int8"}, "--miss-precision int8: a copy of an expert of .* smaller"),
-        ("int4", {"precision": "int8"}, "it must be smaller"),
+        ("int4", {"precision": "int8"}, "must be smaller"),
         ("same", {"precision": "int4", "segments": 2}, "--segments cuts experts that have no copi"),
     ],
 )
