@@ -28,7 +28,7 @@ from greenroom.errors import BudgetError, UnknownName, UsageError
 
 PINS = ("step", "none")
 Flags = serving.Flags
-Clock = tuple[int, int, int, int]  # the first fields of a `Now`
+Clock = tuple[int, int, int, int]  # the first fields of a `LogicalTime`
 NO_FLAGS, NO_PIECES = np.empty(0, np.bool_), np.empty(0, np.int64)
 MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
