@@ -92,7 +92,7 @@ def low_copy_of(
     if low_copy.stride >= exact.nbytes:
         raise UsageError(
             f"--miss-precision {precision}: a copy of an expert of {where} takes {low_copy.stride}"
-            f" bytes, but must be smaller than the expert's {exact.nbytes}: choose a lower precision"
+            f" bytes, but must be smaller than the expert's {exact.nbytes}: choose fewer bits"
         )
     return low_copy
 
