@@ -51,6 +51,6 @@ def request_large_pages() -> None:
     """Let torch use pages of 2 MiB for large tensors; the user's own setting stays.
 
     This serves weights that transformers converts. Weights that are read as stored get large pages
-    in runtime/memory/pages.py.
+    in runtime/memory/arena.py.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

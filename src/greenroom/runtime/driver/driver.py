@@ -151,8 +151,7 @@ class Driver:
             for each part, the top before the bottom
         experts: ids within the layer, ascending, int64
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
-        tail_weights: gate weight of each expert and of the ranks below, where misses may be
-            approximated
+        tail_weights: of each expert (see `core.gates`), where misses may be approximated
         observe_routing: makes the observation for predictors, with or without the router's inputs
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job of (experts, slots) for the host processor's thread
