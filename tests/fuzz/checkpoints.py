@@ -100,8 +100,10 @@ def read_tokenizer(name: str) -> Any:
 def _opened(folder: Path) -> Any:
     from contextlib import nullcontext
 
-    source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
-    return SimpleNamespace(folder=folder, source=source, read_by_transformers=nullcontext)
+    arguments = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    return SimpleNamespace(
+        folder=folder, pretrained_arguments=arguments, read_by_transformers=nullcontext
+    )
 
 
 @cache
