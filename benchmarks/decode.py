@@ -205,7 +205,7 @@ def plot(results: Results, measured: dict[str, Any], variants: list[str], path: 
                 measured, median_of(ours, lambda r: per_token(r, "bytes_read"))
             )
             axes.plot([n - 0.42, n + 0.42], [bound, bound], color="#333333", linestyle=":",
-                      label="floor: memory and disk, not overlapped" if n == 0 else None)  # fmt: skip
+                      label=None if n else "floor: memory and disk, not overlapped")  # fmt: skip
     axes.set_xticks(range(len(variants)), [f"routing {variant}" for variant in variants])
     axes.set_ylabel("decode tokens/s")
     axes.spines[["top", "right"]].set_visible(False)

@@ -19,7 +19,8 @@ from greenroom.predictors import PREDICTORS
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("*.md")),
+    ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("**/*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
 ]  # fmt: skip
 PAGES = [path for path in DOCUMENTS if path.parent.name != "log"]  # logs describe the past
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
