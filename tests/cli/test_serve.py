@@ -190,7 +190,7 @@ def test_a_template_that_loops_hangs_nothing_and_an_engine_that_breaks_ends_the_
         health = httpx2.get(f"{url}/health")
         assert health.status_code == 503
         assert health.json() == {
-            "status": "failed", "why": "an error that nobody expected (RuntimeError)",
+            "status": "failed", "why": "an unexpected error (RuntimeError)",
         }  # fmt: skip
         assert process.wait(30) == 1
         assert process.stderr is not None

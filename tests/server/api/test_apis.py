@@ -169,7 +169,7 @@ class TestResponses:
         api = by_openai(serve(saying("x"))).responses
         with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
             api.create(model=NAME, input="Hi", previous_response_id="resp_1")
-        with pytest.raises(openai.BadRequestError, match="store can only be"):
+        with pytest.raises(openai.BadRequestError, match="store must be"):
             api.create(model=NAME, input="Hi", store=True)
         assert api.create(model=NAME, input="Hi").store is False  # type: ignore[attr-defined]
 

@@ -135,7 +135,7 @@ def test_a_cache_of_experts_that_broke_is_the_end_of_the_engine(served: Any) -> 
     s.ask(draw(6), 2).end()
     driver = s.engine.greenroom.driver
     with driver._changed:
-        driver._orders.break_off(ValueError("a bug"))
+        driver._actions.mark_broken(ValueError("a bug"))
     assert isinstance(s.ask(draw(6, 1), 4).end().error, ClosedError)
     s.engine._thread.join(PATIENCE)
     assert s.engine.state()[0] == "failed"

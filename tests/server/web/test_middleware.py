@@ -124,7 +124,7 @@ class TestKeys:
     def test_a_key_that_is_none(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "key"
         file.write_text(text)
-        with pytest.raises(UsageError, match=r"is empty|is no API key"):
+        with pytest.raises(UsageError, match=r"is empty|is not a valid API key"):
             read_api_key(str(file), {})
         with pytest.raises(UsageError, match=VARIABLE):
             read_api_key(None, {VARIABLE: text})

@@ -1,4 +1,4 @@
-"""Who answers in the terminal chat: a model in this process (local.py), or a server (remote.py)."""
+"""Interface of chat backends: a model in this process (local.py), or a server (remote.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OnDelta = Callable[[AnswerDelta], None]
 
 @dataclass
 class Reply:
-    """What was said, and what it cost. Times in seconds, None where they are not known."""
+    """A complete answer with its counts and times in seconds; None if not known."""
 
     text: str = ""
     reasoning: str = ""
@@ -32,10 +32,10 @@ class Reply:
 
 
 class ChatBackend(Protocol):
-    """Who answers: a model in this process, or a server elsewhere."""
+    """Answers messages: a model in this process, or a remote server."""
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
-        """Until the answer ends, or a KeyboardInterrupt ends it: then `reason` is cancelled."""
+        """Answer messages. A KeyboardInterrupt ends the answer; its `reason` is then cancelled."""
 
     def stats(self) -> dict[str, Any]: ...
 

@@ -1,7 +1,7 @@
-"""A model in this process as somebody to talk to, without HTTP.
+"""Chat backend over a model in this process, without HTTP.
 
-voice = Voice(engine, sampling)
-reply = voice.answer(messages, on_delta)     # until it ends, or Ctrl-C ends it
+backend = LocalBackend(engine, sampling)
+reply = backend.answer(messages, on_delta)     # until it ends, or Ctrl-C ends it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Events = queue.SimpleQueue[Event]
 
 
 class LocalBackend:
-    """A model in this process."""
+    """Chat backend over a model in this process."""
 
     def __init__(self, engine: ContinuousEngine, sampling: SamplingConfig) -> None:
         self._engine, self._sampling = engine, sampling
@@ -74,17 +74,17 @@ class LocalBackend:
                 return event
 
     def _ids(self, messages: Messages) -> tuple[int, ...]:
-        """A model without a template goes on with what was said last."""
+        """Return the prompt's tokens; without a chat template, those of the last message."""
         if self._dialogue.has_template:
             return tuple(self._dialogue.chat(messages))
         return tuple(self._dialogue.encode(messages[-1]["content"]))
 
     def _request(self, ids: tuple[int, ...]) -> Request:
-        chosen, room = self._sampling, max(1, self._engine.context - len(ids))
+        config, room = self._sampling, max(1, self._engine.context - len(ids))
         return Request(
             ids,
-            max_new_tokens=min(chosen.max_new_tokens, room),
-            sampling=Sampling(chosen.temperature, chosen.top_p, chosen.top_k, seed=chosen.seed),
+            max_new_tokens=min(config.max_new_tokens, room),
+            sampling=Sampling(config.temperature, config.top_p, config.top_k, seed=config.seed),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class LocalBackend:
 
 
 def wait_until_loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
-    """Wait until the model is loaded, and tell how far it is. GreenroomError where it cannot be."""
+    """Wait until the model is loaded, showing progress. GreenroomError if loading fails."""
     while True:
         state, progress, why = engine.state()
         if state != "loading":

@@ -1,4 +1,4 @@
-"""A conversation with a server elsewhere, by OpenAI's chat completions."""
+"""Chat backend over a remote server, by OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from greenroom.json_file import Malformed, parse
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
 from greenroom.server.engine.tokens.reader import AnswerDelta
 
-CHOSEN = ("temperature", "top_p", "top_k", "seed")
-WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows a whole prompt
+OPTIONS = ("temperature", "top_p", "top_k", "seed")
+WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows the entire prompt
 
 
 class RemoteBackend:
-    """A server at a URL; Greenroom's, or any other that speaks this API."""
+    """Chat backend over a server at a URL: Greenroom's, or another with this API."""
 
     def __init__(
         self, url: str, key: str | None, sampling: SamplingConfig, model: str | None = None
     ) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
-            raise UsageError(f"--url {url}: begin with http:// or https://")
+            raise UsageError(f"--url {url}: a URL begins with http:// or https://")
         headers = {"authorization": f"Bearer {key}"} if key is not None else {}
         self._client = httpx2.Client(base_url=base, headers=headers, timeout=WAIT_S)
         self._url, self._sampling = url, sampling
@@ -46,7 +46,7 @@ class RemoteBackend:
                     reply.add(delta)
                     on_delta(delta)
                 _note(event, reply)
-        except KeyboardInterrupt as error:  # leaving the stream hangs up, the server lets go
+        except KeyboardInterrupt as error:  # leaving the stream disconnects, and the server cancels
             mark_handled(error)
             reply.reason = "cancelled"
         if times:
@@ -65,15 +65,15 @@ class RemoteBackend:
         self._client.close()
 
     def _first_model(self) -> str:
-        found = self._json("GET", "/v1/models").get("data")
-        if not (isinstance(found, list) and found and isinstance(found[0], dict)):
-            raise GreenroomError(f"{self._url}: names no model")
-        return str(found[0].get("id"))
+        models = self._json("GET", "/v1/models").get("data")
+        if not (isinstance(models, list) and models and isinstance(models[0], dict)):
+            raise GreenroomError(f"{self._url}: the server lists no model")
+        return str(models[0].get("id"))
 
     def _body(self, messages: Messages) -> dict[str, Any]:
-        chosen = self._sampling
-        options = {name: getattr(chosen, name) for name in CHOSEN}
-        options["max_tokens"] = chosen.max_new_tokens
+        config = self._sampling
+        options = {name: getattr(config, name) for name in OPTIONS}
+        options["max_tokens"] = config.max_new_tokens
         return {
             "model": self.model,
             "messages": messages,
@@ -124,10 +124,10 @@ class RemoteBackend:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        found = parse(text)
+        value = parse(text)
     except Malformed as error:
-        raise GreenroomError(f"the server sent what is no JSON: {text[:80]!r}") from error
-    return found if isinstance(found, dict) else {}
+        raise GreenroomError(f"the server sent invalid JSON: {text[:80]!r}") from error
+    return value if isinstance(value, dict) else {}
 
 
 def _message(body: Any) -> str:
@@ -136,17 +136,17 @@ def _message(body: Any) -> str:
 
 
 def _delta(event: dict[str, Any]) -> AnswerDelta | None:
-    """What a chunk says, if anything."""
+    """Return the text of a chunk, if any."""
     for choice in event.get("choices") or ():
-        said = choice.get("delta") or {}
-        reasoning = said.get("reasoning_content") or said.get("reasoning") or ""
-        if said.get("content") or reasoning:
-            return AnswerDelta(text=said.get("content") or "", reasoning=reasoning)
+        delta = choice.get("delta") or {}
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if delta.get("content") or reasoning:
+            return AnswerDelta(text=delta.get("content") or "", reasoning=reasoning)
     return None
 
 
 def _note(event: dict[str, Any], reply: Reply) -> None:
-    """What a chunk counts."""
+    """Copy the counts of a chunk to the reply."""
     for choice in event.get("choices") or ():
         reply.reason = choice.get("finish_reason") or reply.reason
     if usage := event.get("usage"):

@@ -1,1 +1,1 @@
-"""What every API needs of HTTP: bodies, errors, streams, the log, metrics."""
+"""Shared HTTP parts of all APIs: bodies, errors, streams, the log, metrics."""

@@ -1,8 +1,8 @@
-"""The answers of one HTTP request: from the engine's threads to the event loop, and let go in time.
+"""Streams the answers of one HTTP request from the engine's thread to the event loop.
 
-answers = await begin(service, served, lambda dialogue: Job(...))
-async for index, said in answers:    # Delta, Delta, ... End of each answer
-answers.cancel()                     # the client has gone: nothing more is computed
+answers = await start_answers(service, record, lambda dialogue: Job(...))
+async for index, part in answers:    # AnswerDelta, AnswerDelta, ... AnswerEnd of each answer
+answers.cancel()                     # the client has disconnected: nothing more is computed
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.request_log import RequestRecord
 from greenroom.server.http.service import Service
 
-TURN = 16  # events
-LEAVE_S = 5.0  # to wait for cancelled answers to end
+TURN = 16  # events until other requests get a turn
+LEAVE_S = 5.0  # longest wait for cancelled answers to end
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`n` answers to each of some prompts; `plain` reads them as text alone."""
+    """A job for the engine: `n` answers to each prompt; `plain` reads them as text alone."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -51,7 +51,7 @@ class Job:
     one_call: bool = False
 
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> AnswerReader:
-        """For the answer of this index."""
+        """Make the reader of the answer with this index."""
         if self.plain or (self.grammar is not None and self.tools is None):
             speaker = ReplyParser(dialogue)
         else:
@@ -64,7 +64,7 @@ class Job:
 async def start_answers(
     service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
 ) -> AnswerStream:
-    """Make the job on a thread of its own, and hand its answers to the engine.
+    """Make the job on a worker thread, and submit its requests to the engine.
 
     Raises Busy, TooLong, UsageError, ApiError.
     """
@@ -79,7 +79,7 @@ async def start_answers(
 
 
 class AnswerStream:
-    """Answers as they come, of all choices of one request."""
+    """Streams the answers of all choices of one request as they are computed."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class AnswerStream:
         self.prompt_tokens = record.prompt_tokens = sum(map(len, job.prompts))
         self._service, self._record, self._loop = service, record, loop
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
+        self._early: list[tuple[int, Event]] = []  # of choices whose prompt has no scores yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
         self._tickets: list[Sequence] = []
         self.count = len(job.prompts) * job.n
@@ -106,7 +106,7 @@ class AnswerStream:
         self._unfinished = self._delivered = self._tokens = 0
 
     def submit(self) -> None:
-        """Hand all to the engine, or none."""
+        """Submit all requests to the engine, or none."""
         try:
             for index in range(self.count):
                 self._tickets.append(
@@ -137,14 +137,14 @@ class AnswerStream:
         )
 
     def _post_event(self, index: int, event: Event) -> None:
-        """From the engine's thread."""
+        """Queue an event. Called in the engine's thread."""
         if isinstance(event, Finished):
             self._service.metrics.observe_answer(event)
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerDelta | AnswerEnd]]:
-        """(index of the answer, what it says next); raises ApiError where one of them fails."""
+        """Yield (index of the answer, its next part). Raises ApiError if an answer fails."""
         while self._unfinished:
             index, event = await self._next()
             if isinstance(event, PromptTokens):
@@ -169,9 +169,9 @@ class AnswerStream:
             yield index, end
 
     async def _next(self) -> tuple[int, Event]:
-        """Where many wait, since the client is slow, others get their turn between them.
+        """Return the next event; after every `TURN` events other tasks get a turn.
 
-        The first choice of a prompt scores it for the others, which wait for that.
+        The first choice of a prompt scores it for the others, whose events wait for that.
         """
         self._delivered += 1
         if self._delivered % TURN == 0:
@@ -192,7 +192,7 @@ class AnswerStream:
         self._record.add_answer(finished)
 
     def _check(self, finished: Finished) -> None:
-        """ApiError where an answer ended before its end."""
+        """Raise ApiError if an answer ended too early."""
         if finished.reason == "error":
             error = finished.error or GreenroomError("the engine failed")
             self._service.log.log_failure(self._record.id, error)
@@ -204,12 +204,12 @@ class AnswerStream:
             raise ApiError(503, "the server is stopping", retry_after_s=30)
 
     def cancel(self) -> None:
-        """Free the places of all answers that have not ended."""
+        """Cancel all answers that have not ended."""
         for ticket in self._tickets:
             ticket.cancel()
 
     async def cancel_and_wait(self) -> None:
-        """Cancel, and wait a moment until the engine has let go, so that the log has its counts."""
+        """Cancel, and wait until the answers have ended, so that the log has their counts."""
         self.cancel()
 
         async def drain() -> None:

@@ -1,4 +1,4 @@
-"""Request bodies: bounded while they are read, and checked against the types of their API."""
+"""Request bodies: bounded while they are read, then checked against an API's types."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from greenroom.server.http.errors import CLIENT_CLOSED, ApiError
 from greenroom.server.http.params import TAG
 from greenroom.server.http.request_log import RequestRecord
 
-BODY_S = 30.0  # in which a body must be there
-FREE_BYTES = 64 << 10  # of each body, for which there is always room
+BODY_S = 30.0  # in which a body must arrive
+FREE_BYTES = 64 << 10  # of each body that do not count towards the budget
 MOST_NESTS = 1 << 14  # objects and lists in a body: a message takes more than a kilobyte
-MOST_MEMBERS = 1 << 18  # members of all of these
-TOO_MANY = 100  # mistakes, of which none is worth a name
-# The code and the words of a mistake, by pydantic's name for it.
+MOST_MEMBERS = 1 << 18  # members of all objects and lists
+TOO_MANY = 100  # mistakes; only their number is reported
+# The error code and message, by pydantic's type of the mistake.
 MISTAKES = {
     "extra_forbidden": ("unknown_parameter", "{param} is not supported"),
     "missing": ("missing_required_parameter", "{param} is missing"),
     "none_required": ("unsupported_parameter", "{param} is not supported: leave it out"),
-    "literal_error": ("unsupported_value", "{param} can only be {expected}"),
+    "literal_error": ("unsupported_value", "{param} must be {expected}"),
     "union_tag_invalid": ("invalid_value", "{param}: {tag} is not supported here"),
     "union_tag_not_found": ("invalid_value", "{param} must be an object with a type"),
 }
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Body], limit: int, room: BodyBudget) -> Body:
-    """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else.
+async def read(request: Request, model: type[Body], limit: int, budget: BodyBudget) -> Body:
+    """Read the request's body, of at most `limit` bytes, as a `model`, or raise ApiError.
 
-    It has its place in `room` until the request ends.
+    It takes memory of `budget` until the request ends.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Web pages of others can send other types without asking first.
-        wanted = "the body must be JSON: send Content-Type: application/json"
-        raise ApiError(415, wanted, close=True)
+        # Foreign web pages can send other types without a CORS preflight.
+        message = "the body must be JSON: send Content-Type: application/json"
+        raise ApiError(415, message, close=True)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        wanted = f"a body that is encoded as {encoding[:40]!r} is not supported: send it as it is"
-        raise ApiError(415, wanted, close=True)
+        message = f"a body encoded as {encoding[:40]!r} is not supported: send it without encoding"
+        raise ApiError(415, message, close=True)
     try:
-        data = await asyncio.wait_for(_collect(request, limit, room), BODY_S)
+        data = await asyncio.wait_for(_collect(request, limit, budget), BODY_S)
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not come within {BODY_S:g} seconds", close=True
+            408, f"the body did not arrive within {BODY_S:g} seconds", close=True
         ) from None
     return await asyncio.to_thread(parse, model, data)
 
 
-async def _collect(request: Request, limit: int, room: BodyBudget) -> bytes:
+async def _collect(request: Request, limit: int, budget: BodyBudget) -> bytes:
     too_large = ApiError(
         413, f"the body is larger than {show_bytes(limit)} (--max-body)", close=True
     )
@@ -69,29 +69,32 @@ async def _collect(request: Request, limit: int, room: BodyBudget) -> bytes:
         async for chunk in request.stream():
             if len(data) + len(chunk) > limit:
                 raise too_large
-            room.take(request.state.record, len(chunk))
+            budget.take(request.state.record, len(chunk))
             data += chunk
     except ClientDisconnect:
-        raise ApiError(CLIENT_CLOSED, "the client hung up") from None
+        raise ApiError(CLIENT_CLOSED, "the client disconnected") from None
     return bytes(data)
 
 
 class BodyBudget:
-    """The bytes that the bodies of all requests may have together; used by the event loop alone.
+    """Budget in bytes for all request bodies together; only the event loop uses it.
 
-    What becomes of a body while it is read, checked and prepared takes several times as much.
+    A body's objects take several times as much while it is parsed, checked and prepared.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
 
     def take(self, record: RequestRecord, nbytes: int) -> None:
-        """For a part of a request's body, until the request ends. Busy where there is none."""
+        """Take bytes for a part of a request's body, until the request ends. Or raise Busy."""
         before = record.body_bytes
         record.body_bytes += nbytes
         nbytes = max(0, record.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
         if nbytes > self._free:
-            raise Busy("the requests under way have too large bodies", retry_after_s=1.0)
+            raise Busy(
+                "the bodies of the requests under way are too large for another one",
+                retry_after_s=1.0,
+            )
         self._free -= nbytes
         record.at_end.append(partial(self._give_back, nbytes))
 
@@ -100,7 +103,7 @@ class BodyBudget:
 
 
 def check_parts(data: bytes) -> None:
-    """ApiError where a JSON text has so many parts that it would fill the memory as objects."""
+    """Raise ApiError if a JSON text has too many parts to become Python objects."""
     if _has_room(data):
         return
     if not _has_room(without_strings(data)):
@@ -116,7 +119,7 @@ def _has_room(data: bytes) -> bool:
 
 
 def parse(model: type[Body], data: bytes) -> Body:
-    """JSON as a `model`. ApiError names the first parameter that is wrong."""
+    """Parse JSON as a `model`. ApiError names the first wrong parameter."""
     check_parts(data)
     try:
         return model.model_validate_json(data)
@@ -128,7 +131,7 @@ def parse(model: type[Body], data: bytes) -> Body:
 
 
 def _mistake(error: Any, fields: Container[str]) -> ApiError:
-    """One mistake in words. Those about several parameters begin with the one to blame."""
+    """Describe one mistake as an ApiError; the message begins with the parameter."""
     param = ".".join(part for each in error["loc"] if not (part := str(each)).startswith(TAG))
     kind, what, about = error["type"], error["msg"], error.get("ctx", {})
     code = "invalid_value"

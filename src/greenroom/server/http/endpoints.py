@@ -1,4 +1,4 @@
-"""The route of an API whose answers are shown whole or as events."""
+"""Routes of the APIs, whose answers are one JSON object or a stream of events."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from greenroom.server.http.streams import EventStream, end_with_error, event, re
 
 
 class ResponseBuilder:
-    """The answers to a request in the form of an API: parts, and the object they add up to."""
+    """Builds responses in the form of an API: a stream of parts, or one object."""
 
     def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         self._model, self._body, self._answers = service.name, body, answers
 
     def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """What is sent of answers as they come."""
+        """Yield the parts of a streamed response."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """What all parts add up to."""
+        """Return the complete response, once all parts are there."""
         raise NotImplementedError
 
     def event(self, data: dict[str, Any]) -> bytes:
-        """A part as it is sent."""
+        """Encode a part as a server-sent event."""
         return event(data, data["type"])
 
     def closing_events(self) -> bytes:
-        """What is sent after all parts."""
+        """Return the events after the last part."""
         return b""
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of answers that broke off."""
+        """Return the last event of a stream that failed."""
         raise NotImplementedError
 
     async def complete_result(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class ResponseBuilder:
 def route(
     service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
-    """POST `path` with a body of `model`; `name` is what OpenAPI's document calls it."""
+    """Make the route POST `path` with a body of `model`; OpenAPI's document calls it `name`."""
     routes = APIRouter()
 
     @routes.post(path, name=name, openapi_extra=openapi_body(model))
@@ -64,13 +64,15 @@ def route(
         body = await read_body(request, service, model)
         record = record_of(request)
         answers = await start_answers(service, record, body.job)
-        shown = builder(service, body, answers)
+        response = builder(service, body, answers)
         if not body.stream:
             return JSONResponse(
-                await result_or_disconnect(request, answers, shown.complete_result())
+                await result_or_disconnect(request, answers, response.complete_result())
             )
         return EventStream(
-            end_with_error(shown.events(), service, record, shown.error_event), answers, record
+            end_with_error(response.events(), service, record, response.error_event),
+            answers,
+            record,
         )
 
     return routes

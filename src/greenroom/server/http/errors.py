@@ -1,7 +1,6 @@
 """Errors as clients see them, in the format of the API that they called.
 
-Messages that come from deeper down may name files: a client is told what kind of error it was, and
-the log has the rest.
+Internal messages may name files: clients get the kind of error, and the log has the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from greenroom.errors import (
 from greenroom.server.engine.failures import RequestFailed
 from greenroom.server.engine.requests import Busy, NotFinite
 
-CLIENT_CLOSED = 499  # what servers log where the client hung up
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 ANTHROPIC_PATH = "/v1/messages"
 
 OPENAI = {
@@ -39,10 +38,10 @@ CLIENT, SERVER = "invalid_request_error", {"openai": "server_error", "anthropic"
 
 
 class ApiError(GreenroomError):
-    """An answer with an HTTP status instead of what was asked for.
+    """An HTTP error response.
 
-    `param` names the parameter that is wrong, `code` is one of OpenAI's, where it has one; `close`
-    ends the connection, because the rest of the request is not wanted.
+    `param` names the wrong parameter, `code` is OpenAI's error code if it has one; `close` ends the
+    connection, so that the rest of the request is not read.
     """
 
     def __init__(
@@ -61,24 +60,24 @@ class ApiError(GreenroomError):
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {}
+        headers = {}
         if self.retry_after_s is not None:
-            found["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
         if self.status == 401:
-            found["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
         if self.close:
-            found["connection"] = "close"
-        return found
+            headers["connection"] = "close"
+        return headers
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """What is sent for an error of the API that has this path."""
+        """Return the response's body, in the format of the API with this path."""
         if path.startswith(ANTHROPIC_PATH):
             kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
             error = {"type": kind, "message": str(self)}
             return {"type": "error", "error": error, "request_id": request_id}
         kind = _kind(OPENAI, self.status, SERVER["openai"])
-        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def _kind(table: dict[int, str], status: int, server: str) -> str:
@@ -86,7 +85,7 @@ def _kind(table: dict[int, str], status: int, server: str) -> str:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error from anywhere."""
+    """Convert any error to the ApiError that a client gets."""
     if isinstance(error, ApiError):
         return error
     message = " ".join(str(error).split())
@@ -99,24 +98,24 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is stopping, or its model has failed", retry_after_s=5)
     if isinstance(error, StoreError):
-        return ApiError(500, "reading a part of the model failed; try again")
+        return ApiError(500, "reading a part of the model failed: try again")
     if isinstance(error, DeviceError):
-        return ApiError(500, "the device refused memory or a copy; try again")
+        return ApiError(500, "the device refused memory or a copy: try again")
     if isinstance(error, RequestFailed | NotFinite):
         return ApiError(500, f"{message}; the log has more under this request's id")
     return ApiError(500, "the server failed; its log has more")
 
 
 def failure_cause(failure: BaseException | None) -> str:
-    """Why the engine failed, in a few words without names of files."""
+    """Describe why the engine failed, in a few words without names of files."""
     if failure is None:
         return "its thread has ended"
     kinds = {
         StoreError: "reading a part of the model failed",
-        MemoryError: "there was no memory",
+        MemoryError: "there was not enough memory",
         DeviceError: "the device refused memory or a copy",
-        ModelError: "the model cannot be served",
-        UsageError: "an option cannot be right",
+        ModelError: "the model is not supported or damaged",
+        UsageError: "an option is not valid",
     }
-    said = next((text for kind, text in kinds.items() if isinstance(failure, kind)), None)
-    return f"{said or 'an error that nobody expected'} ({type(failure).__name__})"
+    reason = next((text for kind, text in kinds.items() if isinstance(failure, kind)), None)
+    return f"{reason or 'an unexpected error'} ({type(failure).__name__})"

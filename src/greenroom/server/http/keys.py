@@ -1,4 +1,4 @@
-"""The API key, and who may do without one."""
+"""The API key, and the addresses that need none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ VARIABLE = "GREENROOM_API_KEY"
 
 
 def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key in the first line of a file, or that of the environment; None where neither is set.
+    """Read the API key from a file's first line or the environment; None without either.
 
-    UsageError where there should be one and is none.
+    UsageError if the file cannot be read, or the key is not valid.
     """
     if file is not None:
         try:
@@ -35,20 +35,22 @@ def _checked(key: str, where: str) -> str:
     if not key:
         raise UsageError(f"{where} is empty: it must be the API key")
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise UsageError(f"{where} is no API key: letters, digits and signs without spaces")
+        raise UsageError(
+            f"{where} is not a valid API key: use ASCII letters, digits and signs, no spaces"
+        )
     return key
 
 
 def check_address(host: str, key: str | None) -> None:
-    """UsageError where others could reach a server that asks for no key."""
+    """Raise UsageError if other machines could reach a server without a key."""
     if key is None and not is_loopback(host):
         raise UsageError(
-            f"--host {host} lets other machines in: give a key by --api-key-file or {VARIABLE}"
+            f"--host {host} lets other machines in: set an API key by --api-key-file or {VARIABLE}"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Is an address reachable from this machine only?"""
     if host == "localhost":
         return True
     try:

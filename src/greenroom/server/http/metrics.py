@@ -1,6 +1,6 @@
-"""Prometheus metrics: times of answers are counted here, the rest is asked of the engine.
+"""Prometheus metrics: histograms of answers' times, and the engine's statistics.
 
-Names end in their unit. What the engine counts is read when somebody asks.
+Names end in their unit. The engine's statistics are read for each scrape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUEUED_S = (0.001, 0.01, 0.1, 1, 10, 100)
 
 
 class Metrics:
-    """Times of one server's answers, and what its engine counts, in a registry of their own."""
+    """Metrics of one server and its engine, in their own registry."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,7 +36,7 @@ class Metrics:
         self._registry.register(EngineCollector(engine, model))
 
     def observe_answer(self, finished: Finished) -> None:
-        """Count an answer's times. From any thread."""
+        """Add an answer's times to the histograms. Any thread may call this."""
         self._queued.observe(finished.queued_s)
         if finished.ttft_s is not None:
             self._ttft.observe(finished.ttft_s)
@@ -44,12 +44,12 @@ class Metrics:
             self._tpot.observe(tpot)
 
     def text(self) -> bytes:
-        """In Prometheus' format. Asks the engine, which may wait for the end of a pass."""
+        """Return all metrics in Prometheus' format. May wait for the end of a pass."""
         return generate_latest(self._registry)
 
 
 class EngineCollector(Collector):
-    """What the engine's statistics say, as metrics; numbers that it does not give are left out."""
+    """Collects the engine's statistics as metrics; missing numbers are left out."""
 
     def __init__(self, engine: ContinuousEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -57,19 +57,19 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Any]:
         state, progress, _ = self._engine.state()
         up = float(state == "ready")
-        yield Gauge("greenroom_up", "1 where the model answers", value=up)
-        yield Gauge("greenroom_load_progress", "of loading, from 0 to 1", value=progress)
+        yield Gauge("greenroom_up", "1 if the model is ready", value=up)
+        yield Gauge("greenroom_load_progress", "progress of loading, from 0 to 1", value=progress)
         info = Gauge("greenroom_model_info", "the model's name", labels=["model"])
         info.add_metric([self._model], 1)
         yield info
         yield from engine_metrics(self._engine.stats())
 
     def describe(self) -> Iterator[Any]:
-        return iter(())  # nothing is asked of the engine before it runs
+        return iter(())  # the engine has no statistics before it runs
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
-    """Metrics of one snapshot (see `ContinuousEngine.stats`); what it does not have is left out."""
+    """Yield the metrics of one snapshot (see `ContinuousEngine.stats`) that it has values for."""
     for kind, name, path, label, text in METRICS:
         family = kind(f"greenroom_{name}", text, labels=[label] if label else [])
         for labels, value in _values(stats, path, label):
@@ -79,7 +79,7 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
 
 
 def _values(stats: dict[str, Any], path: str, label: str) -> list[tuple[list[str], float]]:
-    """(labels, value) of what lies at a path: of a number, of each row, or of a table's counts."""
+    """Return (labels, value) at a path: of a number, of each row, or of a table's counts."""
     value: Any = stats
     for part in path.split("."):
         if isinstance(value, list):
@@ -95,23 +95,29 @@ def _values(stats: dict[str, Any], path: str, label: str) -> list[tuple[list[str
 TIMES = (
     ("ttft", "time to the first token", TTFT_S),
     ("tpot", "mean time between the tokens of an answer", TPOT_S),
-    ("queue", "wait for a place", QUEUED_S),
+    ("queue", "time in the queue", QUEUED_S),
 )
 # (kind, name, where in the statistics, label, text)
 METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
     (Gauge, "running_requests", "queue.running", "", "answers that are being computed"),
-    (Gauge, "queued_requests", "queue.waiting", "", "requests that wait for a place"),
+    (Gauge, "queued_requests", "queue.waiting", "", "requests in the queue"),
     (Gauge, "budget_bytes", "memory.budget_bytes", "", "--memory"),
     (Gauge, "resident_bytes", "memory.resident_bytes", "", "bytes of the expert cache's slots"),
     (Gauge, "resident_experts", "memory.slots", "", "slots of the expert cache"),
     (Gauge, "process_resident_bytes", "memory.process_bytes", "", "memory of the process"),
-    (Gauge, "kv_limit_bytes", "kv.limit_bytes", "", "keys and values that there may be"),
-    (Gauge, "kv_reserved_bytes", "kv.reserved_bytes", "", "keys and values of what runs"),
-    (Gauge, "prefix_bytes", "prefixes.bytes", "", "keys and values that are kept for reuse"),
+    (Gauge, "kv_limit_bytes", "kv.limit_bytes", "", "limit of keys and values"),
+    (
+        Gauge,
+        "kv_reserved_bytes",
+        "kv.reserved_bytes",
+        "",
+        "keys and values reserved by running requests",
+    ),
+    (Gauge, "prefix_bytes", "prefixes.bytes", "", "keys and values in the prefix cache"),
     (Counter, "passes", "passes.count", "", "forward passes"),
     (Counter, "pass_tokens", "passes.tokens", "", "tokens of all passes"),
     (Counter, "pass_faults", "passes.faults", "", "passes that failed and were tried again"),
-    (Counter, "prefixes_evicted", "prefixes.evicted", "", "prefixes that made room for others"),
+    (Counter, "prefixes_evicted", "prefixes.evicted", "", "entries evicted from the prefix cache"),
     (Counter, "expert_bytes_read", "experts.bytes_read", "", "bytes of experts that were read"),
     (Counter, "stalled_seconds", "stall_s", "", "seconds with nothing to compute"),
     (
@@ -119,35 +125,41 @@ METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
         "host_computed_seconds",
         "co_compute.host_s",
         "",
-        "seconds that the host computed experts",
+        "seconds in which the host computed experts",
     ),
     (
         Counter,
         "expert_hits",
         "experts.layers.hits",
         "layer",
-        "experts that were there when asked for",
+        "requested experts that were in memory",
     ),
-    (Counter, "expert_misses", "experts.layers.misses", "layer", "experts that were not"),
+    (
+        Counter,
+        "expert_misses",
+        "experts.layers.misses",
+        "layer",
+        "requested experts that were not in memory",
+    ),
     (Counter, "link_bytes", "links.bytes", "link", "bytes carried"),
-    (Counter, "link_busy_seconds", "links.busy_s", "link", "seconds in which it carried any"),
-    (Counter, "link_idle_seconds", "links.idle_s", "link", "seconds in which it carried none"),
-    (Counter, "answers", "requests", "reason", "answers by how they ended"),
+    (Counter, "link_busy_seconds", "links.busy_s", "link", "seconds in which the link was busy"),
+    (Counter, "link_idle_seconds", "links.idle_s", "link", "seconds in which the link was idle"),
+    (Counter, "answers", "requests", "reason", "answers by finish reason"),
     (Counter, "tokens", "tokens", "kind", "tokens by kind"),
-    (Counter, "prefetches", "prefetch", "outcome", "prefetches by what became of them"),
+    (Counter, "prefetches", "prefetch", "outcome", "prefetches by outcome"),
     (
         Counter,
         "inexact_evaluations",
         "lesser",
         "kind",
-        "experts computed with less than their own weights",
+        "experts computed approximately, or skipped",
     ),
     (
         Counter,
         "miss_evaluations",
         "co_compute",
         "where",
-        "misses that were moved, or computed on the host",
+        "misses moved to the device, or computed on the host",
     ),
     (Counter, "stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
 )

@@ -1,7 +1,7 @@
-"""Parameters that several APIs have, typed so strictly that nothing is ignored in silence.
+"""Parameters that several APIs share, typed so strictly that none is ignored silently.
 
-What a client may send and this server does not do has the type of its neutral value alone: `None`,
-or a literal. Labels (who asks, and why) change no answer by their own definition; they are taken.
+A parameter that this server does not support accepts its neutral value only: `None`, or a literal.
+Labels of a request (user, metadata) change no answer, and are accepted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 class StrictModel(BaseModel):
-    """No conversions, no further fields, no NaN."""
+    """A strict model: no conversions, no further fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 def _strings(value: Any) -> Any:
-    """One string or several."""
+    """Validate one string or several."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError("stop must be a string, or a list of strings, none of them empty")
     if len(strings) > 16 or max(map(len, strings), default=0) > 1024:
-        raise ValueError("stop has room for 16 strings of 1024 characters")
+        raise ValueError("stop takes at most 16 strings of at most 1024 characters")
     return tuple(strings)
 
 
@@ -62,13 +62,13 @@ Stop = Annotated[
 
 
 def _biases(value: Any) -> Any:
-    """{"token id": bias}."""
+    """Validate {"token id": bias}."""
     if not isinstance(value, dict) or len(value) > 1024:
         raise ValueError("logit_bias must be an object of at most 1024 token ids")
     pairs = []
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise ValueError(f"logit_bias: {key[:20]!r} is no token id")
+            raise ValueError(f"logit_bias: {key[:20]!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise ValueError(f"logit_bias.{key} must be a number from -100 to 100")
         pairs.append((int(key), float(bias)))
@@ -89,9 +89,9 @@ LogitBias = Annotated[
 
 
 def text_validator(types: tuple[str, ...]) -> Any:
-    """A validator: a string, or a list of parts, of which only text can be read; joined by lines.
+    """Make a validator of a string, or a list of text parts to be joined.
 
-    `types` are what an API calls a part that is text.
+    `types` are the API's names of text parts.
     """
 
     def joined(value: Any) -> Any:
@@ -106,7 +106,7 @@ def _part(part: Any, types: tuple[str, ...]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in types:
         name = kind if isinstance(kind, str) else "such"
-        raise ValueError(f"{name[:40]} parts are not supported: this server takes text")
+        raise ValueError(f"{name[:40]} parts are not supported: this server takes text only")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"a {kind} part needs a text")
     harmless = {"type", "text", "cache_control", "annotations", "citations", "logprobs"}
@@ -116,7 +116,7 @@ def _part(part: Any, types: tuple[str, ...]) -> str:
 
 
 def text_schema(types: tuple[str, ...]) -> dict[str, Any]:
-    """What `text_of` takes, as JSON schema."""
+    """Return the JSON schema of what `text_validator` accepts."""
     part = {
         "type": "object",
         "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
@@ -131,12 +131,12 @@ Text = Annotated[str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(tex
 
 
 def tag(name: str) -> Tag:
-    """Of one type of a union (see `by_type`). Tags are not shown in the names of parameters."""
+    """Tag one type of a union (see `by_type`). Errors do not show tags."""
     return Tag(TAG + name)
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Tells the types of a union apart by their "type"."""
+    """Make a discriminator that distinguishes the types of a union by "type"."""
 
     def tag_of(value: Any) -> str | None:
         kind = value.get("type", default) if isinstance(value, dict) else None
@@ -147,7 +147,7 @@ def by_type(default: str | None = None) -> Discriminator:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Who chooses whether a tool is called: the model (auto), or this request."""
+    """The choice of tools: by the model (auto), none, any required, or one named."""
 
     kind: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
@@ -159,21 +159,21 @@ class ToolChoice:
 
 
 def tool_choice_validator(named: Any) -> PlainValidator:
-    """A validator of OpenAI's tool_choice; `named` is how an API names a function."""
+    """Make a validator of OpenAI's tool_choice; `named` is the API's form of a function."""
     form = Literal["auto", "none", "required"] | named
-    known: TypeAdapter[Any] = TypeAdapter(form)
+    adapter: TypeAdapter[Any] = TypeAdapter(form)
 
-    def chosen(value: Any) -> ToolChoice:
+    def parse(value: Any) -> ToolChoice:
         try:
-            found = known.validate_python(value)
+            choice = adapter.validate_python(value)
         except ValidationError:
             raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
                              " form of this API") from None  # fmt: skip
-        if isinstance(found, str):
-            return ToolChoice(found)  # type: ignore[arg-type]
-        return ToolChoice("named", getattr(found, "function", found).name)
+        if isinstance(choice, str):
+            return ToolChoice(choice)  # type: ignore[arg-type]
+        return ToolChoice("named", getattr(choice, "function", choice).name)
 
-    return PlainValidator(chosen, json_schema_input_type=form)
+    return PlainValidator(parse, json_schema_input_type=form)
 
 
 class StreamOptions(StrictModel):
@@ -182,7 +182,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingParams(StrictModel):
-    """How tokens are chosen; the names are OpenAI's, and those that vLLM and others added."""
+    """Sampling parameters, by the names of OpenAI, vLLM and others."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -195,14 +195,14 @@ class SamplingParams(StrictModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def sampling(self) -> Sampling:
-        given = self.model_dump(include=set(SamplingParams.model_fields), exclude_none=True)
-        if "seed" in given:
-            given["seed"] %= 1 << 63
-        return Sampling(**given)
+        values = self.model_dump(include=set(SamplingParams.model_fields), exclude_none=True)
+        if "seed" in values:
+            values["seed"] %= 1 << 63
+        return Sampling(**values)
 
 
 class OpenAIRequest(SamplingParams):
-    """What OpenAI's APIs share."""
+    """Parameters of all of OpenAI's APIs."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -213,7 +213,7 @@ class OpenAIRequest(SamplingParams):
 
 
 class CompletionParams(OpenAIRequest):
-    """What both completions share."""
+    """Parameters of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
@@ -227,14 +227,14 @@ class CompletionParams(OpenAIRequest):
 
 
 class ConversationParams(OpenAIRequest):
-    """What chat completions and responses share."""
+    """Parameters of chat completions and responses."""
 
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_cache_key: str | None = None
-    # Of these, only what they are without being sent:
+    # Supported only with their neutral values:
     store: Literal[False] | None = None
     moderation: None = None
     prompt_cache_options: None = None
@@ -254,7 +254,7 @@ class Function(StrictModel):
     strict: bool | None = None
 
     def template_tool(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the function in the form that chat templates take."""
         function = {
             "name": self.name,
             "description": self.description or "",
@@ -264,13 +264,13 @@ class Function(StrictModel):
 
 
 class FunctionType(StrictModel):
-    """The type of OpenAI's tools: the only one that there is."""
+    """A tool of OpenAI's type "function", the only one that is supported."""
 
     type: Literal["function"]
 
 
 class NamedFunction(FunctionType):
-    """A function, as responses name it."""
+    """A function's name in the form of the responses API."""
 
     name: str
 

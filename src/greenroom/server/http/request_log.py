@@ -1,4 +1,4 @@
-"""What is noted of one HTTP request, and the line that it leaves in the log."""
+"""Records of HTTP requests, and the request log: one line for each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 
 from greenroom.server.engine.requests import Finished
 
-# Asked for every few seconds. Whether the model is there is no news of a request.
+# Probes come every few seconds; their usual results are not logged.
 QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, from its first byte to its last."""
+    """The record of one HTTP request, for the log."""
 
     id: str
     method: str
@@ -35,18 +35,18 @@ class RequestRecord:
     error: str | None = None
 
     def add_answer(self, finished: Finished) -> None:
-        """One of its answers has ended."""
+        """Add an answer that has ended."""
         self.finished.append(finished)
         self.new_tokens += finished.new_tokens
 
     def release(self) -> None:
-        """Nothing of the request is left: give back what it held."""
+        """Call the clean-up functions of a request that has ended."""
         while self.at_end:
             self.at_end.pop()()
 
     def facts(self) -> dict[str, object]:
-        """JSON-ready; times in seconds. Tokens are there where any answer was begun."""
-        found: dict[str, object] = {
+        """Return JSON-ready facts, times in seconds; with tokens if an answer has ended."""
+        facts: dict[str, object] = {
             "id": self.id,
             "method": self.method,
             "path": self.path,
@@ -54,10 +54,10 @@ class RequestRecord:
             "duration_s": round(time.monotonic() - self.began, 4),
         }
         if self.finished:
-            found |= self._answers()
+            facts |= self._answers()
         if self.error is not None:
-            found["error"] = self.error
-        return found
+            facts["error"] = self.error
+        return facts
 
     def _answers(self) -> dict[str, object]:
         first = [one.ttft_s for one in self.finished if one.ttft_s is not None]
@@ -76,20 +76,20 @@ class RequestRecord:
 
 
 def tokens_per_s(finished: Finished) -> float | None:
-    """Of decoding: the prompt's time is TTFT."""
+    """Return the tokens a second of decoding, without the prompt."""
     tpot = tpot_s(finished)
     return 1 / tpot if tpot else None
 
 
 def tpot_s(finished: Finished) -> float | None:
-    """Mean time between tokens; None where there are not two."""
+    """Return the mean time between tokens; None with fewer than two."""
     if finished.ttft_s is None or finished.new_tokens < 2:
         return None
     return max(0.0, finished.duration_s - finished.ttft_s) / (finished.new_tokens - 1)
 
 
 class RequestLog:
-    """One line a request, in text or JSON, on standard error unless told otherwise."""
+    """Writes one line for each request, as text or JSON; by default to standard error."""
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
         self._json = form == "json"
@@ -102,11 +102,11 @@ class RequestLog:
         self._emit(facts, _text(facts))
 
     def log_message(self, message: str) -> None:
-        """About the server."""
+        """Log a message about the server."""
         self._emit({"time": _now(), "message": message}, message)
 
     def log_failure(self, name: str, error: BaseException) -> None:
-        """An error that clients are told little of: here is all. `name`: a request, or a part."""
+        """Log an error with its traceback; `name` is a request's id, or a module."""
         what = "".join(traceback.format_exception(error)).rstrip()
         now = _now()
         self._emit({"time": now, "id": name, "traceback": what}, f"{now} {name} failed:\n{what}")
@@ -116,7 +116,7 @@ class RequestLog:
 
 
 class LogForwarder(logging.Handler):
-    """What the rest of Greenroom logs, in the same form."""
+    """Forwards Greenroom's log records to the request log, in the same format."""
 
     def __init__(self, log: RequestLog) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What the routes of all APIs have in common."""
+"""Helpers of the routes of all APIs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is a `model`."""
+    """Return `openapi_extra` of a route whose body is a `model`."""
     schema = {"$ref": REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, service: Service, model: type[Body]) -> Body:
-    """The checked body of a request for the model that there is."""
+    """Read and check a request's body; ApiError if it asks for another model."""
     body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
         service.check_model(name)
@@ -31,8 +31,8 @@ async def read_body(request: Request, service: Service, model: type[Body]) -> Bo
 
 
 def record_of(request: Request) -> RequestRecord:
-    found: RequestRecord = request.state.record
-    return found
+    record: RequestRecord = request.state.record
+    return record
 
 
 def new_id(prefix: str) -> str:

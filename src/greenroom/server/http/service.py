@@ -1,4 +1,4 @@
-"""One model as its clients share it: what every request needs, whatever API it came by."""
+"""Service: one engine with its limits, metrics and log, shared by all requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from greenroom.server.http.metrics import Metrics
 from greenroom.server.http.request_log import RequestLog, RequestRecord
 
 WORKERS = 2  # threads that render templates and tokenise, for small requests
-SMALL_BYTES = 32 << 10  # of a body; larger ones have a thread of their own, and wait for each other
+SMALL_BYTES = 32 << 10  # of a body; larger bodies share one other thread
 Result = TypeVar("Result")
 
 
 class Service:
-    """An engine, its limits, and what is counted. `key` is what clients must give, if anything."""
+    """An engine with its limits, metrics and log. `key`: the API key of clients, if any."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Service:
         self._lock = threading.Lock()
 
     def check_model(self, name: str) -> None:
-        """ApiError 404 where a client asks for another model: there is one."""
+        """Raise ApiError 404 if a client asks for another model than this one."""
         if name != self.name:
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} does not exist here: this server has {self.name!r}",
+                f"the model {name[:80]!r} does not exist: this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -67,15 +67,14 @@ class Service:
         record: RequestRecord,
         discard: Callable[[Result], object] = lambda result: None,
     ) -> Result:
-        """Run `make` on a thread for prompts. Busy where too many wait for one, 503 while loading,
-        504 where the time of the request is over first.
+        """Run `make` on a worker thread. Raises Busy if too many requests wait for one.
 
-        Tokenizers and grammars take long over large requests; neither the event loop nor small
-        requests wait for them. What nobody waits for any more is not begun; `forget` is called with
-        what was made too late.
+        ApiError 503 while the model loads, 504 if the request's time is over. Tokenizers and
+        grammars take long over large requests; neither the event loop nor small requests wait for
+        them. Cancelled work is not begun; `discard` is called with a result that comes too late.
         """
         if self._preparing >= self.most_answers:
-            raise Busy("too many requests wait to be read", retry_after_s=1.0)
+            raise Busy("too many requests are being prepared: try again", retry_after_s=1.0)
         self._preparing += 1
         large = record.body_bytes > SMALL_BYTES
         future = (self._large if large else self._workers).submit(self._contained, make)
@@ -93,7 +92,7 @@ class Service:
             self._preparing -= 1
 
     def left_s(self, record: RequestRecord) -> float:
-        """Seconds that the answer to a request may still take."""
+        """Return the seconds that the answer to a request may still take."""
         return max(0.001, record.began + self.config.timeout - time.monotonic())
 
     def too_slow(self) -> ApiError:
@@ -105,11 +104,11 @@ class Service:
         raise AssertionError  # for mypy: `contained` raises
 
     def warm(self) -> Future[Dialogue]:
-        """Begin to read the model's templates, which may take seconds."""
+        """Begin to load the model's chat template, which may take seconds."""
         return self._workers.submit(self._contained, lambda dialogue: dialogue)
 
     def dialogue(self) -> Dialogue:
-        """The model's, once it is loaded; ApiError 503 before."""
+        """Return the model's dialogue once it is loaded; ApiError 503 before."""
         state, progress, _ = self.engine.state()
         if state == "loading":
             raise ApiError(503, f"the model is loading ({progress:.0%})", retry_after_s=5)

@@ -1,4 +1,4 @@
-"""Answers on their way to a client: as server-sent events or whole, given up when it hangs up."""
+"""Responses: server-sent events or one object, cancelled if the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from greenroom.server.http.errors import CLIENT_CLOSED, ApiError, as_api_error
 from greenroom.server.http.request_log import RequestRecord
 from greenroom.server.http.service import Service
 
-BEAT_S = 15.0  # of silence, after which a comment shows that we are there
+BEAT_S = 15.0  # of silence, after which a comment is sent
 BEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
@@ -36,14 +36,14 @@ def event(data: Any, name: str | None = None) -> bytes:
 async def result_or_disconnect(
     request: Request, answers: AnswerStream, work: Coroutine[Any, Any, Result]
 ) -> Result:
-    """The result of `work`; ApiError 499, which nobody reads, where the client hangs up first."""
+    """Return the result of `work`, or raise ApiError 499 if the client disconnects first."""
     working = asyncio.ensure_future(_contained(work))
     disconnected = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ApiError(CLIENT_CLOSED, "the client hung up")
+        raise ApiError(CLIENT_CLOSED, "the client disconnected")
     finally:
         await _drop(working, disconnected)
         await answers.cancel_and_wait()
@@ -56,7 +56,7 @@ async def _contained(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -73,9 +73,9 @@ async def end_with_error(
     events: AsyncIterator[bytes],
     service: Service,
     record: RequestRecord,
-    say: Callable[[ApiError], bytes],
+    error_event: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
-    """Events to their end; where they fail, the last one says so in the API's own form."""
+    """Yield events; if they fail, the last one is an error in the API's format."""
     broken: list[GreenroomError] = []
     with contain_errors(broken.append):
         async for data in events:
@@ -85,11 +85,11 @@ async def end_with_error(
         if not isinstance(error, ApiError):
             service.log.log_failure(record.id, error)
         record.status, record.error = api_error.status, str(api_error)
-        yield say(api_error)
+        yield error_event(api_error)
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. Whatever way it ends, the answers are let go."""
+    """Streams events to a client; at any end it cancels the answers."""
 
     def __init__(
         self, events: AsyncIterator[bytes], answers: AnswerStream, record: RequestRecord
@@ -120,7 +120,7 @@ class EventStream(StreamingResponse):
             await _drop(beat)
 
     async def _beat(self, send: Send) -> None:
-        """A long prompt says nothing for a while, which proxies could take for the end."""
+        """Send comments during a long prompt; proxies could close a silent connection."""
         while True:
             await asyncio.sleep(BEAT_S / 3)
             if time.monotonic() - self._last >= BEAT_S:

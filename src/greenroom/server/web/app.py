@@ -1,4 +1,4 @@
-"""The app: one file an API, all of them over one engine.
+"""The ASGI app: all APIs over one engine.
 
 app = create_app(Service(engine, config, "demo"))
 """
@@ -34,7 +34,7 @@ APIS = (chat, completions, responses, messages, operations)
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Everything that a client can reach, behind the key, ids and the log."""
+    """Make the app: all routes, behind the key check, request ids and the log."""
     app: ASGIApp = CheckMiddleware(api(service), KeyCheck(service.key, service.config.host))
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
@@ -45,14 +45,14 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def api(service: Service) -> FastAPI:
-    """The routes, and errors in the format of each."""
+    """Make the routes, with errors in the format of their API."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
 
-    # No pages of documentation: they would load scripts from elsewhere.
+    # No documentation pages: they would load scripts from other servers.
     app = FastAPI(
         title="Greenroom", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
@@ -68,26 +68,26 @@ def api(service: Service) -> FastAPI:
 async def _answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         path = request.url.path[:80]
-        known = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
-        error = ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
-    found = as_api_error(error)
-    if found.status >= 500 and found is not error and isinstance(error, GreenroomError):
+        texts = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
+        error = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
+    api_error = as_api_error(error)
+    if api_error.status >= 500 and api_error is not error and isinstance(error, GreenroomError):
         request.app.state.log.log_failure(request.state.record.id, error)
-    return response(found, request.scope)
+    return response(api_error, request.scope)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI's document: bodies are read by ourselves, so their schemas are added here."""
+    """Return the OpenAPI document, with the schemas of bodies, which FastAPI does not read."""
     if app.openapi_schema is None:
-        found = FastAPI.openapi(app)
+        document = FastAPI.openapi(app)
         models = [(model, "validation") for each in APIS for model in each.BODIES]
         _, schemas = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
-        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         keys = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
-        found["components"]["securitySchemes"] = keys
-        found["security"] = [{}, {"bearer": []}, {"key": []}]
-        app.openapi_schema = found
+        document["components"]["securitySchemes"] = keys
+        document["security"] = [{}, {"bearer": []}, {"key": []}]
+        app.openapi_schema = document
     return app.openapi_schema

@@ -24,16 +24,16 @@ from greenroom.server.http.errors import ApiError
 HEAD_S = 15.0  # in which the request line and headers must come, from the first connection on
 HEAD_BYTES = 64 << 10  # of a head; and of a chunked body's extensions and trailers together
 CHUNK_BYTES = 12  # around the data of each chunk: its size and line ends
-SLOW_S = 60.0  # in which a client must take what waits for it
-LINGER_S, LINGER_BYTES = 10.0, 64 << 20  # of a request that is read only to be thrown away
+SLOW_S = 60.0  # in which a client must read the waiting output
+LINGER_S, LINGER_BYTES = 10.0, 64 << 20  # bounds of discarded input
 END = b"\r\n\r\n"  # of heads and of trailers
 
 
 class LingeringTransport:
-    """A transport that reads on for a while when it is closed before the client has written all.
+    """A transport that reads on for a while after `close`.
 
     A socket that is closed with unread bytes is reset, and the client loses the response. So the
-    response is followed by the end of the stream; what still comes is thrown away, within
+    response is followed by the end of the stream, and further input is discarded, within
     `LINGER_BYTES` and `seconds` (nginx calls this lingering_close). A second `close` is final.
     """
 
@@ -54,20 +54,20 @@ class LingeringTransport:
         self.discard_rest()
 
     def discard_rest(self) -> None:
-        """From here on what is read is thrown away: the bounds begin."""
+        """Discard input from here on, within the bounds of bytes and time."""
         self._transport.resume_reading()
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._seconds, self.abort)
 
     def stop_discarding(self) -> None:
-        """The request has been read to its end, or the connection is lost."""
+        """Stop discarding: the request has ended, or the connection is lost."""
         self._discarded = 0
         if self._due is not None:
             self._due.cancel()
             self._due = None
 
     def discard(self, nbytes: int) -> None:
-        """So many bytes have come; counted where they are thrown away."""
+        """Count received bytes while input is discarded; abort above the bound."""
         self._discarded += nbytes if self._due is not None else 0
         if self._discarded > LINGER_BYTES:
             self.abort()
@@ -80,7 +80,7 @@ class LingeringTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP/1.1 of one client; the app sees requests whose head is within its bounds."""
+    """One client's HTTP/1.1 connection; the app gets requests whose head is within bounds."""
 
     head_s, slow_s, linger_s = HEAD_S, SLOW_S, LINGER_S
     transport: LingeringTransport  # type: ignore[assignment]
@@ -91,10 +91,10 @@ class Connection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=0)  # waiting begins when the kernel's is full
         self._head_due: asyncio.TimerHandle | None = None
         self._write_due: asyncio.TimerHandle | None = None
-        self._held = b""  # pipelined bytes after the request that is being answered
+        self._pipelined = b""  # bytes after the request that is being answered
         self._refusal: ApiError | None = None
-        self._app_has_it = False  # the request whose bytes were parsed last
-        self._framing = 0  # bytes of a chunked body beside its data and its chunks' own lines
+        self._in_app = False  # the app has the request that was parsed last
+        self._framing = 0  # bytes of a chunked body other than data and chunk headers
         self._begin_head()
         self._wait_for_head()
 
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
 
     def _is_unread(self) -> bool:
         """Is the client likely to be writing still?"""
-        return self._refusal is not None or not self._in_head or bool(self._held)
+        return self._refusal is not None or not self._in_head or bool(self._pipelined)
 
     # ---- from the client
 
@@ -117,20 +117,20 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.transport.discard(len(data))
         if not self.transport.is_closing():
-            self._read(self._held + data)
+            self._read(self._pipelined + data)
 
     def _read(self, data: bytes) -> None:
         """Parse up to the end of the request that is to be answered first."""
-        self._held, at = b"", 0
+        self._pipelined, at = b"", 0
         while at < len(data) and not self.transport.is_closing():
             if self._in_head and self.cycle is not None and not self.cycle.response_complete:
-                self._held = data[at:]
+                self._pipelined = data[at:]
                 self.flow.pause_reading()
                 return
             end = self._end_of_part(data, at)
             too_large = False
             if self._in_head:
-                self._app_has_it = False
+                self._in_app = False
                 self._wait_for_head()
                 too_large = end - at > HEAD_BYTES - self._head_bytes
                 end = min(end, at + HEAD_BYTES - self._head_bytes)
@@ -142,15 +142,17 @@ class Connection(HttpToolsProtocol):
                 self._refuse(ApiError(431, f"the head of the request is larger than {most}"))
 
     def _end_of_part(self, data: bytes, at: int) -> int:
-        """Where the part from `at` on ends, which the parser can have: no later than its head, its
-        body of a given length, or its trailers."""
+        """Return where the part that begins at `at` ends, which the parser gets next.
+
+        It ends with the head, the body of a given length, or the trailers, at the latest.
+        """
         if not self._in_head and not self._chunked:
             return min(len(data), at + self._body_left)
         across = (self._last + data[at : at + len(END) - 1]).find(END)
         if across >= 0:
             return at + across + len(END) - len(self._last)
-        found = data.find(END, at)
-        return len(data) if found < 0 else found + len(END)
+        end = data.find(END, at)
+        return len(data) if end < 0 else end + len(END)
 
     def _parse(self, part: bytes) -> None:
         if self._chunked:
@@ -160,9 +162,9 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade:
-            return  # and none is made: the next request follows
+            return  # the upgrade is ignored: the next request follows
         except httptools.HttpParserError:
-            self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
+            self._refuse(self._refusal or ApiError(400, "not a valid HTTP request"))
             return
         if self._framing > HEAD_BYTES:
             most = show_bytes(HEAD_BYTES)
@@ -172,7 +174,7 @@ class Connection(HttpToolsProtocol):
         """Answer in place of the app, in the format of the API that was called, and close."""
         self._refusal = error
         self._stop_waiting_for_head()
-        if self._app_has_it:  # its body went wrong
+        if self._in_app:  # its body is not valid
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started:
@@ -191,7 +193,7 @@ class Connection(HttpToolsProtocol):
     # ---- from the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer is no header: it could pass for a key, or for a type
+        if self._in_head:  # trailers are not headers: one could pass for a key, or a content type
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -201,15 +203,15 @@ class Connection(HttpToolsProtocol):
         self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._body_left = lengths[0] if lengths else 0
         if self.parser.should_upgrade() and (self._chunked or self._body_left):
-            # The parser takes what follows an upgrade for something else than a body.
+            # The parser does not take the bytes after an upgrade for a body.
             self._refusal = ApiError(400, "a request with a body cannot ask for an upgrade")
             raise self._refusal
         self._take_host()
         super().on_headers_complete()
-        self._app_has_it = True
+        self._in_app = True
 
     def _take_host(self) -> None:
-        """An absolute target names the host, and the Host header counts no more (RFC 9112, 3.2)."""
+        """Take the host of an absolute target in place of the Host header (RFC 9112, 3.2)."""
         url = httptools.parse_url(self.url)
         if url.host is None:
             return
@@ -240,9 +242,9 @@ class Connection(HttpToolsProtocol):
             return
         if not self._in_head:
             self.transport.discard_rest()
-        elif self._held:
+        elif self._pipelined:
             self._unset_keepalive_if_required()
-            self._read(self._held)
+            self._read(self._pipelined)
 
     def pause_writing(self) -> None:
         super().pause_writing()

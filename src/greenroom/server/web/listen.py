@@ -1,4 +1,4 @@
-"""The socket and the loop: uvicorn with our `Connection`, ended by a signal."""
+"""Listening socket and server: uvicorn with our `Connection`, ended by a signal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from greenroom.server.web.app import create_app
 from greenroom.server.web.connection import Connection
 
 IDLE_S = 75  # between the requests of one connection
-BEYOND_S = 5.0  # after the grace period, for answers to be told that they end
+BEYOND_S = 5.0  # after the grace period, for answers to send their end
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens. UsageError where that cannot be, in words."""
+    """Open a listening socket, or raise UsageError with the reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=128)
@@ -33,28 +33,30 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def _why(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use: choose another with --port, or stop what uses it"
+        return (
+            f"port {port} is in use: choose another with --port, or stop the program that uses it"
+        )
     if error.errno == errno.EACCES:
-        return f"port {port} needs more rights than these: choose one above 1023 with --port"
+        return f"port {port} needs root rights: choose one above 1023 with --port"
     return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
 def url_of(sock: socket.socket) -> str:
-    """The URL that a client on this machine can use."""
+    """Return a socket's URL for clients on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn that lets the engine end the running answers, and does not die of its signal."""
+    """uvicorn's server, which lets the engine end running answers at a signal."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more; running answers get the grace period, then they are told that it ends."""
+        """Take no more requests; give running answers the grace period, then end them."""
         engine, grace = self._service.engine, self._service.config.grace
         stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop, grace))
         await super().shutdown(sockets)
@@ -64,8 +66,10 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the server; a second SIGINT ends it at once. While the model
-        loads there is nothing to end in order: SIGINT is the process's own then."""
+        """Handle SIGINT and SIGTERM: they end the server; a second SIGINT ends it at once.
+
+        While the model loads, SIGINT goes to the process's own handler.
+        """
         before: dict[int, Any] = {}
 
         def handler(number: int, frame: FrameType | None) -> None:
@@ -84,7 +88,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(service: Service) -> Server:
-    """A server that is not yet run."""
+    """Make a server; it does not run yet."""
     config = uvicorn.Config(
         create_app(service),
         loop="asyncio",
@@ -103,8 +107,10 @@ def make_server(service: Service) -> Server:
 
 
 def serve(service: Service, sock: socket.socket, each_tick: Callable[[], None]) -> None:
-    """Serve until a signal comes. `each_tick` is called ten times a second; what it raises ends
-    the server, and is raised from here."""
+    """Serve until a signal comes, calling `each_tick` ten times a second.
+
+    An exception of `each_tick` ends the server, and is raised from here.
+    """
     running = make_server(service)
     raised: list[BaseException] = []
 

@@ -1,5 +1,4 @@
-"""What stands before the API: request ids, the log, errors that nobody expected, what HTTP forbids,
-and the key."""
+"""ASGI middleware: request ids, the log, unexpected errors, checks of HTTP and of the key."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from greenroom.server.http.request_log import RequestLog, RequestRecord
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s/@]+)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
 MOST_FIELDS = 100  # headers of a request
-OPEN = ("/health",)  # for those who watch over processes
+OPEN = ("/health",)  # paths that need no key, for process supervisors
 
 
 class LoggingMiddleware:
-    """Gives every request an id of the server's own and a line in the log; nothing gets past it."""
+    """Gives every request an id and a line in the log, and answers unexpected errors."""
 
     def __init__(self, app: ASGIApp, log: RequestLog) -> None:
         self._app, self._log = app, log
@@ -61,7 +60,7 @@ class LoggingMiddleware:
 
 
 class CheckMiddleware:
-    """Answers a request with the error that `check` finds in its head, if any."""
+    """Answers a request with the error that `check` returns for its head, if any."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> None:
         self._app, self._check = app, check
@@ -75,7 +74,7 @@ class CheckMiddleware:
 
 
 def head_error(scope: Scope) -> ApiError | None:
-    """Why a head breaks HTTP/1.1 (RFC 9112), or asks for more than this server does."""
+    """Return an error if a head breaks HTTP/1.1 (RFC 9112), or needs unsupported features."""
     headers, version = Headers(scope=scope), scope["http_version"]
     if len(headers) > MOST_FIELDS:
         return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
@@ -93,10 +92,9 @@ def head_error(scope: Scope) -> ApiError | None:
 
 
 class KeyCheck:
-    """Lets in who has the key. Without one, only those who call this machine by its own name.
+    """Checks the API key. Without one, only a Host header that names this machine is accepted.
 
-    A name in the Host header that is not ours is how web pages reach servers on loopback (DNS
-    rebinding).
+    Foreign web pages reach servers on loopback under other host names (DNS rebinding).
     """
 
     def __init__(self, key: str | None, host: str) -> None:
@@ -108,31 +106,33 @@ class KeyCheck:
             return None
         headers = Headers(scope=scope)
         if self._digest is None:
-            host = headers.get("host")  # HTTP/1.0 may have none, which no web page speaks
+            host = headers.get("host")  # HTTP/1.0 may have none; web pages do not use it
             if host is not None and not self._is_ours(host):
-                return ApiError(403, "this server is called localhost", close=True)
+                return ApiError(
+                    403, "the Host header must be localhost, or set an API key", close=True
+                )
             return None
-        given = headers.get("x-api-key")
+        key = headers.get("x-api-key")
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if given is None and scheme.lower() == "bearer":
-            given = token.strip()
-        if given is None:
-            wanted = "no API key: send Authorization: Bearer KEY, or x-api-key: KEY"
-            return ApiError(401, wanted, code="invalid_api_key", close=True)
-        if not hmac.compare_digest(_digest(given), self._digest):
+        if key is None and scheme.lower() == "bearer":
+            key = token.strip()
+        if key is None:
+            message = "no API key: send Authorization: Bearer KEY, or x-api-key: KEY"
+            return ApiError(401, message, code="invalid_api_key", close=True)
+        if not hmac.compare_digest(_digest(key), self._digest):
             return ApiError(401, "wrong API key", code="invalid_api_key", close=True)
         return None
 
     def _is_ours(self, host: str) -> bool:
-        found = HOST.fullmatch(host)
-        if found is None:
+        match = HOST.fullmatch(host)
+        if match is None:
             return False
-        name = found[1].strip("[]").removesuffix(".").lower()
+        name = match[1].strip("[]").removesuffix(".").lower()
         return name == self._host or is_loopback(name)
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, so that comparing takes one time."""
+    """Return a digest of fixed length, so that comparing takes constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -142,7 +142,7 @@ async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
 
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:
-    """An error in the format of the API that was called, noted for the log."""
+    """Make an error response in the API's format; record it for the log."""
     record: RequestRecord = scope["state"]["record"]
     record.error = str(error)
     return JSONResponse(error.body(scope["path"], record.id), error.status, error.headers)
