@@ -294,7 +294,7 @@ def test_mistakes(cli: Run, recorded: Path, mistake: str):
 TIMED = {
     "an order that is no run": (("--order", "natural"), "leave out --order, or give"),
     "no size": ((), "how large an expert is: give --expert-bytes"),
-    "a share as a size": (("--expert-bytes", "5%"), "--expert-bytes 5%: write bytes, as 12MiB"),
+    "a share as a size": (("--expert-bytes", "5%"), "--expert-bytes must be in bytes, as 12MiB"),
     "no size at all": (("--expert-bytes", "x"), "--expert-bytes is 'x': write bytes"),
     "slots without prefetching": (("--ahead", "4"), "--ahead has an effect only with --prefetch"),
     "no slots": (("--prefetch", "oracle", "--ahead", "0"), "--ahead must be at least 1 slot"),

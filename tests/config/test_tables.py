@@ -49,14 +49,14 @@ def test_a_run_offers_only_what_it_takes(option: str, absent: str) -> None:
 
 def test_predictors_to_record() -> None:
     assert RecordConfig(predict="markov:2,next-gate").predict
-    with pytest.raises(UsageError, match="oracle runs where a trace is replayed only"):
+    with pytest.raises(UsageError, match="oracle needs a recorded trace"):
         RecordConfig(predict="markov,oracle")
 
 
 REFUSED = [
     (["--policy", "nope"], "choose one of auto, lru"),
     (["--policy", "moe-infinity:capacity=x"], "must be a whole number"),
-    (["--prefetch", "oracle"], "replayed only"),
+    (["--prefetch", "oracle"], "needs a recorded trace"),
     (["--prefetch", "markov:0"], "must be a whole number from 1"),
     (["--prefetch", "learned"], "needs --predictor FILE"),
     (["--predictor", "/nowhere"], "/nowhere: cannot be read"),

@@ -1,4 +1,4 @@
-"""Every default and every check, once. The command line makes its options from here."""
+"""Options of all commands: their defaults, checks and help texts."""
 
 from greenroom.amounts import UNITS, Amount, format_amount, parse_share, show_bytes
 from greenroom.config.load import LoadConfig

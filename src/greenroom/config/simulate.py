@@ -1,4 +1,4 @@
-"""How `greenroom simulate` replays a trace, and `greenroom trace budgets` reads one."""
+"""Options of `greenroom simulate` and `greenroom trace budgets`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from greenroom.option import (
 ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
 METHODS = ("marginal", "optimal", "moepic")
 TIME = "time"
-TIMED = {each.name for each in options_in(SchedulerConfig)} - {"scope"}  # these need a machine
+TIMED = {each.name for each in options_in(SchedulerConfig)} - {
+    "scope"
+}  # these options need --machine
 
 
 def expert_size(value: str, name: str) -> None:
     if Amount.parse(value, name).nbytes is None:
-        raise UsageError(f"{name} {value}: write bytes, as 12MiB")
+        raise UsageError(f"{name} must be in bytes, as 12MiB, got {value}")
 
 
 def dense_size(value: str, name: str) -> None:
@@ -43,66 +45,84 @@ def check_pin(value: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(SchedulerConfig):
-    """What is replayed, and on which machine."""
+    """Options of `greenroom simulate`."""
 
-    policy: str | None = option(None, "who is evicted; auto is the default", "P[,P...]", shown=True)
+    policy: str | None = option(
+        None, "eviction policies to compare: lru, auto, ...", "P[,P...]", shown=True
+    )
     system: str | None = option(
-        None, f"named systems instead of policies: {', '.join(SYSTEMS)}; options given beside it"
-        " override its row", "S[,S...]", shown=True,
+        None, f"complete systems instead of policies: {', '.join(SYSTEMS)}; other options"
+        " override their settings", "S[,S...]", shown=True,
     )  # fmt: skip
-    capacity: str = option(REQUIRED, "slots, or 25%% of all experts", "N[,N...]", shown=True)
+    capacity: str = option(
+        REQUIRED,
+        "size of the expert cache: a number of experts, or 25%% of all",
+        "N[,N...]",
+        shown=True,
+    )
     order: str | None = option(
-        None, "how the requests follow one another (default: natural; runtime with --machine, since"
-        " times are those of real passes)", None, ORDERS, shown=True,
+        None, "order of the trace's requests (default: natural; with --machine runtime, the order"
+        " of"
+        " real passes)", None, ORDERS, shown=True,
     )  # fmt: skip
     pin: str = option(
-        "step", "whether the experts of a step are safe while it is served; the file of `greenroom"
-        " trace hot` keeps its experts for good, too (default: %(default)s)", "step|none|FILE",
+        "step", "step: experts in use are not evicted; none: they may be; FILE, made by"
+        " `greenroom trace"
+        " hot`: neither are its experts (default: %(default)s)", "step|none|FILE",
         check=check_pin,
     )  # fmt: skip
-    seed: int = option(0, "of policies that draw lots", "N")
+    seed: int = option(0, "seed of policies that use random numbers", "N")
     limit: int | None = option(
-        None, "only the trace's first tokens", "TOKENS", check=at_least(1, unit="token"), shown=True
+        None,
+        "use only this many first tokens of the trace",
+        "TOKENS",
+        check=at_least(1, unit="token"),
+        shown=True,
     )
-    reset: bool = option(False, "begin every request with an empty cache")
+    reset: bool = option(False, "empty the cache before every request")
     ray: str | None = option(
-        None, "run the cells on a Ray cluster; local starts one here", "ADDRESS"
+        None, "run on the Ray cluster at this address; local starts one here", "ADDRESS"
     )
     machine: str | None = option(
-        None, "also say how long it takes on the machine of this profile, as `greenroom doctor`"
-        " writes it; auto is this machine's", "FILE", group=TIME, shown=True,
+        None, "also simulate times, with this machine profile, made by `greenroom doctor`; auto:"
+        " of this"
+        " machine", "FILE", group=TIME, shown=True,
     )  # fmt: skip
     host_capacity: str | None = option(
-        None, "slots in host memory that keep experts between the disk and a device, or 25%% of all"
-        " experts (default: none)", "N", group=TIME,
+        None, "experts that main memory holds between disk and GPU: a number, or 25%% of all"
+        " (default: none)", "N", group=TIME,
     )  # fmt: skip
     devices: int = option(
-        1, "spread the experts over so many alike processors, each with a last link of its own;"
-        " --capacity is that of all together", "N", group=TIME, check=at_least(1),
+        1, "number of equal processors that share the experts, each with its own link; --capacity"
+        " is"
+        " for all together", "N", group=TIME, check=at_least(1),
     )  # fmt: skip
     prefetch: str | None = option(
-        None, "fetch experts before they are asked for, by a predictor: markov, next-gate:2,"
-        " oracle, ...; off (default) among several is the run without, to compare with",
+        None, "load experts before they are needed, by these predictors: markov, next-gate:2,"
+        " oracle,"
+        " ...; off (default) is a run without, to compare",
         "NAME[:D][,...]", group=TIME, shown=True,
     )  # fmt: skip
     ahead: int | None = option(
-        None, "slots that prefetches may have at a time, at most a quarter of all (default: as a"
-        " run has it)", "N", group=TIME, check=at_least(1, unit="slot"),
+        None, "most slots for prefetched experts at a time, at most a quarter of all (default: as"
+        " `greenroom run`)", "N", group=TIME, check=at_least(1, unit="slot"),
     )  # fmt: skip
     expert_bytes: str | None = option(
-        None, "of one expert: 12MiB (default: what the trace says)", "SIZE",
+        None, "size of one expert: 12MiB (default: from the trace)", "SIZE",
         group=TIME, check=expert_size,
     )  # fmt: skip
     dense_bytes: str | None = option(
-        None, "of one layer without its experts (default: what the trace says, else 0: such layers"
-        " then take no time)", "SIZE", group=TIME, check=dense_size,
+        None, "size of one layer without its experts (default: from the trace, or 0: such layers"
+        " then"
+        " take no time)", "SIZE", group=TIME, check=dense_size,
     )  # fmt: skip
     store: str | None = option(
-        None, "where the experts wait (default: the profile's first link begins there)", "PLACE",
+        None, "storage of the experts (default: the beginning of the profile's first link)",
+        "PLACE",
         group=TIME,
     )  # fmt: skip
     processor: str | None = option(
-        None, "what computes them (default: the profile's first)", "NAME",
+        None, "processor that computes the experts (default: the profile's first)", "NAME",
         group=TIME,
     )  # fmt: skip
     nested: bool = option(
@@ -145,38 +165,44 @@ class SimulateConfig(SchedulerConfig):
 
     @property
     def replayed(self) -> str:
-        """The order of the requests."""
+        """The order in which requests are replayed."""
         return self.order or ("natural" if self.machine is None else "runtime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetsConfig:
-    """How slots are shared out among the layers."""
+    """Options of `greenroom trace budgets`, which divides slots among layers."""
 
-    capacity: str = option(REQUIRED, "slots of all layers, or 25%% of the experts", "N")
+    capacity: str = option(
+        REQUIRED, "slots of all layers together: a number, or 25%% of the experts", "N"
+    )
     method: str = option(
         "optimal", "marginal: the next slots to the layer that gains most; optimal: the least sum,"
         " by a dynamic programme; moepic: its Algorithm 1, which splits experts too", None, METHODS,
     )  # fmt: skip
     machine: str | None = option(
-        None, "minimise the seconds that computing does not hide on the machine of this profile,"
-        " not misses; auto: of this one; moepic needs it", "FILE",
+        None, "minimise waiting times on the machine of this profile instead of misses; auto: of"
+        " this"
+        " machine; moepic needs it", "FILE",
     )  # fmt: skip
     expert_bytes: str | None = option(
-        None, "of one expert (default: what the trace says)", "SIZE",
+        None, "size of one expert (default: from the trace)", "SIZE",
         needs="machine", check=expert_size,
     )  # fmt: skip
     dense_bytes: str | None = option(
-        None, "of one layer without its experts (default: what the trace says, else 0)", "SIZE",
+        None, "size of one layer without its experts (default: from the trace, or 0)", "SIZE",
         needs="machine", check=dense_size,
     )  # fmt: skip
     predictions: str | None = option(
-        None, "moepic: the trace's predictions that experts would be prefetched by (default: the"
-        " first there are)", "NAME",
+        None, "moepic: name of the trace's predictions for prefetching (default: its first)",
+        "NAME",
     )  # fmt: skip
     zeta: float = option(0.01, "moepic: share of all slots that one step moves", "Z")
     limit: int | None = option(
-        None, "only the trace's first tokens", "TOKENS", check=at_least(1, unit="token")
+        None,
+        "use only this many first tokens of the trace",
+        "TOKENS",
+        check=at_least(1, unit="token"),
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a model is recorded, predicted and measured."""
+"""Options of recording, training predictors and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from greenroom.option import above, at_least, check_options, option, within
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    """What a recorded trace holds beside the experts."""
+    """Options of recording a trace."""
 
-    weights: bool = option(False, "record the gate's weights too", shown=True)
-    token_ids: bool = option(False, "record the token ids too", shown=True)
+    weights: bool = option(False, "also record the weights of the chosen experts", shown=True)
+    token_ids: bool = option(False, "also record the token ids", shown=True)
     gate_inputs: float = option(
-        0.0, "record the hidden states that go to the gates, of this share of the tokens", "RATE",
+        0.0, "also record the gates' input hidden states, for this share of the tokens", "RATE",
         check=within(0, 1), shown=True,
     )  # fmt: skip
     predict: str | None = option(
-        None, "record what these predictors expect, which run beside the model", "NAME[:D],..."
+        None, "also run these predictors, and record their predictions", "NAME[:D],..."
     )
-    raw: bool = option(False, "apply no chat template to prompts that are text")
+    raw: bool = option(False, "do not apply the chat template to text prompts")
 
     def __post_init__(self) -> None:
         check_options(self)
         for name in (self.predict or "").split(","):
-            if name and "=" not in name.partition(":")[0]:  # an option of the one before
+            if name and "=" not in name.partition(":")[0]:  # an option of the predictor before it
                 check_predictor(name)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How the networks of the predictor learned are made."""
+    """Options of training the predictor `learned`."""
 
-    distance: int = option(1, "layers that it looks ahead", "D", check=at_least(1))
+    distance: int = option(1, "how many layers ahead it predicts", "D", check=at_least(1))
     hidden: int = option(128, "hidden size of each layer's network", "N", check=at_least(1))
-    epochs: int = option(20, "times that each token is looked at", "N", check=at_least(1))
+    epochs: int = option(20, "passes over the training tokens", "N", check=at_least(1))
     held_out: float = option(
-        0.2, "share of the requests that accuracy is measured on", "SHARE", check=above(0, 1)
+        0.2,
+        "share of the requests for measuring accuracy, which are not trained on",
+        "SHARE",
+        check=above(0, 1),
     )
-    seed: int = option(0, "makes the split and the training repeatable", "N", check=at_least(0))
+    seed: int = option(0, "seed of the split and the training", "N", check=at_least(0))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -48,11 +51,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """How settings are measured against each other."""
+    """Options of benchmarks, which compare settings in rounds."""
 
     prompts: str | None = option(
         None,
-        "prompts to answer: a line each, or JSON lines (default: six short ones)",
+        "file of prompts: one a line, or JSON lines (default: six short prompts)",
         "FILE",
         shown=True,
     )
@@ -61,13 +64,13 @@ class BenchmarkConfig:
         check=at_least(16), shown=True,
     )  # fmt: skip
     rounds: int = option(
-        5, "times that every setting has its turn", "N", check=at_least(1), shown=True
+        5, "rounds; each measures every setting once", "N", check=at_least(1), shown=True
     )
     seconds: float | None = option(
-        None, "begin no further round after this long, but the second", "S",
+        None, "begin no round after this many seconds, except the second", "S",
         check=above(0), shown=True,
     )  # fmt: skip
-    raw: bool = option(False, "apply no chat template to prompts that are text")
+    raw: bool = option(False, "do not apply the chat template to text prompts")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,4 +1,4 @@
-"""What synthetic traces are like."""
+"""Options of synthetic traces."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from greenroom.option import at_least, check_options, option
 
 @dataclass(frozen=True, slots=True)
 class SynthConfig:
-    """What every synthetic trace has."""
+    """Options of every synthetic trace."""
 
     layers: int = option(32, "MoE layers", "N", check=at_least(1))
     experts: int = option(8, "experts of a layer", "N", check=at_least(1, 1 << 16))
     top_k: int = option(1, "experts that a token uses in each layer", "N", check=at_least(1))
     tokens: int = option(
-        10_000, "tokens, shared out evenly among the requests", "N", check=at_least(1)
+        10_000, "number of tokens, divided evenly among the requests", "N", check=at_least(1)
     )
     requests: int = option(1, "requests", "N", check=at_least(1))
     prompt_tokens: int = option(
         0, "tokens of each request that are one prefill pass", "N", check=at_least(0)
     )
-    seed: int = option(0, "makes the trace repeatable", "N", check=at_least(0))
+    seed: int = option(0, "seed of the random numbers", "N", check=at_least(0))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -52,11 +52,12 @@ class ZipfConfig(SynthConfig):
 
 @dataclass(frozen=True, slots=True)
 class TopicsConfig(SynthConfig):
-    """Requests whose tokens keep to the tastes of their topic, and to what was just used.
+    """Requests with topics: tokens prefer their topic's experts and recently used ones.
 
-    Each topic likes the experts of each layer by a normal draw, sharpened by `skew`. A token keeps
-    each expert of the token before with probability `stickiness`, and draws the others by its
-    topic's tastes (softmax). All tastes drift from one request to the next: 0 never, 1 anew.
+    Each topic has normally distributed preferences for the experts of each layer, scaled by `skew`.
+    A token reuses each expert of the token before with probability `stickiness`, and draws the
+    others by its topic's preferences (softmax). All preferences drift from one request to the next:
+    with 0 never, with 1 they are drawn anew.
     """
 
     layers: int = option(16, "MoE layers", "N", check=at_least(1))
@@ -65,11 +66,11 @@ class TopicsConfig(SynthConfig):
     requests: int = option(50, "requests", "N", check=at_least(1))
     topics: int = option(8, "topics; each request has one", "N", check=at_least(1))
     stickiness: float = option(
-        0.3, "chance that the next token uses an expert again", "P", check=at_least(0, 1)
+        0.3, "probability that the next token uses an expert again", "P", check=at_least(0, 1)
     )
     drift: float = option(
-        0.02, "how far tastes move from request to request, 0 to 1", "D", check=at_least(0, 1)
+        0.02, "change of preferences from request to request, 0 to 1", "D", check=at_least(0, 1)
     )
     skew: float = option(
-        1.0, "how strong tastes are; 0 likes all experts alike", "S", check=at_least(0)
+        1.0, "strength of preferences; with 0 all experts are equal", "S", check=at_least(0)
     )

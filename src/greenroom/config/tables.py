@@ -1,6 +1,6 @@
-"""Names of policies, predictors and systems, known before anything that has them is imported.
+"""Names of policies, predictors and systems, without importing their modules.
 
-Importing the policies imports Numba. tests/config/test_tables.py holds these against them.
+Importing the policies imports Numba. tests/config/test_tables.py compares the names.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ PREDICTORS = (
     "auto", "off", "none", "popularity", "token", "markov", "eamc", "routing-path", "next-gate",
     "learned", "pregated",
 )  # fmt: skip
-# Papers' systems, which put our own parts together.
+# Systems of papers, built from our parts.
 SYSTEMS = (
     "mixtral-offloading", "adapmoe", "moe-infinity", "promoe", "moepic", "pre-gated", "hobbit",
     "fate", "hybrimoe", "fiddler", "llru", "static", "greenroom",
 )  # fmt: skip
-# They look into the rest of a trace: a run has none.
+# These need the rest of a trace, which a run does not have.
 TRACE_POLICIES = ("opt", "static")
 TRACE_PREDICTORS = ("recorded", "oracle", "noisy-oracle")
 
 
 def check_policy(text: str) -> None:
-    """UnknownName or UsageError for a policy that a run cannot have; options are checked later."""
+    """Check that a run can have a policy, or raise UsageError; its options are checked later."""
     name = text.partition(":")[0]
     if name in TRACE_POLICIES:
         raise UsageError(
-            f"policy {name} must know the whole trace beforehand: it runs in `greenroom simulate`"
-            " only"
+            f"policy {name} needs the entire trace in advance: use it with `greenroom simulate`"
         )
     if name not in POLICIES:
         raise UnknownName("policy", name, POLICIES)
 
 
 def check_predictor(text: str) -> None:
-    """UnknownName or UsageError for a predictor that a run cannot have; options are checked
-    later."""
+    """Check that a run can have a predictor, or raise UsageError."""
     name = text.partition(":")[0]
     if name in TRACE_PREDICTORS:
         raise UsageError(
-            f"predictor {name} runs where a trace is replayed only, in `greenroom simulate`"
+            f"predictor {name} needs a recorded trace: use it with `greenroom simulate`"
         )
     if name not in PREDICTORS:
         raise UnknownName("predictor", name, PREDICTORS)

@@ -1,4 +1,4 @@
-"""What options with a form of their own mean, and what is none."""
+"""Parsers of option values with their own syntax."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 
 def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
-    """A `--device`: what computes, and the numbers of the devices that do.
+    """Parse `--device`: the kind of device, and the devices' numbers.
 
     `cuda:0,cuda:2` is ("cuda", (0, 2)), `cuda` the first GPU, `fake,fake` two fake devices.
-    UnknownName or UsageError for what is none.
+    UnknownName or UsageError for an invalid value.
     """
     parts = [part.strip() for part in device.split(",")]
     names, numbers = [], []
@@ -22,13 +22,13 @@ def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
         if name not in DEVICES or (colon and name != "cuda"):
             raise UnknownName("device", part, DEVICES)
         if colon and not (number.isascii() and number.isdecimal()):
-            raise UsageError(f"--device {device}: GPUs are numbered, as cuda:0 or cuda:1")
+            raise UsageError(f"--device {device}: write GPUs with numbers, as cuda:0 or cuda:1")
         names.append(name)
         numbers.append(int(number or 0))
     if names == ["fake"] * len(parts):
         return "fake", tuple(range(len(parts)))
     if len(parts) > 1 and not all(part.startswith("cuda:") for part in parts):
-        raise UsageError(f"--device {device}: several devices are GPUs, as cuda:0,cuda:1")
+        raise UsageError(f"--device {device}: several devices must be GPUs, as cuda:0,cuda:1")
     if len(set(numbers)) < len(parts):
-        raise UsageError(f"--device {device}: each GPU once")
+        raise UsageError(f"--device {device}: name each GPU only once")
     return names[0], tuple(numbers)

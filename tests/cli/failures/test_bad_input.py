@@ -154,7 +154,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--prefetch", "token:2"), "predictor token has no distance to choose: '2'"),
         (("--prefetch", "markov:0"), "distance of markov must be a whole number from 1: '0'"),
         (("--prefetch", "markov:9"), "the model has 2 MoE layers: predictors cannot look 9 ahead"),
-        (("--prefetch", "oracle"), "predictor oracle runs where a trace is replayed only"),
+        (("--prefetch", "oracle"), "predictor oracle needs a recorded trace"),
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
         (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),

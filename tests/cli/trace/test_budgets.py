@@ -78,7 +78,7 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
         ((*MOEPIC, "--predictions", "markov"), "unknown predictions 'markov'"),
         (
             ("--machine", "MACHINE", "--expert-bytes", "5%"),
-            "--expert-bytes 5%: write bytes, as 12MiB",
+            "--expert-bytes must be in bytes, as 12MiB",
         ),
     ],
 )

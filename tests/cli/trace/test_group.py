@@ -146,7 +146,7 @@ def test_policies_are_told_of_prompts_and_weights_as_a_replay_tells_them(
 def test_policies_that_need_the_future_do_not_run(cli: Run, folder: Path) -> None:
     ran = cli("run", folder, "The", "--policy", "opt", "--cache", "50%")
     assert ran.code == 2
-    assert "opt must know the whole trace beforehand" in ran.err
+    assert "opt needs the entire trace in advance" in ran.err
 
 
 def test_the_shipped_model_counts_what_simulate_gives(cli: Run, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class TestBodies:
         )
         assert response.status_code == 415
         message = response.json()["error"]["message"]
-        assert "is encoded as" in message
+        assert "a body encoded as" in message
         assert len(message) < 120
 
     def test_an_identity_is_no_encoding(self, running: Running) -> None:

@@ -1,1 +1,1 @@
-"""The routes: one file an API."""
+"""Routes of the HTTP APIs, one file each."""

@@ -47,7 +47,7 @@ class CalledFunction(StrictModel):
 
 
 class PastToolCall(StrictModel):
-    """A tool call in the history."""
+    """A tool call in an earlier message."""
 
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
@@ -56,7 +56,7 @@ class PastToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn. What models have said before may come back as it was sent."""
+    """One message. Earlier answers of the model may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -80,24 +80,24 @@ class Message(StrictModel):
         return self
 
     def template_message(self, where: str) -> dict[str, Any]:
-        """As chat templates take it."""
-        found: dict[str, Any] = {
+        """Return the message in the form that chat templates take."""
+        message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
         }
         for name in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                message[name] = value
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 call(
-                    made.function.name,
-                    arguments_of(made.function.arguments, f"{where}.tool_calls.{i}"),
-                    made.id,
+                    past.function.name,
+                    arguments_of(past.function.arguments, f"{where}.tool_calls.{i}"),
+                    past.id,
                 )
-                for i, made in enumerate(self.tool_calls)
+                for i, past in enumerate(self.tool_calls)
             ]
-        return found
+        return message
 
 
 class JsonSchema(StrictModel):
@@ -133,7 +133,7 @@ class FunctionName(StrictModel):
 
 
 class NamedTool(FunctionType):
-    """A function, as chat completions name it."""
+    """A function's name in the form of chat completions."""
 
     function: FunctionName
 
@@ -147,7 +147,7 @@ class ChatRequest(CompletionParams, ConversationParams):
     tool_choice: Annotated[ToolChoice, tool_choice_validator(NamedTool)] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: EFFORTS | None = None
-    # Of these, only what they are without being sent:
+    # Supported only with their neutral values:
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
@@ -165,7 +165,7 @@ class ChatRequest(CompletionParams, ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """What the engine is asked. ApiError where this model cannot do it."""
+        """Make the engine's job. ApiError if the model does not support the request."""
         return chat_job(
             dialogue,
             [one.template_message(f"messages.{i}") for i, one in enumerate(self.messages)],
@@ -191,10 +191,10 @@ def router(service: Service) -> APIRouter:
 
 
 class ChatBuilder(ChunkBuilder):
-    """Answers in the form of chat completions."""
+    """Builds chat completions."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    says = "delta"
+    content_key = "delta"
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
         for index in range(self._answers.count):
@@ -203,34 +203,34 @@ class ChatBuilder(ChunkBuilder):
                 "message": {"role": "assistant", "content": None, "refusal": None},
                 "logprobs": {"content": []} if self._body.logprobs else None,
             })  # fmt: skip
-            yield self._piece(index, {"role": "assistant", "content": ""})
-        async for index, said in self._answers:
-            if isinstance(said, AnswerEnd):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        async for index, part in self._answers:
+            if isinstance(part, AnswerEnd):
                 message = self._choices[index]["message"]
                 if "tool_calls" not in message:
                     message["content"] = message["content"] or ""
-                yield self._piece(index, {}, reason=self._ended(index, said))
+                yield self._chunk(index, {}, reason=self._ended(index, part))
             else:
-                yield self._add(index, said)
+                yield self._add(index, part)
 
-    def _add(self, index: int, said: AnswerDelta) -> dict[str, Any]:
-        """A piece of a choice, which is added to the choice."""
+    def _add(self, index: int, part: AnswerDelta) -> dict[str, Any]:
+        """Make the chunk of a choice's next part, and add the part to the choice."""
         choice = self._choices[index]
         message, shown = choice["message"], None
-        texts = {"content": said.text, "reasoning_content": said.reasoning}
+        texts = {"content": part.text, "reasoning_content": part.reasoning}
         delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
         for name, text in delta.items():
             message[name] = (message.get(name) or "") + text
-        if said.call:
-            made, calls = _call(said.call), message.setdefault("tool_calls", [])
-            delta["tool_calls"] = [{"index": len(calls), **made}]
-            calls.append(made)
+        if part.call:
+            new, calls = _call(part.call), message.setdefault("tool_calls", [])
+            delta["tool_calls"] = [{"index": len(calls), **new}]
+            calls.append(new)
         if self._body.logprobs:
-            shown = {"content": logprobs(self._answers.dialogue, said.tokens)}
+            shown = {"content": logprobs(self._answers.dialogue, part.tokens)}
             choice["logprobs"]["content"] += shown["content"]
-        return self._piece(index, delta, shown)
+        return self._chunk(index, delta, shown)
 
 
-def _call(made: ToolCall) -> dict[str, Any]:
-    function = {"name": made.name, "arguments": made.arguments}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
     return {"id": new_id("call_"), "type": "function", "function": function}

@@ -27,7 +27,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], SOME]
 
 
 def _prompts(value: Any) -> Any:
-    """A text, a list of texts, ids, or a list of ids: as a tuple of texts or tuples of ids."""
+    """Validate a text, a list of texts, token ids, or a list of these; returns a tuple."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -35,7 +35,7 @@ def _prompts(value: Any) -> Any:
     if _are_ids(value):
         return (tuple(value),)
     if len(value) > MOST_PROMPTS:
-        raise ValueError(f"prompt is a list of at most {MOST_PROMPTS}")
+        raise ValueError(f"prompt has too many items: at most {MOST_PROMPTS}")
     if all(isinstance(one, str) for one in value):
         return tuple(value)
     if all(isinstance(one, list) and one and _are_ids(one) for one in value):
@@ -67,7 +67,7 @@ class CompletionRequest(CompletionParams):
     @model_validator(mode="after")
     def _fits(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of is not supported: leave it out, or send what n is")
+            raise ValueError("best_of is not supported: leave it out, or send the same value as n")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1 without echo")
         return self
@@ -105,33 +105,33 @@ def router(service: Service) -> APIRouter:
 
 
 class CompletionBuilder(ChunkBuilder):
-    """Answers in the form of completions."""
+    """Builds completions."""
 
-    prefix, kind, says = "cmpl-", "text_completion", "text"
+    prefix, kind, content_key = "cmpl-", "text_completion", "text"
     chunk_kind = kind
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
         count = self._answers.count
         self._offsets = [TokenOffsets() for _ in range(count)]
-        self._choices = [self._piece(index, "", self._logprobs([])) for index in range(count)]
+        self._choices = [self._chunk(index, "", self._logprobs([])) for index in range(count)]
         for index in range(count):
             if self._body.logprobs is None and (text := self._echo(index)):
                 yield self._add(index, text, None)
-        async for index, said in self._answers:
-            if isinstance(said, AnswerEnd):
-                yield self._piece(index, "", self._logprobs([]), self._ended(index, said))
+        async for index, part in self._answers:
+            if isinstance(part, AnswerEnd):
+                yield self._chunk(index, "", self._logprobs([]), self._ended(index, part))
             else:
-                shown = self._logprobs(self._placed(index, said))
-                text = self._echo(index) if said.prompt else said.text
+                shown = self._logprobs(self._with_offsets(index, part))
+                text = self._echo(index) if part.prompt else part.text
                 yield self._add(index, text, shown)
 
     def _add(self, index: int, text: str, shown: dict[str, Any] | None) -> dict[str, Any]:
-        """A piece of a choice, which is added to the choice."""
+        """Make the chunk of a choice's next part, and add the part to the choice."""
         choice = self._choices[index]
         choice["text"] += text
         for name, values in (shown or {}).items():
             choice["logprobs"][name] += values
-        return self._piece(index, text, shown)
+        return self._chunk(index, text, shown)
 
     def _echo(self, index: int) -> str:
         if not self._body.echo:
@@ -139,41 +139,41 @@ class CompletionBuilder(ChunkBuilder):
         prompt = self._body.prompt[index // self._answers.job.n]
         return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
 
-    def _placed(self, index: int, said: AnswerDelta) -> list[tuple[Token, int]]:
-        """Tokens and where in the text each begins."""
+    def _with_offsets(self, index: int, part: AnswerDelta) -> list[tuple[Token, int]]:
+        """Return tokens with their offsets in the text."""
         dialogue, offsets = self._answers.dialogue, self._offsets[index]
-        if said.prompt:
+        if part.prompt:
             text = self._echo(index)
-            at = [offsets.next(dialogue, token.id, text) for token in said.prompt]
+            at = [offsets.next(dialogue, token.id, text) for token in part.prompt]
             offsets.at = len(text)
-            return list(zip(said.prompt, at, strict=True))
-        return [(token, offsets.next(dialogue, token.id)) for token in said.tokens]
+            return list(zip(part.prompt, at, strict=True))
+        return [(token, offsets.next(dialogue, token.id)) for token in part.tokens]
 
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         return {
             "tokens": [self._text(token.id) for token, _ in tokens],
-            "token_logprobs": [self._own(token) for token, _ in tokens],
+            "token_logprobs": [self._logprob(token) for token, _ in tokens],
             "top_logprobs": [self._top(token) for token, _ in tokens],
             "text_offset": [offset for _, offset in tokens],
         }
 
-    def _own(self, token: Token) -> float | None:
-        """The first token of a prompt has none: nothing is before it."""
+    def _logprob(self, token: Token) -> float | None:
+        """Return a token's log-probability; the first token of a prompt has none."""
         return None if token.logprob is None else finite(token.logprob)
 
     def _top(self, token: Token) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself, by their texts."""
+        """Return the log-probabilities of the likeliest tokens and the token itself, by text."""
         if token.logprob is None:
             return None
-        found: dict[str, float] = {}
+        top: dict[str, float] = {}
         for each, logprob in (*token.top, (token.id, token.logprob)):
-            found.setdefault(self._text(each), finite(logprob))
-        return found
+            top.setdefault(self._text(each), finite(logprob))
+        return top
 
     def _text(self, token_id: int) -> str:
-        """A token as text, or, where it is half a character, as OpenAI writes its bytes."""
+        """Return a token as text; an incomplete character in OpenAI's notation of bytes."""
         data = self._answers.dialogue.token_bytes(token_id)
         try:
             return data.decode()
@@ -182,15 +182,17 @@ class CompletionBuilder(ChunkBuilder):
 
 
 class TokenOffsets:
-    """Where in a text its tokens begin, in characters."""
+    """Computes the offsets of tokens in a text, in characters."""
 
     def __init__(self) -> None:
         self.at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, dialogue: Dialogue, token_id: int, text: str | None = None) -> int:
-        """Where the next token begins: of the prompt `text`, or of an answer. Special tokens are no
-        part of an answer, nor of a text that a tokenizer added them to."""
+        """Return the offset of the next token of the prompt `text`, or of an answer.
+
+        Special tokens have no length in an answer, or in a text that the tokenizer added them to.
+        """
         began, added = self.at, dialogue.tokenizer.added_tokens_decoder.get(token_id)
         special = added is not None and added.special
         if not special or (text is not None and text.startswith(added.content, began)):

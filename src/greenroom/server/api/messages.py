@@ -40,7 +40,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CacheControl(StrictModel):
-    """A hint that is followed anyway: what requests begin with alike is kept."""
+    """A cache hint. It changes nothing: common prefixes are always cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -102,8 +102,8 @@ class Turn(StrictModel):
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """As chat templates take it: results of tools are messages of their own."""
-        found: list[dict[str, Any]] = [
+        """Return messages in the form of chat templates; tool results are separate messages."""
+        messages: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
             for block in self.content
             if isinstance(block, ToolResultBlock)
@@ -116,11 +116,11 @@ class Turn(StrictModel):
             if isinstance(block, ToolUseBlock)
         ]
         if texts or thoughts or calls:
-            said: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-            said |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-            said |= {"tool_calls": calls} if calls else {}
-            found.append(said)
-        return found
+            message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+            message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+            message |= {"tool_calls": calls} if calls else {}
+            messages.append(message)
+        return messages
 
 
 class AnthropicTool(Function):
@@ -148,7 +148,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Budgets for thinking are not kept, so they are not taken."""
+    """The thinking parameter. Budgets are not supported, and so refused."""
 
     type: Literal["disabled", "adaptive"]
     display: Literal["summarized"] | None = None
@@ -172,7 +172,7 @@ class AnthropicMetadata(StrictModel):
 
 
 class CountRequest(StrictModel):
-    """What a prompt is made of."""
+    """A request to count a prompt's tokens."""
 
     model: Annotated[str, Field(max_length=512)]
     messages: Turns[Turn]
@@ -185,7 +185,7 @@ class CountRequest(StrictModel):
     speed: Literal["standard"] | None = None
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
-        """What the engine is asked. ApiError where this model cannot be asked so."""
+        """Make the engine's job. ApiError if the model does not support the request."""
         choice = self.tool_choice.choice if self.tool_choice else ToolChoice()
         if choice.forced and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
@@ -251,7 +251,7 @@ def router(service: Service) -> APIRouter:
 
 
 def block_of(delta: AnswerDelta) -> dict[str, Any]:
-    """The content block that a delta belongs to, still empty; {} where it says nothing."""
+    """Return the empty content block of a delta's type; {} for a delta without content."""
     if delta.call:
         name = delta.call.name
         return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
@@ -261,16 +261,16 @@ def block_of(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Of a call that the model wrote, which need not be an object."""
+    """Return the arguments of a tool call as an object, which they need not be."""
     try:
-        found = parse(arguments, unique=False)
+        value = parse(arguments, unique=False)
     except Malformed:
-        found = arguments
-    return found if isinstance(found, dict) else {"arguments": found}
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 class MessageBuilder(ResponseBuilder):
-    """An answer in the form of messages."""
+    """Builds messages."""
 
     def __init__(self, service: Service, body: MessagesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
@@ -288,19 +288,19 @@ class MessageBuilder(ResponseBuilder):
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
         yield {"type": "message_start", "message": self._message}
         blocks: list[dict[str, Any]] = self._message["content"]
-        kind = None  # of the block that grows
-        async for _, said in self._answers:
-            empty = {} if isinstance(said, AnswerEnd) else block_of(said)
+        kind = None  # of the open block
+        async for _, part in self._answers:
+            empty = {} if isinstance(part, AnswerEnd) else block_of(part)
             if kind and (
-                isinstance(said, AnswerEnd) or (empty and (said.call or empty["type"] != kind))
+                isinstance(part, AnswerEnd) or (empty and (part.call or empty["type"] != kind))
             ):
                 yield {"type": "content_block_stop", "index": len(blocks) - 1}
                 kind = None
-            if isinstance(said, AnswerEnd):
-                reason = "stop_sequence" if said.stop is not None else REASONS[said.reason]
-                ended = {"stop_reason": reason, "stop_sequence": said.stop}
-                self._message |= {**ended, "usage": self._usage(said)}
-                yield {"type": "message_delta", "delta": ended, "usage": self._usage(said)}
+            if isinstance(part, AnswerEnd):
+                reason = "stop_sequence" if part.stop is not None else REASONS[part.reason]
+                ended = {"stop_reason": reason, "stop_sequence": part.stop}
+                self._message |= {**ended, "usage": self._usage(part)}
+                yield {"type": "message_delta", "delta": ended, "usage": self._usage(part)}
                 continue
             if not empty:
                 continue
@@ -308,7 +308,7 @@ class MessageBuilder(ResponseBuilder):
                 kind, at = empty["type"], len(blocks)
                 blocks.append(empty)
                 yield {"type": "content_block_start", "index": at, "content_block": {**empty}}
-            delta = _add(blocks[-1], said)
+            delta = _add(blocks[-1], part)
             yield {"type": "content_block_delta", "index": len(blocks) - 1, "delta": delta}
         yield {"type": "message_stop"}
 
@@ -328,11 +328,11 @@ class MessageBuilder(ResponseBuilder):
         }
 
 
-def _add(block: dict[str, Any], said: AnswerDelta) -> dict[str, Any]:
-    """A part of a content block, which is added to the block."""
-    if said.call:
-        block["input"] = _input(said.call.arguments)
+def _add(block: dict[str, Any], part: AnswerDelta) -> dict[str, Any]:
+    """Make the delta of a content block's next part, and add the part to the block."""
+    if part.call:
+        block["input"] = _input(part.call.arguments)
         return {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-    kind, text = block["type"], said.text or said.reasoning
+    kind, text = block["type"], part.text or part.reasoning
     block[kind] += text
     return {"type": f"{kind}_delta", kind: text}

@@ -1,4 +1,4 @@
-"""For those who run the server: health, metrics, statistics, models, the size of the cache."""
+"""Operations routes: health, metrics, statistics, models, the size of the cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def router(service: Service) -> APIRouter:
     @routes.get("/health")
     async def health() -> JSONResponse:
         state, progress, _ = service.engine.state()
-        found: dict[str, Any] = {"status": state}
+        health: dict[str, Any] = {"status": state}
         if state == "loading":
-            found["progress"] = round(progress, 3)
+            health["progress"] = round(progress, 3)
         if state == "failed":
-            found["why"] = failure_cause(service.engine.failure)
-        return JSONResponse(found, 200 if state == "ready" else 503)
+            health["why"] = failure_cause(service.engine.failure)
+        return JSONResponse(health, 200 if state == "ready" else 503)
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -46,10 +46,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/stats")
     async def stats() -> JSONResponse:
-        found = dict(await asyncio.to_thread(service.engine.stats))
-        if isinstance(found.get("state"), dict):  # why it failed may name files; the log has it
-            found["state"] = {k: v for k, v in found["state"].items() if k != "why"}
-        return JSONResponse(found)
+        counts = dict(await asyncio.to_thread(service.engine.stats))
+        if isinstance(counts.get("state"), dict):  # its "why" may name files; the log has it
+            counts["state"] = {k: v for k, v in counts["state"].items() if k != "why"}
+        return JSONResponse(counts)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -65,17 +65,17 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/admin/cache", openapi_extra=openapi_body(CacheSize))
     async def resize(request: Request) -> dict[str, Any]:
         if service.key is None:
-            raise ApiError(403, "only for those with a key: start the server with --api-key-file")
+            raise ApiError(403, "this route needs an API key: start the server with --api-key-file")
         body = await read_body(request, service, CacheSize)
-        service.dialogue()  # or 503
+        service.dialogue()  # ApiError 503 before the model is loaded
         return {"slots": await resizes(body.cache)}
 
     return routes
 
 
 def _model(service: Service) -> dict[str, Any]:
-    """As OpenAI describes a model, and as Anthropic does."""
-    made = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """Describe the model in the forms of OpenAI and of Anthropic."""
+    created_at = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": service.name,
         "object": "model",
@@ -83,5 +83,5 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "greenroom",
         "type": "model",
         "display_name": service.name,
-        "created_at": made,
+        "created_at": created_at,
     }

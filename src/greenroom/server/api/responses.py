@@ -1,4 +1,4 @@
-"""OpenAI's responses: POST /v1/responses. Nothing is kept: each request brings its conversation."""
+"""OpenAI's responses: POST /v1/responses. Stateless: each request has its conversation."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class FunctionCallItem(InputItem):
     arguments: str
 
     def template_message(self, where: str) -> dict[str, Any]:
-        made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
-        return {"role": "assistant", "content": "", "tool_calls": [made]}
+        past = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
+        return {"role": "assistant", "content": "", "tool_calls": [past]}
 
 
 class FunctionOutputItem(InputItem):
@@ -168,7 +168,7 @@ class ResponsesRequest(ConversationParams):
         Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
     ) = None
     stream_options: ResponsesStreamOptions | None = None
-    # Of these, only what they are without being sent:
+    # Supported only with their neutral values:
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
@@ -184,7 +184,7 @@ class ResponsesRequest(ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """What the engine is asked. ApiError where this model cannot do it."""
+        """Make the engine's job. ApiError if the model does not support the request."""
         form = self.text.format if self.text else None
         effort = self.reasoning.effort if self.reasoning else None
         return chat_job(
@@ -202,22 +202,22 @@ class ResponsesRequest(ConversationParams):
         )
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Items as messages: what one turn thought, said and called is one message."""
-        found: list[dict[str, Any]] = []
+        """Convert items to messages; reasoning, text and calls of one turn are one message."""
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         for index, item in enumerate(self.input):
             message = item.template_message(f"input.{index}")
-            last = found[-1] if found else None
+            last = messages[-1] if messages else None
             if last and last["role"] == message["role"] == "assistant":
-                found[-1] = _joined(last, message)
+                messages[-1] = _joined(last, message)
             else:
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
 
 def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Two parts of the model's own turn."""
+    """Join two parts of one turn of the model."""
     both = {**first, **then}
     both["content"] = "\n".join(text for text in (first["content"], then["content"]) if text)
     if "tool_calls" in both:
@@ -237,7 +237,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """An answer in the form of responses."""
+    """Builds responses."""
 
     def __init__(self, service: Service, body: ResponsesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
@@ -274,14 +274,14 @@ class ResponsesBuilder(ResponseBuilder):
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
-        async for _, said in self._answers:
-            grown = (
-                self._output.end(said) if isinstance(said, AnswerEnd) else self._output.add(said)
+        async for _, part in self._answers:
+            events = (
+                self._output.end(part) if isinstance(part, AnswerEnd) else self._output.add(part)
             )
-            for data in grown:
+            for data in events:
                 yield data
-            if isinstance(said, AnswerEnd):
-                self._response = self._ended(said)
+            if isinstance(part, AnswerEnd):
+                self._response = self._ended(part)
                 kind = f"response.{self._response['status']}"
                 yield {"type": kind, "response": self._response}
 
@@ -289,7 +289,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._response
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of an answer that broke off."""
+        """Return the last event of an answer that failed."""
         message = {"code": "server_error", "message": str(error)}
         response = {**self._response, "status": "failed", "error": message}
         return self.event({"type": "response.failed", "response": response})

@@ -76,8 +76,8 @@ class ApiError(GreenroomError):
             error = {"type": kind, "message": str(self)}
             return {"type": "error", "error": error, "request_id": request_id}
         kind = _kind(OPENAI, self.status, SERVER["openai"])
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        details = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": details}
 
 
 def _kind(table: dict[int, str], status: int, server: str) -> str:

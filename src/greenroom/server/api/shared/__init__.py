@@ -1,1 +1,1 @@
-"""What several APIs have in common."""
+"""Helpers that several APIs share."""

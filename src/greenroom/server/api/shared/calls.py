@@ -1,7 +1,7 @@
-"""Tool calls that must come, or must keep to their schema: the grammar of such an answer.
+"""Grammars of required or strict tool calls.
 
-Where a call is required the answer is one call and nothing else. Where the model chooses, and
-tools are strict, it is free until it begins a call.
+If a call is required, the answer is exactly one call. If the model chooses, and tools are strict,
+the text is free until a call begins.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def tool_call_grammar(
     choice: ToolChoice,
     strict: Collection[str],
 ) -> str | None:
-    """The grammar of an answer to `prompt`, or None where it is free.
+    """Make the grammar of an answer to `prompt`; None if the answer is free.
 
-    `strict` are the tools that keep to their schema also where the model chooses. ApiError where
-    this model's template writes calls otherwise, or a schema is not supported.
+    `strict`: names of the tools whose calls follow their schema also if the model chooses. ApiError
+    if the model's template has another format of calls, or a schema is not supported.
     """
     if not choice.forced and not strict:
         return None
@@ -49,9 +49,9 @@ def tool_call_grammar(
 def _grammar(
     dialogue: Dialogue, form: CallFormat, tools: Tools, strict: Collection[str] | None
 ) -> str:
-    """One call, or, of `strict` tools, text with calls in it."""
+    """Make the grammar of one call, or, with `strict`, of text that may contain calls."""
     schemas = [tool["function"]["parameters"] for tool in tools]
-    check_schema(schemas, "tools")  # all of them together become one grammar
+    check_schema(schemas, "tools")  # together they become one grammar
     special = _special(dialogue)
     calls = [f"call_{i}" for i in range(len(tools))]
     if strict is None:
@@ -63,7 +63,9 @@ def _grammar(
         name, schema = function["name"], function["parameters"]
         if strict is not None and name not in strict:
             schema = ANY
-        json_grammar(schema, f"tools: parameters of {name}")  # is it one that can be kept?
+        json_grammar(
+            schema, f"tools: parameters of {name}"
+        )  # raises ApiError if it is not supported
         schema = {**schema, "x-guidance": STRICT}
         lines.append(
             f"{call}: {_pieces(name + form.between, special)} %json {json.dumps(schema)}"
@@ -73,11 +75,11 @@ def _grammar(
 
 
 def _free(before: str, special: dict[str, int], calls: list[str]) -> list[str]:
-    """Text, with calls in it. A call begins with a special token, or with a text."""
+    """Make the rules of text with calls. A call begins with a special token or a text."""
     first = next((token for token in special if before.startswith(token)), None)
-    rest = _pieces(before.removeprefix(first or before), special)
+    after_token = _pieces(before.removeprefix(first or before), special)
     lines = [
-        f"start: (begun {rest} ({' | '.join(calls)}))* TEXT",
+        f"start: (begun {after_token} ({' | '.join(calls)}))* TEXT",
         r"TEXT: /(.|\n)*/",
     ]
     if first is None:
@@ -86,7 +88,7 @@ def _free(before: str, special: dict[str, int], calls: list[str]) -> list[str]:
 
 
 def _special(dialogue: Dialogue) -> dict[str, int]:
-    """Tokens that no text can spell."""
+    """Return the special tokens, which text cannot contain."""
     decoder = dialogue.tokenizer.added_tokens_decoder
     return {token.content: number for number, token in decoder.items() if token.special}
 
@@ -96,13 +98,13 @@ def _token(number: int) -> str:
 
 
 def _pieces(text: str, special: dict[str, int]) -> str:
-    """A text as a grammar: strings, and special tokens by number."""
-    found = []
+    """Write a text as grammar: strings, and special tokens by number."""
+    pieces = []
     while text:
         at, token = min(
             ((text.find(one), one) for one in special if one in text), default=(len(text), "")
         )
-        found += [json.dumps(text[:at])] if at else []
-        found += [_token(special[token])] if token else []
+        pieces += [json.dumps(text[:at])] if at else []
+        pieces += [_token(special[token])] if token else []
         text = text[at + len(token) :]
-    return " ".join(found)
+    return " ".join(pieces)

@@ -1,4 +1,4 @@
-"""Answers of chat completions and completions: one object, or a chunk for each piece."""
+"""Responses of chat completions and completions: one object, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from greenroom.server.http.streams import DONE, event
 
 
 class ChunkBuilder(ResponseBuilder):
-    """The parts that both APIs have; `kind` is the object's, `prefix` its id's, and `says` where in
-    a chunk its text is."""
+    """Builds the common parts of both APIs.
 
-    prefix = kind = chunk_kind = says = ""
+    `kind` and `chunk_kind` are the types of objects, `prefix` that of ids, and `content_key` the
+    key of a chunk's content.
+    """
+
+    prefix = kind = chunk_kind = content_key = ""
 
     def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
@@ -31,17 +34,26 @@ class ChunkBuilder(ResponseBuilder):
             "created": int(time.time()),
             "model": self._model,
         }
-        wanted = body.stream_options
-        self._with_usage = wanted is not None and bool(wanted.include_usage)
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
 
-    def _piece(
-        self, index: int, said: Any, shown: dict[str, Any] | None = None, reason: str | None = None
+    def _chunk(
+        self,
+        index: int,
+        content: Any,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
     ) -> dict[str, Any]:
-        """A part of a choice; `shown` are its log-probabilities."""
-        return {"index": index, self.says: said, "logprobs": shown, "finish_reason": reason}
+        """Make a chunk of a choice."""
+        return {
+            "index": index,
+            self.content_key: content,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
 
     def _ended(self, index: int, end: AnswerEnd) -> str:
-        """Note the end of a choice; why it ended."""
+        """Record the end of a choice; return its finish reason."""
         self._ends.append(end)
         self._choices[index]["finish_reason"] = end.reason
         return end.reason
@@ -54,11 +66,11 @@ class ChunkBuilder(ResponseBuilder):
         return {**self._head, "choices": choices, "usage": used}
 
     def event(self, data: dict[str, Any]) -> bytes:
-        rest: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        return event({**self._head, "choices": [data], **rest})
+        extra: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        return event({**self._head, "choices": [data], **extra})
 
     def closing_events(self) -> bytes:
-        """The end of the events, after the usage where it is wanted."""
+        """Return the last events: the usage, if requested, and the end mark."""
         return (event(self._object([])) if self._with_usage else b"") + DONE
 
     def error_event(self, error: ApiError) -> bytes:

@@ -1,4 +1,4 @@
-"""A conversation as chat templates take it, and what an API may ask of the template."""
+"""Conversations in the form of chat templates, and the engine's job for an answer."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Messages = list[dict[str, Any]]
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """A tool call's arguments, which templates want as an object."""
+    """Parse a tool call's arguments to an object, as templates need it."""
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ApiError(400, f"{param} is not a JSON object", param=param)
-    return found
+    return arguments
 
 
 def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
-    """A call that the model has made before."""
+    """Make an earlier tool call of the model, in the form of chat templates."""
     function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": call_id, "function": function}
 
 
 def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
-    """ApiError where a model's template knows no tools, or its calls cannot be told from text."""
+    """Raise ApiError if the chat template, or the parser of its calls, knows no tools."""
     if not dialogue.supports_tools:
         raise ApiError(400, f"{param} is not supported by this model's chat template", param=param,
                        code="unsupported_parameter")  # fmt: skip
 
 
 def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, Any]:
-    """What the template is told of how much to reason. ApiError where it cannot be told.
+    """Return the template's options for the reasoning effort. ApiError if it has none.
 
-    "none" switches reasoning off; other efforts are the template's own words.
+    "none" switches reasoning off; other efforts are passed to the template.
     """
     if effort is None or (effort == "none" and not dialogue.supports_reasoning):
         return {}
@@ -56,8 +56,10 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
 
 
 class JsonForm(NamedTuple):
-    """The JSON that an answer must be: of a schema, or any object. `param` asks for it, and names
-    the schema at `where`."""
+    """The JSON format of an answer: a schema, or any object.
+
+    `param` is the parameter that requests it, `where` the path of the schema.
+    """
 
     param: str
     where: str
@@ -76,13 +78,13 @@ def chat_job(
     resume: bool = False,
     **job: Any,
 ) -> Job:
-    """What the engine is asked in a conversation. ApiError where this model cannot be asked so.
+    """Make the engine's job of a conversation. ApiError if the model does not support it.
 
-    tools:   functions that the answer may call, as `choice` says
-    options: what the template is told beside the conversation
-    calls:   what the API calls messages that are calls or their results
-    resume:  go on with the last message
-    job:     the rest of the job
+    tools:   functions that the answer may call, subject to `choice`
+    options: further options of the chat template
+    calls:   the API's term for messages that are calls or their results, for errors
+    resume:  continue the last message
+    job:     further fields of the job
     """
     choice = choice or ToolChoice()
     if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
@@ -95,7 +97,7 @@ def chat_job(
             raise ApiError(400, "tools cannot be called in JSON mode: send one of tools and"
                            f" {form.param}", param=form.param)  # fmt: skip
     if (form is not None or choice.forced) and dialogue.template_uses("enable_thinking"):
-        options = options or {"enable_thinking": False}  # it can say nothing else
+        options = options or {"enable_thinking": False}  # the grammar leaves no room for reasoning
     ids = tuple(dialogue.chat(messages, usable, resume, **options))
     if usable:
         strict = {tool.name for tool in tools or () if tool.strict}

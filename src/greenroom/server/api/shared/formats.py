@@ -1,4 +1,4 @@
-"""JSON answers: a grammar that an answer must follow, by llguidance."""
+"""Grammars of JSON answers, by llguidance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from greenroom.server.api.shared.schemas import schema_error
 from greenroom.server.engine.tokens.grammar import limits, reason
 from greenroom.server.http.errors import ApiError
 
-# Otherwise a model that likes spaces could fill the whole answer with them.
+# Otherwise a model could fill the entire answer with spaces.
 STRICT: Any = {"whitespace_flexible": False}
 
 
 def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
-    """The grammar of a JSON schema, or of any object. ApiError that names `param` if it is none."""
+    """Make the grammar of a JSON schema, or of any object. ApiError names `param`."""
     check_schema(schema, param)
     try:
         text = json.dumps(schema or {"type": "object"})
@@ -30,7 +30,7 @@ def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """ApiError where a schema, or a list of them, is too large to become a grammar."""
+    """Raise ApiError if one or more schemas are too large for a grammar."""
     if wrong := schema_error(schema):
         raise _refused(param, wrong)
 

@@ -1,4 +1,4 @@
-"""The output of a response: items, and the events that tell how they grow.
+"""The output of a response: items, and the events of their growth.
 
 An item is a message, reasoning or a function call; deltas of one kind in a row are one item.
 """
@@ -13,8 +13,7 @@ from greenroom.server.api.shared.usage import logprobs
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
 from greenroom.server.http.routes import new_id
 
-# What an item of a kind is beside its content: (prefix of its id, its part's type, its own fields,
-# the part's).
+# By type of item: (prefix of its id, type of its part, further fields of the item, of the part).
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "message": (
         "msg_", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []},
@@ -24,12 +23,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 class Output:
-    """Builds items from deltas; every step is an event (without its sequence number)."""
+    """Builds items from deltas, and yields events (without sequence numbers)."""
 
     def __init__(self, dialogue: Dialogue, with_logprobs: bool) -> None:
         self.items: list[dict[str, Any]] = []
         self._dialogue, self._with_logprobs = dialogue, with_logprobs
-        self._open: str | None = None  # the kind of the item that grows
+        self._open: str | None = None  # the type of the open item
 
     def add(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         if delta.call:
@@ -51,7 +50,7 @@ class Output:
         return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **more}
 
     def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
-        """An event within the last item."""
+        """Make an event of the last item."""
         return self._event(kind, item_id=self.items[-1]["id"], **more)
 
     def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:
@@ -83,8 +82,8 @@ class Output:
         item, self._open = self.items[-1], None
         part = item["content"][0]
         item["status"] = status
-        found = {name: part[name] for name in ("text", "logprobs") if name in part}
-        yield self._of_part(f"{part['type']}.done", **found)
+        fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._of_part(f"{part['type']}.done", **fields)
         yield self._of_part("content_part.done", part={**part})
         yield self._event("output_item.done", item={**item})
 

@@ -1,7 +1,7 @@
-"""Sizes of the expert cache that clients ask for, however many at once.
+"""Resizes of the expert cache by clients, rate-limited.
 
-A resize waits for a step to end and throws experts out that answers need again. So at most one is
-under way and one waits, and between two of them answers get `REST_S` for themselves.
+A resize waits for a step to end and evicts experts that answers need again. So at most one is under
+way and one waits, with a pause of `REST_S` between two of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ REST_S = 1.0  # from the end of a resize to the beginning of the next
 
 
 class CacheResizer:
-    """Resizes for all callers; the latest size wins. Used from one event loop.
+    """Resizes the cache for all callers; the latest size wins. Used from one event loop.
 
-    A caller whose size was superseded while it waited gets the slots that the later one has made.
-    A size that is refused is refused for its own caller alone.
+    A caller whose size was superseded while it waited gets the slots of the later size. An error
+    goes only to the caller of the invalid size.
     """
 
     def __init__(self, resize: Callable[[str], int]) -> None:
@@ -27,11 +27,11 @@ class CacheResizer:
 
     async def __call__(self, size: str) -> int:
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[int] = loop.create_future()
-        self._waiting.append((size, found))
+        slots: asyncio.Future[int] = loop.create_future()
+        self._waiting.append((size, slots))
         if self._working is None:
             self._working = loop.create_task(self._work())
-        return await found
+        return await slots
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -45,16 +45,16 @@ class CacheResizer:
             self._working = None
 
     async def _serve(self, waiting: list[tuple[str, asyncio.Future[int]]]) -> None:
-        """One resize to the latest size that is not refused."""
+        """Resize once, to the latest valid size."""
         while waiting:
-            size, found = waiting.pop()
+            size, future = waiting.pop()
             try:
                 slots = await asyncio.to_thread(self._resize, size)
             except Exception as error:
-                if not found.done():
-                    found.set_exception(error)
+                if not future.done():
+                    future.set_exception(error)
                 continue
-            for each in (found, *(older for _, older in waiting)):
+            for each in (future, *(older for _, older in waiting)):
                 if not each.done():
                     each.set_result(slots)
             return

@@ -1,7 +1,7 @@
-"""JSON schemas that clients send, bounded before a grammar is made of them.
+"""Bounds of the JSON schemas that clients send, checked before a grammar is compiled.
 
-Without bounds a schema of 1 MB takes a thread half a minute. Within them one takes less than 0.3 s
-to compile and a few MiB; OpenAI's own bounds are of the same kind.
+Without bounds a schema of 1 MB takes half a minute to compile. Within them it takes less than 0.3 s
+and a few MiB; OpenAI has similar bounds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Why a schema, or a list of them, is refused; None where it is not."""
+    """Return why a schema, or a list of them, is refused; None if it is not."""
     counts: Counter[str] = Counter()
     try:
         for depth, key, value in _walk(schema):
             if depth > MOST_DEPTH:
                 return f"it is nested deeper than {MOST_DEPTH} brackets"
             if key in REFERENCES and isinstance(value, str) and not value.startswith("#"):
-                return f"{value[:80]!r} is outside of it: references begin with #"
+                return f"{value[:80]!r} is a reference to another document: references begin with #"
             counts.update(_parts(key, value))
             if what := next((what for what, most in MOST.items() if counts[what] > most), None):
                 return f"it has more than {MOST[what]:,} {what}"
@@ -46,22 +46,22 @@ def schema_error(schema: Any) -> str | None:
 
 
 def _parts(key: str, value: Any) -> dict[str, int]:
-    """What the value of a keyword adds to the parts that are bounded."""
-    found = {"parts": 1}
+    """Count the bounded parts in the value of a keyword."""
+    counts = {"parts": 1}
     if key in ("properties", "patternProperties") and isinstance(value, dict):
-        found["properties"] = len(value)
-        found[PATTERN] = sum(map(len, value)) if key == "patternProperties" else 0
+        counts["properties"] = len(value)
+        counts[PATTERN] = sum(map(len, value)) if key == "patternProperties" else 0
     elif key in ("enum", "const"):
         below = islice(_walk(value), MOST[VALUES] + 2)
-        found[VALUES] = sum(1 for _ in below) - isinstance(value, list)
-        found[LITERAL] = len(json.dumps(value))
+        counts[VALUES] = sum(1 for _ in below) - isinstance(value, list)
+        counts[LITERAL] = len(json.dumps(value))
     elif key == "pattern" and isinstance(value, str):
-        found[PATTERN] = len(value)
-    return found
+        counts[PATTERN] = len(value)
+    return counts
 
 
 def _walk(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """(depth, key, value) of everything in a JSON value; items of lists have no key."""
+    """Yield (depth, key, value) of all parts of a JSON value; list items have no key."""
     left: list[tuple[int, str, Any]] = [(0, "", value)]
     while left:
         depth, key, one = left.pop()

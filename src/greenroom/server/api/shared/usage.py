@@ -1,4 +1,4 @@
-"""Tokens as OpenAI's APIs count and show them: usage and log probabilities."""
+"""Usage and log-probabilities in the form of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
-    """Of all choices together."""
+    """Return the usage of all choices together."""
     ends = list(ends)
     new = sum(end.finished.new_tokens for end in ends)
     return {
@@ -26,12 +26,12 @@ def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
 
 
 def reused(ends: Iterable[AnswerEnd]) -> int:
-    """Tokens of the prompt that were not computed again."""
+    """Return the number of prompt tokens from the prefix cache."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 
 
 def logprobs(dialogue: Dialogue, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """One entry a token, in the form of chat completions and of responses."""
+    """Return one entry a token, in the form of chat completions and responses."""
     return [
         {
             **_logprob(dialogue, token.id, token.logprob),
