@@ -133,7 +133,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
     for name, said in {
         "adapmoe": "sizes by a dynamic programme over the warm-up",
         "static": "6 pinned experts, those used most in the warm-up",
-        "llru": "its policy alone",
+        "llru": "its eviction policy alone",
         "fiddler is left out": "need a GPU",
         "hobbit is left out": "misses in int4, which change the output (--miss-precision)",
         "moepic is left out": "`greenroom pack MODEL -o OUT --experts same --segments 8`",
@@ -165,12 +165,12 @@ def test_left_out_of_an_object_is_said_beside_it(cli: Run, folder: Path):
     assert rows[0]["ratio"] == [1, 1, 1]
     assert all(row["same_tokens"] for row in rows)
     assert sum(map(float, rows[1]["scope"].split(","))) == 8
-    assert ran.err.startswith("moepic is left out: --split cuts experts")
+    assert ran.err.startswith("moepic is left out: --split needs experts")
 
 
 def test_no_row_is_left(cli: Run, folder: Path):
     ran = cli("bench", folder, "--cache", "50%", "--system", "moepic,hobbit", *SHORT)
-    assert "moepic is left out: --split cuts" in ran.mistake
+    assert "moepic is left out: --split needs" in ran.mistake
     assert "; hobbit is left out: system hobbit needs misses in int4" in ran.mistake
     alone = cli("bench", folder, "--cache", "50%", "--system", "moepic", *SHORT)
     assert alone.mistake.startswith("--split needs experts that are packed in segments")

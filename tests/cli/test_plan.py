@@ -271,7 +271,7 @@ def test_systems_over_a_trace(cli: Run, home: Path):
     timed = cli(*asked, "--system", "fate,greenroom,hybrimoe", "--machine", home / "abacus.json",
                 "--expert-bytes", "1MiB")  # fmt: skip
     assert timed.code == 0, timed.err
-    assert "noisy-oracle:1,accuracy=0.85 stands in" in timed.err
+    assert "noisy-oracle:1,accuracy=0.85 replaces" in timed.err
     assert "hybrimoe: without misses computed by the processor beside" in timed.err
     over = json.loads(cli(*asked, "--system", "llru", "--policy", "fifo", "--scope", "per-layer",
                           "--json").out)  # fmt: skip
@@ -294,11 +294,11 @@ def test_moepic_over_a_trace(cli: Run, home: Path):
     assert min(cut["split"]) < 1
     assert cut["bottoms"] > 0  # of split experts, which were played
     assert cut["without"] == [
-        "next-gate:1, for which noisy-oracle:1,accuracy=0.85 stands in: the trace has no"
-        " predictions"
+        "next-gate:1, which noisy-oracle:1,accuracy=0.85 replaces: the trace has no predictions"
+        " of it"
     ]
     few = cli(*timed[:3], 5, *timed[4:]).json
-    assert "splits, for which 5 slots are too few" in few["without"][-1]
+    assert "splits, which need more than 5 slots" in few["without"][-1]
     assert "split" not in few
     halves = cli(*timed, "--split", "0.5").json
     assert "split" not in halves  # the user's, not Algorithm 1's
