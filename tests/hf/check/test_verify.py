@@ -88,5 +88,5 @@ def test_a_default_kernel_that_is_wrong_but_consistent_is_not_near(folder, monke
 def test_mistakes_show_before_the_work(folder):
     with pytest.raises(UsageError, match="at least 1"):
         verify(folder, tokens=0)
-    with pytest.raises(BudgetError, match="no expert"):
+    with pytest.raises(BudgetError, match="no room for an expert"):
         verify(folder, cache="1%")
