@@ -53,13 +53,11 @@ def measure_machine(
     report: Report = lambda _: None,
     devices: Sequence[Engine] = (),
 ) -> Machine:
-    """Measure memory, disk and kernels of this machine, and its devices.
+    """Measure memory, disk and kernels of this machine, and its devices. UsageError, OutputError.
 
     path: a model's folder or file, which is read, or any other folder, where a file is written
         and read back (default: the folder of downloaded models)
     report: called with the name of each measurement as it begins
-
-    UsageError, OutputError.
     """
     begin = time.perf_counter()
     facts = bandwidth.host_facts()
