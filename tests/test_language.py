@@ -161,7 +161,7 @@ def test_a_name_is_judged(name, wrong):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [("What a run takes that is told nothing.", True), ("Slots of one tier.", False),
-     ("A buffer that grows to its largest request and is aligned to pages: of its own, or of the"
+     ("A buffer that grows to the largest request that it has had so far and is aligned to pages of the"
       " caller's.", True),
      ("A first sentence that goes on\nin the second line.", True), ("Whether it pays.", True)],
 )  # fmt: skip
