@@ -161,8 +161,8 @@ def test_a_name_is_judged(name, wrong):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [("What a run takes that is told nothing.", True), ("Slots of one tier.", False),
-     ("A buffer that grows to the largest request that it has had so far and is aligned to pages of the"
-      " caller's.", True),
+     ("A buffer that grows to the largest request that it has had and is aligned to pages of"
+      " the caller.", True),
      ("A first sentence that goes on\nin the second line.", True), ("Whether it pays.", True)],
 )  # fmt: skip
 def test_a_docstring_is_judged(text, wrong):

@@ -134,7 +134,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
         "adapmoe": "sizes by a dynamic programme over the warm-up",
         "static": "6 pinned experts, those used most in the warm-up",
         "llru": "its eviction policy alone",
-        "fiddler is left out": "need a GPU",
+        "fiddler is left out": "needs a GPU",
         "hobbit is left out": "misses in int4, which change the output (--miss-precision)",
         "moepic is left out": "`greenroom pack MODEL -o OUT --experts same --segments 8`",
     }.items():

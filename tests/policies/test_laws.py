@@ -86,7 +86,7 @@ def test_a_larger_cache_of_a_stack_algorithm_holds_all_that_a_smaller_one_does(
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_run_needs_no_future_or_says_so(name):
     if POLICIES[name].needs_trace:
-        with pytest.raises(UsageError, match=f"policy {name} needs the entire trace"):
+        with pytest.raises(UsageError, match=f"policy {name} must know the whole trace"):
             Cache(PIECES, 3, policy(name))
     else:
         Cache(PIECES, 3, policy(name)).serve(np.array([0], np.int64), 0)

@@ -254,16 +254,17 @@ def test_by_hand():
     assert served.evicted.tolist() == [0]
     # Relative to the mean share 1/2: 1 was used once in a prompt of 2 steps that began with
     # 10 * 1.02 uses of each expert, so its prompt share is (10.2 + 2) / 12 of the mean.
-    assert cache.own[0].current[2, 0, 1] == pytest.approx(math.log(10.2 + 2))
-    assert cache.own[0].current[2, 0, 3] == pytest.approx(math.log(10.2))
+    learned = cache.policy_states[0]
+    assert learned.current[2, 0, 1] == pytest.approx(math.log(10.2 + 2))
+    assert learned.current[2, 0, 3] == pytest.approx(math.log(10.2))
     # Its old score was log(12.2 / 11) / 2, so its old value; now it was not used.
     half = 0.5 * (0.5 * math.log(12.2 / 11))
     old = 0.5 + 0.5 * half / math.sqrt(1 + half * half)
     half = 0.5 * (0.5 * math.log(12.2 / 12))
     new = 0.5 + 0.5 * half / math.sqrt(1 + half * half)
-    assert cache.own[0].value[0, 1] == pytest.approx(new)
+    assert learned.value[0, 1] == pytest.approx(new)
     # Links from 0 and 1, which made the old value: 0.2 / sqrt(2) of the error.
-    assert cache.own[0].links[0, 0, 1, 1] == pytest.approx(0.2 / math.sqrt(2) * (0.85 * new - old))
+    assert learned.links[0, 0, 1, 1] == pytest.approx(0.2 / math.sqrt(2) * (0.85 * new - old))
 
 
 def test_learns_what_follows_what():

@@ -200,7 +200,7 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
     assert "--prefetch markov" in ran.err  # what auto is there
     monkeypatch.setattr("greenroom.hf.model.skeleton.ModelSkeleton.load", None)
     line = cli("run", model, "Hi", "--cache", "50%", "--prefetch", prefetch).mistake
-    assert "ZayaRouter routes by router_states too" in line
+    assert "ZayaRouter also routes by router_states" in line
 
 
 def test_a_config_that_would_end_its_parser(cli: Run, copy: Path, machine: Path) -> None:

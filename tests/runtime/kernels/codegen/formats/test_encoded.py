@@ -63,7 +63,7 @@ def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
             # compressed-tensors rounds to its scale's type, which may be bfloat16, by itself.
             rounds = str(style) != "ct_int4-bfloat16" and not is_exact(weight, torch.bfloat16)
             assert torch.equal(wide, narrow) != rounds
-            packs = MatrixProduct(weight, torch.bfloat16, rounded=True).packs
+            packs = MatrixProduct(weight, torch.bfloat16, rounded=True).packs_input
             assert packs == (codes.INTEGERS and is_exact(weight, torch.bfloat16))
 
 
@@ -231,8 +231,8 @@ def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
 def test_one_product_is_compiled_for_both_matrices() -> None:
     coded = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
     up, down = layer_plan(coded.layer).matrices
-    assert up.words[0] == down.words[0]
-    assert up.words[1] != down.words[1]
+    assert up.arguments[0] == down.arguments[0]
+    assert up.arguments[1] != down.arguments[1]
 
 
 def test_tensors_have_scales_of_their_own() -> None:
