@@ -112,13 +112,13 @@ def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
     if name == "qwen3_5_moe_text":
         _add_linear_attention(writer, config)
     _tokenizer(writer, path.parent, config.vocab_size)
-    found = tensors(model)
-    for key, tensor in (_qwen35(found, config) if arch == "qwen35moe" else found).items():
-        wanted = next((types[part] for part in types if part in key), "F32")
+    named = tensors(model)
+    for key, tensor in (_qwen35(named, config) if arch == "qwen35moe" else named).items():
+        type_name = next((types[part] for part in types if part in key), "F32")
         vector = (
             tensor.ndim == 1 or "ffn_gate_inp" in key or "conv1d" in key or key.endswith(".bias")
         )
-        add(writer, key, tensor.float(), Type.F32 if vector else Type[wanted])
+        add(writer, key, tensor.float(), Type.F32 if vector else Type[type_name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -128,11 +128,11 @@ def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
 
 def tensors(model: Any) -> dict[str, Tensor]:
     """The model's tensors by GGUF's names."""
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in TOP:
             if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-                found[TOP[name]] = tensor
+                named[TOP[name]] = tensor
             continue
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
@@ -143,27 +143,27 @@ def tensors(model: Any) -> dict[str, Tensor]:
             tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
             if suffix.startswith("gate_up_proj"):
                 gate, up = (tensor[:, ::2], tensor[:, 1::2]) if oss else tensor.chunk(2, dim=1)
-                found[f"blk.{layer}.ffn_gate_exps.{kind}"] = gate
-                found[f"blk.{layer}.ffn_up_exps.{kind}"] = up
+                named[f"blk.{layer}.ffn_gate_exps.{kind}"] = gate
+                named[f"blk.{layer}.ffn_up_exps.{kind}"] = up
             else:
-                found[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
+                named[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
         elif inner == "self_attn.sinks":
-            found[f"blk.{layer}.attn_sinks.weight"] = tensor
+            named[f"blk.{layer}.attn_sinks.weight"] = tensor
         elif inner in ("linear_attn.A_log", "linear_attn.dt_bias"):
-            found[f"blk.{layer}." + ("ssm_a" if suffix == "A_log" else "ssm_dt.bias")] = tensor
+            named[f"blk.{layer}." + ("ssm_a" if suffix == "A_log" else "ssm_dt.bias")] = tensor
         elif after and stem == "post_attention_layernorm":
-            found[f"blk.{layer}.post_attention_norm.weight"] = tensor
+            named[f"blk.{layer}.post_attention_norm.weight"] = tensor
         elif inner == "mlp.e_score_correction_bias":
-            found[f"blk.{layer}.exp_probs_b.bias"] = tensor
+            named[f"blk.{layer}.exp_probs_b.bias"] = tensor
         elif stem in NAMES:
             one = tensor[0] if stem.endswith("shared_expert_gate") else tensor
-            found[f"blk.{layer}.{NAMES[stem]}.{suffix}"] = one
+            named[f"blk.{layer}.{NAMES[stem]}.{suffix}"] = one
         else:
             raise KeyError(name)
-    return found
+    return named
 
 
-def _qwen35(found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _qwen35(named: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """As llama.cpp's converter changes them: norms plus one, A as it is, heads in tiles."""
     keys = config.linear_num_key_heads
     per_key = config.linear_num_value_heads // keys
@@ -173,8 +173,8 @@ def _qwen35(found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         heads = rows.unflatten(0, (keys, per_key, -1))
         return heads.transpose(0, 1).reshape(rows.shape)
 
-    made: dict[str, Tensor] = {}
-    for name, tensor in found.items():
+    converted: dict[str, Tensor] = {}
+    for name, tensor in named.items():
         if name.endswith("norm.weight") and "ssm_norm" not in name:
             tensor = tensor.float() + 1
         elif name.endswith("ssm_a"):
@@ -186,8 +186,8 @@ def _qwen35(found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
             tensor = tiled(tensor)
         elif "ssm_out" in name:
             tensor = tiled(tensor.T).T
-        made[name] = tensor
-    return made
+        converted[name] = tensor
+    return converted
 
 
 def _add_linear_attention(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -251,8 +251,10 @@ LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
 def by_llama(tool: str, folder: Path = DATA) -> None:
     """Make the files of DATA anew: `tool` is llama.cpp's llama-quantize."""
     for name, (sizes, kind, options) in LLAMA.items():
-        with tempfile.TemporaryDirectory() as made:
-            plain = write(Path(made) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **SMALL, **sizes)
+        with tempfile.TemporaryDirectory() as temporary:
+            plain = write(
+                Path(temporary) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **SMALL, **sizes
+            )
             command = [tool, *options, str(plain), str(folder / f"{name}.gguf"), kind]
             subprocess.run(command, check=True, capture_output=True)
 
@@ -260,18 +262,18 @@ def by_llama(tool: str, folder: Path = DATA) -> None:
 def _tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     """The byte-level BPE of the other tests."""
     save_tokenizer(folder)
-    made = json.loads((folder / "tokenizer.json").read_text())
+    saved = json.loads((folder / "tokenizer.json").read_text())
     for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / file).unlink(missing_ok=True)
-    vocab = sorted(made["model"]["vocab"].items(), key=lambda item: item[1])
-    words = [word for word, _ in vocab]
-    words += [f"<unused{i}>" for i in range(size - len(words))]
+    vocab = sorted(saved["model"]["vocab"].items(), key=lambda item: item[1])
+    tokens = [word for word, _ in vocab]
+    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(words)
+    writer.add_token_list(tokens)
     writer.add_token_types([3 if i < 2 else 1 for i in range(size)])
     writer.add_token_merges(
-        [m if isinstance(m, str) else " ".join(m) for m in made["model"]["merges"]]
+        [m if isinstance(m, str) else " ".join(m) for m in saved["model"]["merges"]]
     )
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)

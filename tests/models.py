@@ -243,7 +243,7 @@ OCR = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 OCR |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
 
 # What the config of a whole multimodal model needs beside that of its text part.
-WHOLE: dict[str, dict[str, Any]] = {
+COMPOSITE: dict[str, dict[str, Any]] = {
     "aria": {
         "vision_config": {**PICTURE, "model_type": "idefics3_vision"},
         "projector_patch_to_query_dict": {"4": 4},
@@ -431,14 +431,14 @@ def make(name: str, dtype: str = "float32", **overrides: Any) -> PreTrainedModel
         config = AutoConfig.for_model(name, **values)
         return _random(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, config, dtype)
     values = {**COMMON, **ARCHITECTURES.get(name, MULTIMODAL.get(name, {})), **overrides}
-    given = {key: value for key, value in values.items() if value is not None}
+    options = {key: value for key, value in values.items() if value is not None}
     if name in MULTIMODAL:
-        given = {"text_config": given, "vision_config": VISION, **WHOLE.get(name, {})}
+        options = {"text_config": options, "vision_config": VISION, **COMPOSITE.get(name, {})}
     if name in PARTS:
-        given = {PARTS[name]: given, "enable_audio_output": False}
-    config = AutoConfig.for_model(name, **given)
-    whole = name in MULTIMODAL or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
+        options = {PARTS[name]: options, "enable_audio_output": False}
+    config = AutoConfig.for_model(name, **options)
+    is_composite = name in MULTIMODAL or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_composite else MODEL_FOR_CAUSAL_LM_MAPPING
     if name in PARTS:
         mapping = MODEL_FOR_MULTIMODAL_LM_MAPPING
     return _random(mapping, config, dtype)
@@ -558,9 +558,9 @@ def _strided(
     shift = (
         start % size
     )  # safetensors align to 8 bytes, so elements of a file's tensor do not cross
-    whole = raw[shift : shift + (len(raw) - shift) // size * size].view(kind)
+    elements = raw[shift : shift + (len(raw) - shift) // size * size].view(kind)
     assert all(stride % size == 0 for stride in strides)
-    return whole.as_strided(shape, (strides[0] // size, strides[1] // size), start // size)
+    return elements.as_strided(shape, (strides[0] // size, strides[1] // size), start // size)
 
 
 @cache

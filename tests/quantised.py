@@ -53,12 +53,14 @@ def fp8(
     tensors = plain(folder, name, **{**WIDE, **overrides})
     settings = {"weight_block_size": list(block), "scale_fmt": "float"}
     quantise = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
-    made: Tensors = {}
+    quantised: Tensors = {}
     for key, tensor in tensors.items():
         dense = key.startswith(("model.embed", "lm_head")) or ".gate.weight" in key
-        made |= {key: tensor} if dense else quantise._quantize_one(key, tensor)
-    made = {k: v.to(scales) if "scale_inv" in k else v for k, v in made.items()}
-    return save(folder, made, {"quant_method": "fp8", "activation_scheme": "dynamic", **settings})
+        quantised |= {key: tensor} if dense else quantise._quantize_one(key, tensor)
+    quantised = {k: v.to(scales) if "scale_inv" in k else v for k, v in quantised.items()}
+    return save(
+        folder, quantised, {"quant_method": "fp8", "activation_scheme": "dynamic", **settings}
+    )
 
 
 def mxfp4(folder: Path, **overrides: Any) -> Path:
@@ -109,10 +111,10 @@ def compressed(
         for part, size in sizes.items()
     }
     packer = BaseCompressor.get_value_from_registry("pack-quantized")
-    made: Tensors = {}
+    quantised: Tensors = {}
     for key, w in tensors.items():
         if not key.endswith("_proj.weight"):
-            made[key] = w
+            quantised[key] = w
             continue
         part = next(part for part in sizes if part in key)
         scheme = QuantizationScheme(
@@ -120,7 +122,7 @@ def compressed(
         )
         scale = w.unflatten(1, (-1, sizes[part])).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
         state = packer.compress({"weight": w, "weight_scale": scale.to(w.dtype)}, scheme)
-        made |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
+        quantised |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -128,4 +130,4 @@ def compressed(
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
-    return save(folder, made, settings)
+    return save(folder, quantised, settings)

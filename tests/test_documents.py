@@ -40,28 +40,28 @@ def fenced(path: Path) -> Iterator[str]:
             yield from block.replace("\\\n", " ").splitlines()
 
 
-def words(line: str) -> list[str]:
+def arguments_of(line: str) -> list[str]:
     """A command's words, without what follows it in a shell and without its comment."""
-    found = shlex.split(line, comments=True)
-    ends = [n for n, word in enumerate(found) if word in ("|", "&&", ";", "&", ">")]
-    return found[: min(ends, default=len(found))]
+    line_words = shlex.split(line, comments=True)
+    ends = [n for n, word in enumerate(line_words) if word in ("|", "&&", ";", "&", ">")]
+    return line_words[: min(ends, default=len(line_words))]
 
 
 def commands(path: Path) -> list[str]:
     return [line for line in fenced(path) if line.startswith("greenroom ")]
 
 
-def known_options(words_: list[str]) -> set[str]:
+def known_options(arguments: list[str]) -> set[str]:
     """The options of the command that these words begin with, and of those above it."""
     at: argparse.ArgumentParser = parser()
-    found = set(at._option_string_actions)
-    for word in words_:
+    options = set(at._option_string_actions)
+    for word in arguments:
         below = [a for a in at._actions if isinstance(a, argparse._SubParsersAction)]
         if not below or word not in below[0].choices:
             break
         at = below[0].choices[word]
-        found |= set(at._option_string_actions)
-    return found
+        options |= set(at._option_string_actions)
+    return options
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
@@ -71,7 +71,7 @@ def test_command_lines_are_accepted(path: Path) -> None:
         if "..." in line:
             continue  # a part of one: its options are looked at below
         try:
-            parser().parse_args(words(line)[1:])
+            parser().parse_args(arguments_of(line)[1:])
         except (UsageError, SystemExit) as error:
             wrong.append(f"{line}: {error}")
     assert not wrong, "\n".join(wrong)
@@ -82,9 +82,9 @@ def test_options_of_commands_exist(path: Path) -> None:
     wrong = []
     spans = [span for span in SPAN.findall(path.read_text()) if span.startswith("greenroom ")]
     for line in [*spans, *(line for line in commands(path) if "..." in line)]:
-        given = words(line)[1:]
-        options = {word.partition("=")[0] for word in given if word.startswith("--")}
-        if missing := options - known_options(given) - {"--low-..."}:
+        option_words = arguments_of(line)[1:]
+        options = {word.partition("=")[0] for word in option_words if word.startswith("--")}
+        if missing := options - known_options(option_words) - {"--low-..."}:
             wrong.append(f"{line}: {missing}")
     assert not wrong, "\n".join(wrong)
 
@@ -94,18 +94,18 @@ def test_scripts_and_their_options_exist(path: Path) -> None:
     text = path.read_text()
     wrong = []
     for line in [*fenced(path), *SPAN.findall(text)]:
-        if (found := SCRIPT.search(line)) is None:
+        if (script_match := SCRIPT.search(line)) is None:
             continue
-        script = ROOT / found[1]
+        script = ROOT / script_match[1]
         if not script.exists():
-            wrong.append(found[1])
+            wrong.append(script_match[1])
             continue
         shared = [p for p in (script.with_name("common.py"), script.with_name("rig.py"))
                   if p.exists()]  # fmt: skip
         source = "".join(each.read_text() for each in (script, *shared))
-        for option in re.findall(r"(?<!\S)--[a-z][\w-]+", found[2].partition(" -- ")[0]):
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]+", script_match[2].partition(" -- ")[0]):
             if f'"{option}"' not in source:
-                wrong.append(f"{found[1]} {option}")
+                wrong.append(f"{script_match[1]} {option}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -142,15 +142,15 @@ def test_make_help_names_its_targets() -> None:
     text = (ROOT / "Makefile").read_text()
     helped = set(re.findall(r'@echo "make ([\w-]+)', text))
     ci = "processes interpreted bench-smoke without-options fuzz"
-    alone = f"demo check ci {ci} check-gpu gpu-report format soak bench papers clean"
-    assert helped == set(alone.split())
+    not_parallel = f"demo check ci {ci} check-gpu gpu-report format soak bench papers clean"
+    assert helped == set(not_parallel.split())
 
 
 def counts(pattern: str) -> set[int]:
     """The numbers that the pages give where the pattern's group stands."""
-    found = [int(n) for path in PAGES for n in re.findall(pattern, path.read_text())]
-    assert found, f"no page has {pattern}"
-    return set(found)
+    numbers = [int(n) for path in PAGES for n in re.findall(pattern, path.read_text())]
+    assert numbers, f"no page has {pattern}"
+    return set(numbers)
 
 
 def test_counts_of_policies() -> None:

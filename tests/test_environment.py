@@ -38,9 +38,9 @@ def test_the_user_s_own_settings_stay(monkeypatch):
 def test_after_torch_it_is_too_late_which_is_said_once(unset, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", os)
     limit_spinning()
-    said = late_import_warning()
-    assert "import greenroom first, or set OMP_WAIT_POLICY=PASSIVE" in said
-    assert "\n" not in said
+    message = late_import_warning()
+    assert "import greenroom first, or set OMP_WAIT_POLICY=PASSIVE" in message
+    assert "\n" not in message
     limit_spinning()
     assert late_import_warning() == ""
 
@@ -64,13 +64,13 @@ def test_importing_greenroom_is_enough():
     assert ran.stdout == "PASSIVE\n", ran.stderr
 
 
-@pytest.mark.parametrize("said", [None, "0"])
-def test_large_tensors_have_large_pages_unless_the_user_says_otherwise(monkeypatch, said):
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", said or "")
-    if said is None:
+@pytest.mark.parametrize("value", [None, "0"])
+def test_large_tensors_have_large_pages_unless_the_user_says_otherwise(monkeypatch, value):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", value or "")
+    if value is None:
         monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     request_large_pages()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == (said or "1")
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == (value or "1")
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])

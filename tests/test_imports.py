@@ -46,9 +46,9 @@ def python(code: str) -> None:
 
 
 def test_pure_folders_import_without_torch() -> None:
-    there = [f for f in PURE if (ROOT / f).is_dir() or (ROOT / f"{f}.py").is_file()]
-    assert {"config", "errors", "core", "policies", "predictors", "sim", "plan"} <= set(there)
-    names = [name for folder in there for name in modules(folder)]
+    existing = [f for f in PURE if (ROOT / f).is_dir() or (ROOT / f"{f}.py").is_file()]
+    assert {"config", "errors", "core", "policies", "predictors", "sim", "plan"} <= set(existing)
+    names = [name for folder in existing for name in modules(folder)]
     python(WITHOUT.format(banned=["torch", "transformers", "safetensors"], modules=names))
 
 

@@ -121,42 +121,47 @@ def test_brackets_in_strings_are_none():
         return {f"{rng.choice('[{}')}{i}": value(depth + 1) for i in range(rng.randrange(4))}
 
     for _ in range(300):
-        found = [value(0) for _ in range(70)]
-        assert parse(json.dumps(found)) == found
-        assert parse(json.dumps(found, ensure_ascii=False, indent=1)) == found
+        document = [value(0) for _ in range(70)]
+        assert parse(json.dumps(document)) == document
+        assert parse(json.dumps(document, ensure_ascii=False, indent=1)) == document
 
 
 def test_values_by_kind():
-    found = JsonObject({"n": 3, "x": 0.5, "t": "a", "f": True, "l": [1, 2], "o": {"n": -1}})
-    assert (found.integer("n"), found.number("x"), found.text("t"), found.flag("f")) == (
+    document = JsonObject({"n": 3, "x": 0.5, "t": "a", "f": True, "l": [1, 2], "o": {"n": -1}})
+    assert (
+        document.integer("n"),
+        document.number("x"),
+        document.text("t"),
+        document.flag("f"),
+    ) == (
         3,
         0.5,
         "a",
         True,
     )
-    assert found.name("t") == "a"
-    assert found.list_of("l", integer) == (1, 2)
-    assert found.number("n") == 3.0
-    assert found.integer("none", 7) == 7
-    assert "n" in found.object("o")
-    for ask, said in {
-        lambda: found.integer("none"): "none is missing",
-        lambda: found.integer("f"): "f must be a whole number from 0, got True",
-        lambda: found.integer("n", most=2): "n must be a whole number from 0 to 2, got 3",
-        lambda: found.number("f"): "f must be a number from 0, got True",
-        lambda: found.text("n"): "n must be text, got 3",
-        lambda: found.name("n"): "n must be text, got 3",
+    assert document.name("t") == "a"
+    assert document.list_of("l", integer) == (1, 2)
+    assert document.number("n") == 3.0
+    assert document.integer("none", 7) == 7
+    assert "n" in document.object("o")
+    for ask, message in {
+        lambda: document.integer("none"): "none is missing",
+        lambda: document.integer("f"): "f must be a whole number from 0, got True",
+        lambda: document.integer("n", most=2): "n must be a whole number from 0 to 2, got 3",
+        lambda: document.number("f"): "f must be a number from 0, got True",
+        lambda: document.text("n"): "n must be text, got 3",
+        lambda: document.name("n"): "n must be text, got 3",
         lambda: JsonObject({"t": "a\nb"}).name("t"): "t must be a name of 1 to 100 characters",
         lambda: JsonObject({"t": "a" * 101}).name("t"): "t must be a name of 1 to 100 characters",
         lambda: JsonObject({"t": ""}).name("t"): "t must be a name of 1 to 100 characters",
-        lambda: found.flag("n"): "n must be true or false, got 3",
-        lambda: found.object("l"): "l must be an object, got a list",
-        lambda: found.object("o").integer("n"): "o.n must be a whole number from 0, got -1",
-        lambda: found.list_of("t", integer): "t must be a list, got 'a'",
-        lambda: found.list_of("l", list_of(number)): "l[0] must be a list, got 1",
+        lambda: document.flag("n"): "n must be true or false, got 3",
+        lambda: document.object("l"): "l must be an object, got a list",
+        lambda: document.object("o").integer("n"): "o.n must be a whole number from 0, got -1",
+        lambda: document.list_of("t", integer): "t must be a list, got 'a'",
+        lambda: document.list_of("l", list_of(number)): "l[0] must be a list, got 1",
         lambda: number(10**40, "x"): "x must be a number from 0 to 1e+30",
         lambda: JsonObject([]): "not an object, but a list",
     }.items():
         with pytest.raises(Malformed) as caught:
             ask()
-        assert said in str(caught.value)
+        assert message in str(caught.value)

@@ -32,8 +32,8 @@ def test_dir_lists_what_is_public():
 
 def test_load_takes_the_options_of_the_command_line_with_the_same_defaults():
     mine = list(inspect.signature(greenroom.load).parameters.values())[1:]
-    known = {field.name: (field.type, field.default) for field in fields(LoadConfig)}
-    assert {each.name: (each.annotation, each.default) for each in mine} == known
+    load_fields = {field.name: (field.type, field.default) for field in fields(LoadConfig)}
+    assert {each.name: (each.annotation, each.default) for each in mine} == load_fields
 
 
 def test_load_s_help_has_every_option():
@@ -44,15 +44,16 @@ def test_load_s_help_has_every_option():
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"), [("cach", "did you mean 'cache'?"), ("zzz", "it takes model, memory, cache")]
+    ("option", "hint"),
+    [("cach", "did you mean 'cache'?"), ("zzz", "it takes model, memory, cache")],
 )
-def test_an_option_that_does_not_exist_is_one_line(given, hint):
+def test_an_option_that_does_not_exist_is_one_line(option, hint):
     with pytest.raises(UnknownOption) as caught:
-        greenroom.load("demo", **{given: "25%"})
-    said = str(caught.value)
-    assert said.startswith(f"load() has no option {given!r}: {hint}")
+        greenroom.load("demo", **{option: "25%"})
+    message = str(caught.value)
+    assert message.startswith(f"load() has no option {option!r}: {hint}")
     assert isinstance(caught.value, TypeError | GreenroomError)
-    assert "\n" not in said
+    assert "\n" not in message
 
 
 def test_types_are_declared():
@@ -70,10 +71,10 @@ def test_a_user_s_type_checker_sees_them(tmp_path: Path):
         cwd=tmp_path, env={"MYPYPATH": str(root / "src"), "PATH": ""},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    said = ran.stdout
-    assert "read_limit: Union[str, int, None]" in said.replace(
+    message = ran.stdout
+    assert "read_limit: Union[str, int, None]" in message.replace(
         "str | int | None", "Union[str, int, None]"
     )
-    assert 'Unexpected keyword argument "cach"' in said
-    assert 'Argument "context" to "load" has incompatible type "str"' in said
-    assert "dict[str, tuple[list[int], list[float]]]" in said
+    assert 'Unexpected keyword argument "cach"' in message
+    assert 'Argument "context" to "load" has incompatible type "str"' in message
+    assert "dict[str, tuple[list[int], list[float]]]" in message

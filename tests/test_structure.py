@@ -75,7 +75,7 @@ def test_a_folder_says_what_is_in_it(folder: str) -> None:
 def test_raw_addresses_stay_out_of_the_core() -> None:
     """Neither ctypes nor an array's address."""
     names = {"ctypes", "buffer_info", "data_ptr", "__array_interface__"}
-    found = [
+    problems = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sorted((ROOT / "core").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
@@ -83,13 +83,13 @@ def test_raw_addresses_stay_out_of_the_core() -> None:
         or (isinstance(node, ast.Import) and names & {alias.name for alias in node.names})
         or (isinstance(node, ast.ImportFrom) and node.module in names)
     ]
-    assert not found
+    assert not problems
 
 
 def test_only_the_core_looks_into_the_scheduler() -> None:
     """Others have its methods and `view`; `StepTimer` scripts its cache."""
     parts = {"placement", "transfers", "lookahead", "prefetcher", "cache", "counts", "pieces"}
-    found = [
+    problems = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources()
         if ROOT / "core" not in path.parents and path != ROOT / "sim" / "timed.py"
@@ -98,4 +98,4 @@ def test_only_the_core_looks_into_the_scheduler() -> None:
         and node.attr in parts
         and "scheduler" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
     ]
-    assert not found
+    assert not problems

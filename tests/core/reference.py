@@ -32,14 +32,14 @@ class ReferenceCache:
         for piece in pieces:
             self.time += 1
             group = self.group(piece)
-            held, evicted = self.residents[group], -1
-            hit = piece in held
+            residents, evicted = self.residents[group], -1
+            hit = piece in residents
             if not hit:
-                if len(held) == self.sizes[group]:
+                if len(residents) == self.sizes[group]:
                     protected = set(pieces) if pin and len(pieces) <= self.sizes[group] else set()
-                    evicted = min(held - protected, key=self.key)
-                    held.remove(evicted)
-                held.add(piece)
+                    evicted = min(residents - protected, key=self.key)
+                    residents.remove(evicted)
+                residents.add(piece)
                 self.brought[piece] = self.time
             self.used[piece] = self.time
             self.count[piece] = self.count.get(piece, 0) + 1

@@ -61,15 +61,15 @@ def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
 @given(st.integers(1, 300), st.lists(st.integers(1, 99), min_size=1, max_size=6))
 def test_slots_are_shared_in_proportion(capacity, experts_per_device):
     try:
-        found = slots_per_device(capacity, experts_per_device)
+        slot_counts = slots_per_device(capacity, experts_per_device)
     except BudgetError:
         assert len(experts_per_device) > 1
         assert min(capacity * n / sum(experts_per_device) for n in experts_per_device) < 1
         return
-    assert sum(found) == capacity
+    assert sum(slot_counts) == capacity
     assert all(
         abs(f - capacity * n / sum(experts_per_device)) < 1
-        for f, n in zip(found, experts_per_device, strict=True)
+        for f, n in zip(slot_counts, experts_per_device, strict=True)
     )
     assert slots_per_device(sum(experts_per_device), experts_per_device) == experts_per_device
 
@@ -91,9 +91,9 @@ def test_every_device_has_a_last_link_of_its_own():
     s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=(1, 2))
     assert s.transfers.queue.lanes == (1, 2, 2)
     assert s.transfers.queue.paths == [(0, 1), (0, 2)]
-    alone = Scheduler(pieces(devices=3), 12, policy("lru"), lanes=2)
-    assert alone.transfers.queue.lanes == (2, 2, 2)
-    assert alone.view.sources == {0, 1, 2}
+    shared_cache = Scheduler(pieces(devices=3), 12, policy("lru"), lanes=2)
+    assert shared_cache.transfers.queue.lanes == (2, 2, 2)
+    assert shared_cache.view.sources == {0, 1, 2}
 
 
 def test_every_device_has_its_own_link_and_its_own_groups():
@@ -129,16 +129,16 @@ def test_every_policy_evicts_on_the_device_that_needs_the_slot(name):
     cache = Cache(every, 6, chosen)
     for clock in range(60):
         layer = clock % 2
-        asked = np.sort(rng.permutation(6)[:2] + 6 * layer)
+        requested = np.sort(rng.permutation(6)[:2] + 6 * layer)
         served = cache.serve(
-            asked, clock, rows=np.ones(2, np.int64), weights=np.ones(2, np.float32)
+            requested, clock, rows=np.ones(2, np.int64), weights=np.ones(2, np.float32)
         )
-        for piece, slot, evicted in zip(asked, served.slots, served.evicted, strict=True):
+        for piece, slot, evicted in zip(requested, served.slots, served.evicted, strict=True):
             if slot >= 0:
                 assert (slot >= 3) == every.home_device[piece]
             if evicted >= 0:
                 assert every.home_device[evicted] == every.home_device[piece]
-        cache.release(asked)
+        cache.release(requested)
     homes_of_residents = np.bincount(every.home_device[cache.residents()], minlength=2)
     assert homes_of_residents.max() <= 3
 

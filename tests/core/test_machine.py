@@ -67,15 +67,15 @@ def test_links_in_a_circle_end(tmp_path: Path):
 
 
 def changed(*path: str | int, to: Any) -> str:
-    found = copy.deepcopy(MACHINE.as_json())
-    place: Any = found
+    fields = copy.deepcopy(MACHINE.as_json())
+    place: Any = fields
     for key in path[:-1]:
         place = place[key]
     if to is None:
         del place[path[-1]]
     else:
         place[path[-1]] = to
-    return json.dumps(found)
+    return json.dumps(fields)
 
 
 DAMAGE = {

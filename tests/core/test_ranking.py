@@ -16,5 +16,5 @@ def test_is_the_head_of_a_stable_sort(rows: int, columns: int, data: st.DataObje
     few = st.integers(-3, 3)  # so that many are equal
     drawn = data.draw(st.lists(few, min_size=rows * columns, max_size=rows * columns))
     scores = np.array(drawn, np.float32).reshape(rows, columns)
-    wanted = np.argsort(-scores, axis=1, kind="stable")[:, :width]
-    assert top(scores, width).tolist() == wanted.tolist()
+    expected = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+    assert top(scores, width).tolist() == expected.tolist()

@@ -84,8 +84,8 @@ class Theatre:
     def _computable(self, group: ComputeGroup) -> None:
         experts, slots = group.experts, group.slots
         assert {*self.s.pieces.home_device[experts].tolist()} == {group.device}
-        there = [self.memory.get(int(slot)) for slot in slots]
-        assert there == (experts + group.part * self.s.pieces.experts).tolist()
+        stored = [self.memory.get(int(slot)) for slot in slots]
+        assert stored == (experts + group.part * self.s.pieces.experts).tolist()
         self._after_its_top(experts, group.part)
         assert not {m.slot for m in self.moving} & set(slots.tolist())
 
@@ -135,10 +135,10 @@ class Theatre:
 
     def _check(self) -> None:
         """What lies in the buffer and is not moving is there, whole."""
-        for piece, held in self.s.placement.buffer.borrowed.items():
+        for piece, entry in self.s.placement.buffer.borrowed.items():
             assert self.s.placement.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
-            if held.state is BorrowState.COMPLETE:
-                assert self.memory.get(int(self.s.placement.tier_slots[held.slot])) == piece
+            if entry.state is BorrowState.COMPLETE:
+                assert self.memory.get(int(self.s.placement.tier_slots[entry.slot])) == piece
 
     def run(
         self,

@@ -64,7 +64,7 @@ def in_time(*works: Callable[[], None]) -> None:
 
 class Rig:
     """`predictor` prefetches into `ahead` slots; with two links host memory lies between them, of
-    which a tier has `kept` slots; `faults` are FakeStore's."""
+    which a tier has `tier_slots` slots; `faults` are FakeStore's."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Rig:
         ahead: int = 0,
         predictor: Any = None,
         guard: bool = False,
-        kept: int = 0,
+        tier_slots: int = 0,
         **faults: Any,
     ) -> None:
         self.catalog = catalog
@@ -87,7 +87,7 @@ class Rig:
         self.pieces = Pieces.unsplit(
             catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
         )
-        self.tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
+        self.tier = HostTier(self.pieces, tier_slots, policy("lru")) if tier_slots else None
         self.scheduler = Scheduler(
             self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
             host=self.tier,
@@ -95,7 +95,11 @@ class Rig:
         self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
         queue = self.scheduler.transfers.queue
         links = ("disk -> host", "host -> device")[: len(queue.lanes)]
-        memory = HostMemory(Engine(), chunks, queue.staging_slots, kept) if len(links) > 1 else None
+        memory = (
+            HostMemory(Engine(), chunks, queue.staging_slots, tier_slots)
+            if len(links) > 1
+            else None
+        )
         self.driver = Driver(
             self.scheduler,
             self.store,
@@ -158,17 +162,20 @@ class Rig:
             assert not len(s.transfers.entries)
             assert not s.placement.cache.state.pinned.any()
             residents = s.residents().tolist()
-            held, free = s.placement.buffer.borrowed, int(s.placement.cache.state.free_count.sum())
-            assert len(held) + free + len(residents) == s.capacity == self.slots.capacity
+            borrowed, free = (
+                s.placement.buffer.borrowed,
+                int(s.placement.cache.state.free_count.sum()),
+            )
+            assert len(borrowed) + free + len(residents) == s.capacity == self.slots.capacity
             assert sorted(s.placement.tier_slots) == list(range(s.capacity))
             for piece in residents:
                 assert self.holds(s.placement.slot(piece), piece)
-            for piece, each in held.items():
+            for piece, each in borrowed.items():
                 assert each.state is BorrowState.COMPLETE
                 assert self.holds(int(s.placement.tier_slots[each.slot]), piece)
             c = s.counts
             over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
-            assert over + len(held) == c.prefetches
+            assert over + len(borrowed) == c.prefetches
             assert all(link.moving == 0 for link in self.driver.meter.links)
 
 
@@ -182,12 +189,12 @@ class Ahead:
 
     def begin(self, at: PassStart) -> None: ...
 
-    def observe(self, seen: LayerRouting) -> None: ...
+    def observe(self, routing: LayerRouting) -> None: ...
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         """`say(layer + 1)` are the experts to expect there, likeliest first; [] for no guess."""
-        said = np.array([self._say(layer + 1)], np.int64)
-        return [LayerPrediction(layer + 1, said)] if said.size else []
+        predicted = np.array([self._say(layer + 1)], np.int64)
+        return [LayerPrediction(layer + 1, predicted)] if predicted.size else []
 
     def state(self) -> dict[str, Any]:
         return {}

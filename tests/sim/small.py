@@ -63,16 +63,16 @@ def starts(lengths: list[int]) -> np.ndarray:
 def steps(trace: Trace, stream: Stream) -> list[TraceStep]:
     """A stream in runtime order as the event machine takes it."""
     tokens = np.diff(trace.pass_starts)
-    found = []
+    steps_found = []
     for s in range(stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
         rows = stream.rows[part] if stream.rows.size else None
         number = int(stream.token[s])
-        found.append(
+        steps_found.append(
             TraceStep(number, int(stream.layer[s]), stream.pieces[part].astype(np.int64), rows,
                       int(tokens[number]))
         )  # fmt: skip
-    return found
+    return steps_found
 
 
 @dataclass

@@ -28,9 +28,9 @@ BYTES = 4000
 
 
 def weighed() -> Trace:
-    own = trace()
-    weights = np.random.default_rng(1).random(own.experts.shape)
-    return replace(own, weights=weights.astype(np.float16))
+    own_trace = trace()
+    weights = np.random.default_rng(1).random(own_trace.experts.shape)
+    return replace(own_trace, weights=weights.astype(np.float16))
 
 
 def run(of: Trace, at: Approximation | None, capacity: int = 16, **options):
@@ -44,9 +44,9 @@ def run(of: Trace, at: Approximation | None, capacity: int = 16, **options):
 
 def test_a_step_s_tail_weights_are_those_of_its_tokens():
     of = weighed()
-    found = tail_weights_of(of, 3, 4, 1)
+    ranked_weights = tail_weights_of(of, 3, 4, 1)
     chosen = of.experts[3, 1]
-    assert found.tolist() == tail_weights(of.weights[3, 1])[np.argsort(chosen)].tolist()
+    assert ranked_weights.tolist() == tail_weights(of.weights[3, 1])[np.argsort(chosen)].tolist()
     for at, steps in passes(of, stream(of, "runtime"), tail_weights=True):
         for step in steps:
             assert (step.tail_weights is None) == at.prefill
@@ -57,15 +57,15 @@ def test_a_step_s_tail_weights_are_those_of_its_tokens():
 def test_bytes_and_counts_add_up(nested):
     of = weighed()
     at = Approximation(low=0.7, precision="int4", share=0.25)
-    found, sizes = run(of, at, low=None, nested=nested), CopySizes.of(at, nested)
-    c, copies = found.counts, sizes.pieces(of, BYTES, 16, 1 << 20).copies
+    ranked_weights, sizes = run(of, at, low=None, nested=nested), CopySizes.of(at, nested)
+    c, copies = ranked_weights.counts, sizes.pieces(of, BYTES, 16, 1 << 20).copies
     assert c.low > 0
     exact = c.misses - c.low - c.joined
     moved = exact * BYTES + (c.low - c.low_hits) * copies.low[0]
     moved += c.joined * (BYTES - copies.low[0])
-    assert found.times.bytes_moved == moved
+    assert ranked_weights.times.bytes_moved == moved
     assert (c.joined > 0) == nested
-    row = found.as_json()
+    row = ranked_weights.as_json()
     assert row["inexact_share"] == c.low / c.requests
     assert row["low_hits"] == c.low_hits
     assert "low" not in run(of, None).as_json()
@@ -82,11 +82,13 @@ def test_less_takes_less_time():
 
 def test_more_is_exact_where_experts_follow_their_copies():
     of = weighed()
-    alone, followed = (run(of, Approximation(low=0.5, promote=follow)) for follow in (False, True))
-    assert "adopted" not in alone.as_json()
+    unapproximated, followed = (
+        run(of, Approximation(low=0.5, promote=follow)) for follow in (False, True)
+    )
+    assert "adopted" not in unapproximated.as_json()
     assert followed.as_json()["adopted"] == followed.counts.adopted > 0
-    assert followed.counts.low < alone.counts.low
-    assert followed.times.bytes_moved > alone.times.bytes_moved
+    assert followed.counts.low < unapproximated.counts.low
+    assert followed.times.bytes_moved > unapproximated.times.bytes_moved
 
 
 def test_the_event_machine_alone_counts_the_same():
@@ -96,12 +98,12 @@ def test_the_event_machine_alone_counts_the_same():
     from greenroom.core.pieces import Pieces
 
     pieces = Pieces.unsplit(of.offsets.tolist(), [BYTES] * of.layers)
-    alone = simulate(
+    unapproximated = simulate(
         steps, pieces, 16, policy("lru"), costs=COSTS, options=[precision(at, pieces)]
     ).counts
-    assert run(of, at).counts == alone
-    assert alone.left_out > 0
-    assert alone.substituted > 0
+    assert run(of, at).counts == unapproximated
+    assert unapproximated.left_out > 0
+    assert unapproximated.substituted > 0
 
 
 def test_a_sweep_takes_it():
@@ -116,14 +118,14 @@ def test_a_sweep_takes_it():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"devices": 2}, "need one device, unsplit"),
         ({"split": 0.5}, "need one device, unsplit"),
     ],
 )
-def test_what_cannot_be(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be(options, message):
+    with pytest.raises(UsageError, match=message):
         run(weighed(), Approximation(low=0.5), **options)
     with pytest.raises(UsageError, match="which this trace does not have: record them with"):
         run(trace(), Approximation(low=0.5))

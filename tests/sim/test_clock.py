@@ -62,9 +62,9 @@ TWO = Pieces.unsplit([0, 4], [1000], devices=2)
 
 def test_two_links_halve_the_transfers_of_an_even_load():
     costs = costs_of(Link(bandwidth=1000, latency=0.25, lanes=1))
-    asked = steps([0, 1, 2, 3])
-    one = simulate(asked, PIECES, 4, policy("lru"), costs=costs)
-    two = simulate(asked, TWO, 4, policy("lru"), costs=costs)
+    requests = steps([0, 1, 2, 3])
+    one = simulate(requests, PIECES, 4, policy("lru"), costs=costs)
+    two = simulate(requests, TWO, 4, policy("lru"), costs=costs)
     assert (one.misses, one.bytes_moved) == (two.misses, two.bytes_moved) == (4, 4000)
     assert one.seconds == pytest.approx(4 * 1.25)
     assert two.seconds == pytest.approx(2 * 1.25)

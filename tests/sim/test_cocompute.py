@@ -32,17 +32,19 @@ def costs(bus: float, host: float, device: float = 0.0, dense: float = 0.0) -> C
     )  # fmt: skip
 
 
-def run(known: Costs, *asked: list[int], capacity: int = 2, both: bool = True):
-    steps = [TraceStep(i, 0, np.array(e, np.int64)) for i, e in enumerate(asked)]
+def run(run_costs: Costs, *requests: list[int], capacity: int = 2, both: bool = True):
+    steps = [TraceStep(i, 0, np.array(e, np.int64)) for i, e in enumerate(requests)]
     tier = HostTier(PIECES, 8, policy("lru"))
-    options = [CoCompute(Rates(known, 1000))] if both else []
-    return simulate(steps, PIECES, capacity, policy("lru"), costs=known, host=tier, options=options)
+    options = [CoCompute(Rates(run_costs, 1000))] if both else []
+    return simulate(
+        steps, PIECES, capacity, policy("lru"), costs=run_costs, host=tier, options=options
+    )
 
 
 def test_three_misses_end_when_two_are_moved_and_one_is_computed():
-    known = costs(bus=1.0, host=2.0)
-    moved = run(known, [0, 1, 2], [3, 4, 5], both=False, capacity=3)
-    shared = run(known, [0, 1, 2], [3, 4, 5], capacity=3)
+    run_costs = costs(bus=1.0, host=2.0)
+    moved = run(run_costs, [0, 1, 2], [3, 4, 5], both=False, capacity=3)
+    shared = run(run_costs, [0, 1, 2], [3, 4, 5], capacity=3)
     assert moved.seconds == pytest.approx(6.0)
     assert shared.seconds == pytest.approx(4.0)
     assert (shared.misses, shared.on_host) == (6, 2)
@@ -62,41 +64,41 @@ def test_a_slow_host_is_left_alone_and_a_quick_one_does_it_all():
 def test_a_token_takes_no_longer_for_it(host_ms):
     """With what follows to the device, and an expert that takes 1 ms to be moved."""
     trace = small.trace([[-4, *[1] * 60]], layers=4, experts=16, top_k=4)
-    asked = stream(trace, "runtime")
-    known = replace(
+    requests = stream(trace, "runtime")
+    run_costs = replace(
         costs(bus=1e-3, host=host_ms * 1e-3, device=2e-5, dense=2e-4),
         host=Work(((1, host_ms * 1e-3),)),
     )
     options = {"host": 64, "chunk_bytes": 250}
-    alone = simulate_events(
-        trace, asked, 16, policy("lru"), known, 1000, "off", EventOptions(**options)
+    moved_only = simulate_events(
+        trace, requests, 16, policy("lru"), run_costs, 1000, "off", EventOptions(**options)
     )
     both = simulate_events(
         trace,
-        asked,
+        requests,
         16,
         policy("lru"),
-        known,
+        run_costs,
         1000,
         "off",
         EventOptions(config=SchedulerConfig(co_compute="auto"), **options),
     )
-    assert both.times.gaps.mean() <= 1.02 * alone.times.gaps.mean()
+    assert both.times.gaps.mean() <= 1.02 * moved_only.times.gaps.mean()
     if host_ms <= 1.0:
         assert both.counts.on_host > 0
         assert both.counts.adopted > 0
-        assert both.times.gaps.mean() < 0.9 * alone.times.gaps.mean()
+        assert both.times.gaps.mean() < 0.9 * moved_only.times.gaps.mean()
 
 
 def test_what_stays_is_there_from_its_first_use():
     trace = small.trace([[*[1] * 40]], layers=1, experts=8, top_k=2)
-    asked, known = stream(trace, "runtime"), costs(bus=1e-3, host=1e-3)
-    kept = simulate_events(
+    requests, run_costs = stream(trace, "runtime"), costs(bus=1e-3, host=1e-3)
+    with_tier = simulate_events(
         trace,
-        asked,
+        requests,
         6,
         policy("fifo"),
-        known,
+        run_costs,
         1000,
         "off",
         EventOptions(host=8, stay=(0, 1, 2, 3)),
@@ -104,4 +106,4 @@ def test_what_stays_is_there_from_its_first_use():
     asked_for = [int((trace.experts == e).sum()) for e in range(8)]
     first = sum(n > 0 for n in asked_for[:4])
     assert first < sum(asked_for[:4])
-    assert first <= kept.times.misses <= first + sum(asked_for[4:])
+    assert first <= with_tier.times.misses <= first + sum(asked_for[4:])

@@ -21,11 +21,11 @@ CURVES = {"lru": lru_curve, "opt": opt_curve}
 def test_equals_a_simulation_at_every_capacity(name, steps, reset):
     stream = as_stream(steps)
     for scope in ("shared", "per-layer", (1.0, 2.5, 0.5)[:LAYERS]):
-        found = CURVES[name](stream, OFFSETS, scope=scope, reset=reset)
+        result = CURVES[name](stream, OFFSETS, scope=scope, reset=reset)
         least = 1 if scope == "shared" else LAYERS
-        assert found.capacities.tolist() == list(range(least, OFFSETS[-1] + 1))
-        assert found.requests == stream.pieces.size
-        for capacity, misses in zip(found.capacities.tolist(), found.misses, strict=True):
+        assert result.capacities.tolist() == list(range(least, OFFSETS[-1] + 1))
+        assert result.requests == stream.pieces.size
+        for capacity, misses in zip(result.capacities.tolist(), result.misses, strict=True):
             done = replay(
                 stream, OFFSETS, capacity, policy(name), scope=scope, pin="none", reset=reset
             )
@@ -37,10 +37,10 @@ def test_equals_simulations_of_a_long_stream(name):
     chance = np.random.default_rng(5)
     pieces = (chance.zipf(1.2, 6000) % 100).tolist()
     stream = as_stream([Step([p], i, i, 0, 0, [], []) for i, p in enumerate(pieces)])
-    found = CURVES[name](stream, [0, 100])
+    result = CURVES[name](stream, [0, 100])
     for capacity in (1, 7, 33, 64, 65, 99, 100):
         done = replay(stream, [0, 100], capacity, policy(name), pin="none")
-        assert done.misses == found.misses[capacity - 1]
+        assert done.misses == result.misses[capacity - 1]
 
 
 def test_worked_by_hand():

@@ -22,15 +22,15 @@ COSTS = Costs(
     (Link(3000.0, 0.07),), Work(((1, 0.1), (4, 0.15), (16, 0.9))), Work(((1, 0.2), (9, 0.5)))
 )
 ANSWER = small.trace([[-4] + [1] * 50], layers=4, experts=16, top_k=3, seed=1)
-WHOLE = Costs((Link(NBYTES / 0.5, lanes=1),), Work.constant(0.25), Work.constant(2.0))
+ONE_CHUNK = Costs((Link(NBYTES / 0.5, lanes=1),), Work.constant(0.25), Work.constant(2.0))
 
 
 def run(trace, prefetch: str, capacity: int = 16, costs: Costs = COSTS, **how) -> EventRun:
     how = {"chunk_bytes": 300, "name": "lru", **how}
-    asked = stream(trace, "runtime")
+    requests = stream(trace, "runtime")
     lru = policy(how.pop("name"))
     return simulate_events(
-        trace, asked, capacity, lru, costs, NBYTES, prefetch, EventOptions(**how)
+        trace, requests, capacity, lru, costs, NBYTES, prefetch, EventOptions(**how)
     )
 
 
@@ -38,7 +38,7 @@ def run(trace, prefetch: str, capacity: int = 16, costs: Costs = COSTS, **how) -
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("scope", ["shared", "per-layer", (1.0, 2.5)])
 @pytest.mark.parametrize("capacity", [4, 8, 14])
-def test_without_slots_on_loan_times_are_those_without_prefetching(capacity, scope, reset, lanes):
+def test_without_borrowed_slots_times_are_those_without_prefetching(capacity, scope, reset, lanes):
     """The event machine is one: with nothing to lend it decides and waits as if nobody predicted,
     whatever is predicted."""
     trace, how = small.trace(MIXED, seed=capacity), {"scope": scope, "reset": reset}
@@ -49,12 +49,12 @@ def test_without_slots_on_loan_times_are_those_without_prefetching(capacity, sco
         **how,
     )  # fmt: skip
     for name in ("none", "oracle"):
-        found = run(trace, name, capacity, costs, ahead=0, **how)
-        assert (found.counts.prefetches, found.ahead, found.accuracy) == (0, 0, None)
-        assert (found.times.requests, found.times.misses) == (plain.requests, plain.misses)
-        assert found.times.bytes_moved == plain.bytes_moved
+        result = run(trace, name, capacity, costs, ahead=0, **how)
+        assert (result.counts.prefetches, result.ahead, result.accuracy) == (0, 0, None)
+        assert (result.times.requests, result.times.misses) == (plain.requests, plain.misses)
+        assert result.times.bytes_moved == plain.bytes_moved
         for field in ("seconds", "stall", "compute", "ttft", "gaps"):
-            assert getattr(found.times, field) == pytest.approx(getattr(plain, field), rel=1e-9)
+            assert getattr(result.times, field) == pytest.approx(getattr(plain, field), rel=1e-9)
 
 
 def test_decode_without_predictions_is_as_without_prefetching():
@@ -63,10 +63,10 @@ def test_decode_without_predictions_is_as_without_prefetching():
     plain = time_trace(
         trace, stream(trace, "runtime"), 8, policy("lru"), COSTS, NBYTES, chunk_bytes=300
     )
-    found = run(trace, "none", 8)
-    assert found.ahead == 2
-    assert (found.times.misses, found.times.bytes_moved) == (plain.misses, plain.bytes_moved)
-    assert found.times.gaps == pytest.approx(plain.gaps)
+    result = run(trace, "none", 8)
+    assert result.ahead == 2
+    assert (result.times.misses, result.times.bytes_moved) == (plain.misses, plain.bytes_moved)
+    assert result.times.gaps == pytest.approx(plain.gaps)
 
 
 def test_where_all_experts_have_a_slot_nothing_is_lent():
@@ -87,19 +87,19 @@ def test_a_prefetch_hides_a_transfer_by_hand():
     needs 0.5 s of them: nothing is waited for, and each step takes 2.25 s.
     """
     trace = small.of([[[0], [0]], [[1], [0]], [[1], [1]]], [[1, 1, 1]])
-    asked = stream(trace, "runtime")
-    plain = time_trace(trace, asked, 4, policy("lru"), WHOLE, NBYTES, chunk_bytes=NBYTES)
+    requests = stream(trace, "runtime")
+    plain = time_trace(trace, requests, 4, policy("lru"), ONE_CHUNK, NBYTES, chunk_bytes=NBYTES)
     assert plain.ttft.tolist() == pytest.approx([5.5])
     assert plain.gaps.tolist() == pytest.approx([5.0, 5.0])
-    found = run(trace, "oracle", 4, WHOLE, chunk_bytes=NBYTES)
-    assert found.ahead == 1
-    assert found.times.ttft.tolist() == pytest.approx([4.5])
-    assert found.times.gaps.tolist() == pytest.approx([4.5, 4.5])
-    assert (found.times.stall, found.times.misses) == (0.0, 0)
-    counts = found.counts
+    result = run(trace, "oracle", 4, ONE_CHUNK, chunk_bytes=NBYTES)
+    assert result.ahead == 1
+    assert result.times.ttft.tolist() == pytest.approx([4.5])
+    assert result.times.gaps.tolist() == pytest.approx([4.5, 4.5])
+    assert (result.times.stall, result.times.misses) == (0.0, 0)
+    counts = result.counts
     assert (counts.prefetches, counts.useful, counts.late, counts.wasted) == (4, 4, 0, 0)
-    assert (found.accuracy, found.goodpred) == (1.0, 1.0)
-    assert found.times.bytes_moved == plain.bytes_moved == 4 * NBYTES
+    assert (result.accuracy, result.goodpred) == (1.0, 1.0)
+    assert result.times.bytes_moved == plain.bytes_moved == 4 * NBYTES
 
 
 def test_a_late_prefetch_is_a_miss_that_waits_less_by_hand():
@@ -107,12 +107,12 @@ def test_a_late_prefetch_is_a_miss_that_waits_less_by_hand():
     is asked for. The second one's begins when the link is free, at 3 s; its layer is routed 2.25 s
     later, and 0.75 s are left to wait."""
     trace = small.of([[[0], [0]]], [[1]])
-    slow = dataclasses.replace(WHOLE, links=(Link(NBYTES / 3.0, lanes=1),))
-    found = run(trace, "oracle", 4, slow, chunk_bytes=NBYTES)
-    assert (found.counts.late, found.counts.useful, found.times.misses) == (2, 0, 2)
-    assert found.times.seconds == pytest.approx(3.0 + 3.0 + 0.25)
-    assert found.times.stall == pytest.approx(1.0 + 0.75)
-    assert (found.accuracy, found.goodpred) == (1.0, 0.0)
+    slow = dataclasses.replace(ONE_CHUNK, links=(Link(NBYTES / 3.0, lanes=1),))
+    result = run(trace, "oracle", 4, slow, chunk_bytes=NBYTES)
+    assert (result.counts.late, result.counts.useful, result.times.misses) == (2, 0, 2)
+    assert result.times.seconds == pytest.approx(3.0 + 3.0 + 0.25)
+    assert result.times.stall == pytest.approx(1.0 + 0.75)
+    assert (result.accuracy, result.goodpred) == (1.0, 0.0)
 
 
 TWO = (Link(5000.0, 0.05, 2), Link(20000.0, 0.01, 1))
@@ -127,13 +127,13 @@ def test_laws_of_accounting(name, links, capacity):
     stalled; nothing is faster than computing, or than its bytes over the slowest link."""
     trace = small.trace(MIXED * 2, layers=4, experts=16, top_k=3, seed=7)
     costs = dataclasses.replace(COSTS, links=links)
-    found = run(trace, name, capacity, costs)
-    spent, counts = found.times, found.counts
+    result = run(trace, name, capacity, costs)
+    spent, counts = result.times, result.counts
     plain = time_trace(
         trace, stream(trace, "runtime"), capacity, policy("lru"), costs, NBYTES, chunk_bytes=300
     )
     ended = counts.useful + counts.late + counts.wasted + counts.dropped + counts.displaced
-    assert 0 <= counts.prefetches - ended <= found.ahead  # the others wait for their layer
+    assert 0 <= counts.prefetches - ended <= result.ahead  # the others wait for their layer
     assert counts.failed == 0
     assert spent.requests == plain.requests
     assert spent.compute == pytest.approx(plain.compute)
@@ -142,13 +142,13 @@ def test_laws_of_accounting(name, links, capacity):
     # What was not there when it was asked for came then, or had been begun: whole, but for what
     # is still on its way at the end.
     slowest = min(link.bandwidth for link in links)
-    assert spent.seconds >= spent.bytes_moved / slowest - found.ahead * NBYTES / slowest - 1e-9
+    assert spent.seconds >= spent.bytes_moved / slowest - result.ahead * NBYTES / slowest - 1e-9
     assert spent.bytes_moved >= (spent.misses - counts.late) * NBYTES
     assert spent.bytes_moved <= (spent.misses - counts.late + counts.prefetches) * NBYTES
-    if found.accuracy is not None:
-        assert found.goodpred <= found.accuracy <= 1.0
+    if result.accuracy is not None:
+        assert result.goodpred <= result.accuracy <= 1.0
     if name.startswith("oracle"):
-        assert found.accuracy == 1.0
+        assert result.accuracy == 1.0
 
 
 @pytest.mark.parametrize("distance", [1, 2])
@@ -186,7 +186,7 @@ def test_a_chain_of_links_takes_what_its_parts_take(second):
     and takes the sum of its links. Without prefetching all of it is waited for; with the oracle
     nothing, as long as it is less than the layer's 2 s."""
     chain = (Link(NBYTES / 0.5, lanes=1), Link(second, lanes=1))
-    costs = dataclasses.replace(WHOLE, links=chain)
+    costs = dataclasses.replace(ONE_CHUNK, links=chain)
     assert run(ONES, "oracle", 7, costs, chunk_bytes=NBYTES).times.stall == 0
     plain = run(ONES, "none", 7, costs, chunk_bytes=NBYTES)
     assert plain.times.stall == pytest.approx(plain.times.misses * (0.5 + NBYTES / second))
@@ -195,7 +195,7 @@ def test_a_chain_of_links_takes_what_its_parts_take(second):
 @pytest.mark.parametrize("name", ["none", "oracle"])
 def test_faster_links_and_more_lanes_are_never_slower_where_transfers_are_alone(name):
     def seconds(first: Link, second: Link) -> float:
-        costs = dataclasses.replace(WHOLE, links=(first, second))
+        costs = dataclasses.replace(ONE_CHUNK, links=(first, second))
         return run(ONES, name, 7, costs, chunk_bytes=NBYTES).times.seconds
 
     slow, fast = Link(400.0, 0.1, 1), Link(4000.0, 0.1, 1)
@@ -216,15 +216,15 @@ def test_a_seed_gives_the_same_again(name, links):
 
 def test_reset_begins_every_request_with_an_empty_cache():
     trace = small.trace([[-4, 1, 1, 1, 1]] * 6, seed=4)
-    kept, reset = run(trace, "oracle", 12), run(trace, "oracle", 12, reset=True)
+    persistent, reset = run(trace, "oracle", 12), run(trace, "oracle", 12, reset=True)
     counts = reset.counts
-    assert reset.times.misses + counts.useful > kept.times.misses + kept.counts.useful
+    assert reset.times.misses + counts.useful > persistent.times.misses + persistent.counts.useful
     ended = counts.useful + counts.late + counts.wasted + counts.dropped + counts.displaced
     assert 0 <= counts.prefetches - ended <= reset.ahead
     assert reset.times.seconds == pytest.approx(reset.times.compute + reset.times.stall)
     first = run(trace.select([0]), "oracle", 12)
     assert reset.times.ttft[0] == pytest.approx(first.times.ttft[0])
-    assert reset.times.requests == kept.times.requests
+    assert reset.times.requests == persistent.times.requests
 
 
 def test_what_is_recorded_is_found_by_kind_distance_and_options():

@@ -24,10 +24,10 @@ def labelled(seed: int = 0):
 def test_the_experts_that_a_task_uses_most():
     trace = small.of([[[0, 1]], [[0, 2]], [[3, 2]], [[3, 2]]], [[1, 1], [1, 1]])
     trace = dataclasses.replace(trace, labels=("a", "b"))
-    found = hot_experts(trace, ["a", "b"], 0.25)
-    assert found.tasks["a"].experts.tolist() == [0]
-    assert found.tasks["b"].experts.tolist() == [2]
-    assert found.tasks["a"].pattern.tolist() == [1.0, 0.5, 0.5, 0.0]
+    hot = hot_experts(trace, ["a", "b"], 0.25)
+    assert hot.tasks["a"].experts.tolist() == [0]
+    assert hot.tasks["b"].experts.tolist() == [2]
+    assert hot.tasks["a"].pattern.tolist() == [1.0, 0.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("tasks", [["a"], ["a", "b"]])
@@ -46,14 +46,14 @@ def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
         if s in changes:
             cache.pin(changes[s])
         part = slice(int(requests.starts[s]), int(requests.starts[s + 1]))
-        asked = requests.pieces[part].astype(np.int64)
+        requested = requests.pieces[part].astype(np.int64)
         served = cache.serve(
-            asked, int(requests.now[s]), token=int(requests.token[s]),
+            requested, int(requests.now[s]), token=int(requests.token[s]),
             request=int(requests.request[s]), rows=requests.rows[part],
             weights=requests.weights[part],
         )  # fmt: skip
         if served.pinned:
-            cache.release(asked)
+            cache.release(requested)
         assert (served.hits == 0).tolist() == done.missed[part].tolist(), s
 
 
@@ -61,9 +61,9 @@ def test_when_the_set_changes():
     """After each prompt; the fourth request has none, and is three tokens long."""
     trace = labelled()
     requests = stream(trace, "runtime")
-    found = pinned_by_step(trace, requests, hot_experts(trace, ["a", "b"], 0.2))
+    hot = pinned_by_step(trace, requests, hot_experts(trace, ["a", "b"], 0.2))
     layers = trace.layers
-    assert [step for step, _ in found] == [layers, 5 * layers, 8 * layers, 12 * layers]
+    assert [step for step, _ in hot] == [layers, 5 * layers, 8 * layers, 12 * layers]
     assert [s for s, _ in pinned_by_step(trace, requests, hot_experts(trace, ["b"], 0.2))] == [0]
 
 

@@ -30,11 +30,14 @@ def test_an_empty_stream_misses_nothing():
 @given(steps=steps(), capacity=st.integers(1, OFFSETS[-1]))
 @settings(max_examples=40, deadline=None)
 def test_reset_serves_every_prompt_as_if_it_were_alone(name, steps, capacity):
-    alone = 0
+    separate_misses = 0
     for prompt in {step.prompt for step in steps}:
         part = as_stream([step for step in steps if step.prompt == prompt])
-        alone += replay(part, OFFSETS, capacity, policy(name)).misses
-    assert replay(as_stream(steps), OFFSETS, capacity, policy(name), reset=True).misses == alone
+        separate_misses += replay(part, OFFSETS, capacity, policy(name)).misses
+    assert (
+        replay(as_stream(steps), OFFSETS, capacity, policy(name), reset=True).misses
+        == separate_misses
+    )
 
 
 def test_a_step_larger_than_the_cache_is_not_protected():

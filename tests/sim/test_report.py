@@ -101,10 +101,10 @@ def test_times_are_shown_where_there_are_any():
 
 def test_the_data_are_those_of_the_curves():
     text = report()
-    found = json.loads(re.findall(r'id="data">(.*?)</script>', text)[0])
-    assert [curve["name"] for curve in found["curves"]][:2] == ["lru", "<b>own</b>"]
-    assert found["curves"][0]["points"] == [[4, 0.4], [8, 0.1]]
-    assert found["counts"] == [[0, 6, 3, 3], [1, 5, 12]]
+    embedded = json.loads(re.findall(r'id="data">(.*?)</script>', text)[0])
+    assert [curve["name"] for curve in embedded["curves"]][:2] == ["lru", "<b>own</b>"]
+    assert embedded["curves"][0]["points"] == [[4, 0.4], [8, 0.1]]
+    assert embedded["counts"] == [[0, 6, 3, 3], [1, 5, 12]]
 
 
 def test_points_are_where_the_axes_say():

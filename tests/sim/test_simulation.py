@@ -23,31 +23,31 @@ def small() -> Trace:
 
 
 def test_every_policy_at_every_capacity_in_order(small: Trace) -> None:
-    found = greenroom.simulate(small, ["lru", "opt"], ["25%", 8])
-    assert [(row["policy"], row["capacity"]) for row in found] == [
+    results = greenroom.simulate(small, ["lru", "opt"], ["25%", 8])
+    assert [(row["policy"], row["capacity"]) for row in results] == [
         ("lru", 4), ("lru", 8), ("opt", 4), ("opt", 8),
     ]  # fmt: skip
     by_hand = replay(stream(small, "natural"), small.offsets, 8, policy("lru"))
-    assert (found[1]["requests"], found[1]["misses"]) == (by_hand.requests, by_hand.misses)
-    assert len(found) == 4
-    assert found[-1] == found[2:][1]
-    sizes, ratios = found.curves()["lru"]
+    assert (results[1]["requests"], results[1]["misses"]) == (by_hand.requests, by_hand.misses)
+    assert len(results) == 4
+    assert results[-1] == results[2:][1]
+    sizes, ratios = results.curves()["lru"]
     assert sizes == [4, 8]
-    assert ratios == [found[0]["miss_ratio"], found[1]["miss_ratio"]]
+    assert ratios == [results[0]["miss_ratio"], results[1]["miss_ratio"]]
     with pytest.raises(UnknownName, match="miss_ratio"):
-        found.curves("colour")
+        results.curves("colour")
 
 
 def test_it_shows_itself_as_a_table(small: Trace) -> None:
-    found = greenroom.simulate(small, "lru,opt", "25%")
-    title, order, empty, header, _, *lines = repr(found).splitlines()
+    results = greenroom.simulate(small, "lru,opt", "25%")
+    title, order, empty, header, _, *lines = repr(results).splitlines()
     assert "13 tokens of 2 requests, 16 experts in 2 layers, top-2" in title
     assert order == "order natural, scope shared, pin step"
     assert not empty
     assert re.split(r" {2,}", header)[-1] == "miss ratio"
     assert [line.split()[0] for line in lines] == ["lru", "opt"]
-    assert lines[0].split()[1:4] == ["4", "(25%)", f"{found[0]['requests']}"]
-    html = found._repr_html_()
+    assert lines[0].split()[1:4] == ["4", "(25%)", f"{results[0]['requests']}"]
+    html = results._repr_html_()
     assert html.count("<tr>") == 3
     assert "<td>opt</td>" in html
 
@@ -55,22 +55,22 @@ def test_it_shows_itself_as_a_table(small: Trace) -> None:
 def test_a_file_and_a_limit(small: Trace, tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     save(small, path)
-    whole, part = greenroom.simulate(path, "lru"), greenroom.simulate(str(path), "lru", limit=4)
-    assert whole[0] == greenroom.simulate(small, "lru")[0]
-    assert part[0]["requests"] == 4 * 2 * 2 < whole[0]["requests"]
+    entire, part = greenroom.simulate(path, "lru"), greenroom.simulate(str(path), "lru", limit=4)
+    assert entire[0] == greenroom.simulate(small, "lru")[0]
+    assert part[0]["requests"] == 4 * 2 * 2 < entire[0]["requests"]
 
 
 def test_a_machine_adds_times_and_prefetching(small: Trace) -> None:
     work = Table((1000,), (1,), ((1e-3,),))
     machine = Machine((Route("disk", "host", Link(1e6)),), (Processor("cpu", "host", work, work),))
-    found = greenroom.simulate(
+    results = greenroom.simulate(
         small, "lru", 8, machine=machine, expert_bytes=1000, prefetch=["off", "markov"]
     )
-    assert [row["prefetch"] for row in found] == ["off", "markov"]
-    assert found[0]["order"] == "runtime"
-    assert found[0]["seconds"] > 0
-    assert "tokens/s" in repr(found)
-    assert set(found.curves("tpot_s")) == {"lru", "lru, markov"}
+    assert [row["prefetch"] for row in results] == ["off", "markov"]
+    assert results[0]["order"] == "runtime"
+    assert results[0]["seconds"] > 0
+    assert "tokens/s" in repr(results)
+    assert set(results.curves("tpot_s")) == {"lru", "lru, markov"}
 
 
 WRONG = {
@@ -91,8 +91,8 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_one_line(small: Trace, case: str) -> None:
-    options, kind, said = WRONG[case]
-    with pytest.raises(kind, match=said) as caught:
+    options, kind, message = WRONG[case]
+    with pytest.raises(kind, match=message) as caught:
         greenroom.simulate(small, **options)
     assert "\n" not in str(caught.value)
 

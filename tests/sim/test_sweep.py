@@ -23,11 +23,11 @@ AHEAD = [Cell("lru", 8), *(Cell("lru", 8, prefetch=name) for name in ("markov", 
 
 
 def played(cell: Cell) -> dict[str, object]:
-    found = simulate_events(
+    result = simulate_events(
         TIMED.trace, TIMED.requests, cell.capacity, policy(cell.policy), COSTS, 1000, cell.prefetch,
         EventOptions(ahead=2),
     )  # fmt: skip
-    return {"prefetch": cell.prefetch, **found.as_json()}
+    return {"prefetch": cell.prefetch, **result.as_json()}
 
 
 def expected(cell: Cell, order: str) -> dict[str, object]:
@@ -42,10 +42,10 @@ def expected(cell: Cell, order: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("order", ["natural", "rounds", "runtime"])
 def test_rows_are_those_of_single_replays_in_the_order_asked(order: str):
-    told: list[None] = []
-    rows = sweep(Study.of(TRACE, order), CELLS, workers=4, done=lambda: told.append(None))
+    calls: list[None] = []
+    rows = sweep(Study.of(TRACE, order), CELLS, workers=4, done=lambda: calls.append(None))
     assert rows == [expected(cell, order) for cell in CELLS]
-    assert len(told) == len(CELLS)
+    assert len(calls) == len(CELLS)
 
 
 def test_cells_with_prefetching_beside_others():
@@ -66,14 +66,16 @@ def test_a_part_of_the_trace_that_its_first_tokens_are_not_in():
 def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.MonkeyPatch):
     threads = sweep(TIMED, AHEAD)
     monkeypatch.setattr(sweeping, "LONG", 1)
-    here: list[Cell] = []
+    local_cells: list[Cell] = []
     run = Study.run
-    monkeypatch.setattr(Study, "run", lambda study, cell: here.append(cell) or run(study, cell))
+    monkeypatch.setattr(
+        Study, "run", lambda study, cell: local_cells.append(cell) or run(study, cell)
+    )
     monkeypatch.setattr(Study, "warm", lambda study, cell: None)
-    told: list[None] = []
-    assert sweep(TIMED, AHEAD, workers=2, done=lambda: told.append(None)) == threads
-    assert {cell.prefetch for cell in here} == {"off"}
-    assert len(told) == len(AHEAD)
+    calls: list[None] = []
+    assert sweep(TIMED, AHEAD, workers=2, done=lambda: calls.append(None)) == threads
+    assert {cell.prefetch for cell in local_cells} == {"off"}
+    assert len(calls) == len(AHEAD)
 
 
 def test_prefetching_that_cannot_be():
@@ -91,10 +93,10 @@ def test_an_error_in_a_cell_ends_the_sweep():
 @pytest.mark.timeout(300)
 def test_a_local_ray_gives_the_same():
     pytest.importorskip("ray", reason="the optional package ray is not installed")
-    told: list[None] = []
-    rows = sweep_on_ray(Study.of(TRACE, "natural"), CELLS[:3], "local", lambda: told.append(None))
+    calls: list[None] = []
+    rows = sweep_on_ray(Study.of(TRACE, "natural"), CELLS[:3], "local", lambda: calls.append(None))
     assert rows == [expected(cell, "natural") for cell in CELLS[:3]]
-    assert len(told) == 3
+    assert len(calls) == 3
     assert sweep_on_ray(TIMED, AHEAD[:2], "local") == sweep(TIMED, AHEAD[:2])
 
 
@@ -105,7 +107,7 @@ def test_capacities_are_slots_or_shares_rounded_down():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("0", "from 1 to all 64 experts"),
         ("65", "from 1 to all 64 experts"),
@@ -120,8 +122,8 @@ def test_capacities_are_slots_or_shares_rounded_down():
         ("1%", "less than one"),
     ],
 )
-def test_capacities_that_cannot_be(text: str, says: str):
-    with pytest.raises(UsageError, match=says):
+def test_capacities_that_cannot_be(text: str, message: str):
+    with pytest.raises(UsageError, match=message):
         capacities(text, 64)
 
 

@@ -41,14 +41,14 @@ def test_a_request_by_hand():
     """
     trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
     costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0))
-    found = run(trace, 3, costs, chunk_bytes=NBYTES)
-    assert found.ttft.tolist() == pytest.approx([5.5])
-    assert found.gaps.tolist() == pytest.approx([2.5, 3.25])
-    assert (found.requests, found.misses, found.bytes_moved) == (7, 4, 4 * NBYTES)
-    assert found.seconds == pytest.approx(11.25)
-    assert found.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25)
-    assert found.stall == pytest.approx(found.seconds - found.compute)
-    row = found.as_json()
+    result = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert result.ttft.tolist() == pytest.approx([5.5])
+    assert result.gaps.tolist() == pytest.approx([2.5, 3.25])
+    assert (result.requests, result.misses, result.bytes_moved) == (7, 4, 4 * NBYTES)
+    assert result.seconds == pytest.approx(11.25)
+    assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25)
+    assert result.stall == pytest.approx(result.seconds - result.compute)
+    row = result.as_json()
     assert row["ttft_s"] == pytest.approx(5.5)
     assert row["tpot_mean_s"] == pytest.approx(2.875)
     assert row["tokens_per_s"] == pytest.approx(2 / 5.75)
@@ -59,10 +59,10 @@ def test_what_is_fetched_is_handled_by_the_processor():
     handled while the link goes on, and in the second token the miss is the last to be computed."""
     trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
     costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), 0.125)
-    found = run(trace, 3, costs, chunk_bytes=NBYTES)
-    assert found.ttft.tolist() == pytest.approx([5.5 + 0.125])
-    assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
-    assert found.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
+    result = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert result.ttft.tolist() == pytest.approx([5.5 + 0.125])
+    assert result.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert result.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
 
 
 def test_what_follows_a_wait_takes_longer():
@@ -72,11 +72,11 @@ def test_what_follows_a_wait_takes_longer():
     costs = Costs(
         (Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), wake=0.125 / COOLED
     )
-    found = run(trace, 3, costs, chunk_bytes=NBYTES)
-    assert found.ttft.tolist() == pytest.approx([5.5 + 3 * 0.125])
-    assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
-    assert found.seconds == pytest.approx(11.25 + 4 * 0.125)
-    assert found.stall == pytest.approx(found.seconds - found.compute)
+    result = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert result.ttft.tolist() == pytest.approx([5.5 + 3 * 0.125])
+    assert result.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert result.seconds == pytest.approx(11.25 + 4 * 0.125)
+    assert result.stall == pytest.approx(result.seconds - result.compute)
     assert costs.seconds_after_wait(COOLED / 2) == pytest.approx(0.0625)
 
 
@@ -106,17 +106,17 @@ def test_times_are_those_of_the_event_machine(name, capacity, how, lanes):
     trace = small.trace(MIXED, seed=capacity)
     links = (dataclasses.replace(COSTS.links[0], lanes=lanes), Link(9000.0, 0.01))
     costs = dataclasses.replace(COSTS, links=links)
-    found = run(trace, capacity, costs, name, **how)
+    result = run(trace, capacity, costs, name, **how)
     pieces = Pieces.unsplit(trace.offsets.tolist(), [NBYTES] * 2, [4] * 16)
     order = small.steps(trace, stream(trace, "runtime"))
-    whole = simulate(order, pieces, capacity, policy(name), costs=costs, **how)
-    assert (found.requests, found.misses) == (whole.requests, whole.misses)
-    assert found.bytes_moved == whole.bytes_moved
+    unlimited = simulate(order, pieces, capacity, policy(name), costs=costs, **how)
+    assert (result.requests, result.misses) == (unlimited.requests, unlimited.misses)
+    assert result.bytes_moved == unlimited.bytes_moved
     for field in ("seconds", "stall", "compute"):
-        assert getattr(found, field) == pytest.approx(getattr(whole, field), rel=1e-9)
-    ttft, gaps = times_by_request(trace, np.diff(whole.pass_ends, prepend=0.0))
-    assert found.ttft == pytest.approx(ttft)
-    assert found.gaps == pytest.approx(gaps)
+        assert getattr(result, field) == pytest.approx(getattr(unlimited, field), rel=1e-9)
+    ttft, gaps = times_by_request(trace, np.diff(unlimited.pass_ends, prepend=0.0))
+    assert result.ttft == pytest.approx(ttft)
+    assert result.gaps == pytest.approx(gaps)
 
 
 TRACE = small.trace(MIXED * 4, seed=3)
@@ -141,24 +141,24 @@ def test_without_misses_there_is_only_computation():
 
 
 def test_infinite_bandwidth_never_stalls():
-    found = run(TRACE, costs=dataclasses.replace(COSTS, links=(Link(float("inf")),)))
-    assert found.misses > 16
-    assert found.stall == 0
-    assert found.seconds == pytest.approx(found.compute)
+    result = run(TRACE, costs=dataclasses.replace(COSTS, links=(Link(float("inf")),)))
+    assert result.misses > 16
+    assert result.stall == 0
+    assert result.seconds == pytest.approx(result.compute)
 
 
 @pytest.mark.parametrize("links", [(Link(800.0),), (Link(2e4), Link(700.0, 0.1)), (Link(1e6),)])
 def test_a_run_takes_at_least_its_computation_and_its_transfers(links):
-    found = run(TRACE, costs=dataclasses.replace(COSTS, links=links))
+    result = run(TRACE, costs=dataclasses.replace(COSTS, links=links))
     slowest = min(link.bandwidth for link in links)
-    assert found.seconds >= max(found.compute, found.bytes_moved / slowest) - 1e-9
-    assert found.seconds == pytest.approx(found.compute + found.stall)
+    assert result.seconds >= max(result.compute, result.bytes_moved / slowest) - 1e-9
+    assert result.seconds == pytest.approx(result.compute + result.stall)
 
 
 def test_reset_forgets_between_requests():
-    kept, reset = run(TRACE), run(TRACE, reset=True)
-    assert reset.misses > kept.misses
-    alone = [run(TRACE.select([r])).misses for r in range(TRACE.requests)]
-    assert reset.misses == sum(alone)
+    persistent, reset = run(TRACE), run(TRACE, reset=True)
+    assert reset.misses > persistent.misses
+    separate = [run(TRACE.select([r])).misses for r in range(TRACE.requests)]
+    assert reset.misses == sum(separate)
     odd = run(TRACE, 3, reset=True)  # smaller than a step: decided one by one
     assert odd.misses == sum(run(TRACE.select([r]), 3).misses for r in range(TRACE.requests))

@@ -83,22 +83,22 @@ steps = st.lists(
 
 @settings(deadline=None)
 @given(steps, st.integers(1, 7))
-def test_after_it_shrinks_the_residents_are_those_of_one_that_was_told(
-    asked: list[tuple[int, set[int], bool]], capacity: int
+def test_after_a_resize_the_residents_equal_those_of_a_scheduler_path(
+    requests: list[tuple[int, set[int], bool]], capacity: int
 ) -> None:
     """Straight or not, in any mixture."""
-    ours, told = filled(), filled()
-    for step, (layer, experts, straight) in enumerate(asked, 1):
+    ours, scheduled = filled(), filled()
+    for step, (layer, experts, straight) in enumerate(requests, 1):
         pieces = np.array(sorted(experts)) + 4 * layer
-        serve(told, step, layer, pieces)
+        serve(scheduled, step, layer, pieces)
         if not straight:
             serve(ours, step, layer, pieces)
         else:
             assert at_once(ours, pieces) is not None
-    for scheduler in (ours, told):
+    for scheduler in (ours, scheduled):
         scheduler.on(Resized(capacity))
-    assert ours.residents().tolist() == told.residents().tolist()
-    assert ours.counts == told.counts
+    assert ours.residents().tolist() == scheduled.residents().tolist()
+    assert ours.counts == scheduled.counts
     assert at_once(ours, ours.residents()[:1]) is None
 
 

@@ -14,7 +14,7 @@ def filled() -> PrefetchBuffer:
     return buffer
 
 
-def test_it_is_full_when_all_its_slots_are_on_loan():
+def test_a_buffer_is_full_when_all_its_slots_are_borrowed():
     buffer = filled()
     assert buffer.full
     assert buffer.release(6) == 1
@@ -24,16 +24,16 @@ def test_it_is_full_when_all_its_slots_are_on_loan():
 
 def test_a_layer_that_was_routed_gives_up_what_it_did_not_use():
     buffer = filled()
-    assert [held.piece for held in buffer.unused_prefetches(1, {6})] == [5]
-    assert {held.piece for held in buffer.unused_prefetches(1, ())} == {5, 6}
+    assert [entry.piece for entry in buffer.unused_prefetches(1, {6})] == [5]
+    assert {entry.piece for entry in buffer.unused_prefetches(1, ())} == {5, 6}
     assert buffer.unused_prefetches(0, ()) == []
-    assert {held.state for held in buffer.unused_prefetches(1, ())} == {
+    assert {entry.state for entry in buffer.unused_prefetches(1, ())} == {
         BorrowState.COMPLETE,
         BorrowState.MOVING,
     }
 
 
-def test_the_least_is_whole_below_a_chance_and_none_of_those_left_out():
+def test_the_least_likely_is_complete_below_a_chance_and_not_excluded():
     buffer = filled()
     assert buffer.least_likely(1.0).piece == 9
     assert buffer.least_likely(1.0, excluded={9}).piece == 5
@@ -53,7 +53,7 @@ def test_what_a_step_computes_here_is_nobody_s_prefetch_any_more():
     buffer = filled()
     assert buffer.occupy(5) == 0
     assert buffer.occupy(11, 7) == 7
-    assert {held.piece for held in buffer.unused_prefetches(1, ())} == {6}
+    assert {entry.piece for entry in buffer.unused_prefetches(1, ())} == {6}
     assert buffer.least_likely(1.0).piece == 9
     assert (buffer.borrowed[5].state, buffer.borrowed[11].state) == (
         BorrowState.IN_USE,
@@ -67,8 +67,8 @@ def test_a_piece_may_come_again_for_another_layer():
     buffer = filled()
     buffer.release(5)
     buffer.begin_prefetch(5, 4, 2, 0.5)
-    assert {held.piece for held in buffer.unused_prefetches(2, ())} == {5, 9}
-    assert {held.piece for held in buffer.unused_prefetches(1, ())} == {6}
+    assert {entry.piece for entry in buffer.unused_prefetches(2, ())} == {5, 9}
+    assert {entry.piece for entry in buffer.unused_prefetches(1, ())} == {6}
 
 
 def test_slots_for_four_layers():

@@ -20,9 +20,9 @@ LAYERS, EXPERTS = 2, 6
 NAMES = sorted(name for name, each in POLICIES.items() if not each.needs_trace)
 
 
-def arrays(own: Any) -> Iterator[list[float]]:
+def arrays(policy_state: Any) -> Iterator[list[float]]:
     """All that a policy remembers."""
-    for each in own:
+    for each in policy_state:
         if isinstance(each, tuple | list):
             yield from arrays(each)
         else:
@@ -45,20 +45,20 @@ class Twins:
         return ours
 
     def serve(self, number: int, layer: int, chosen: set[int], digit: int) -> None:
-        asked = np.array(sorted(chosen), np.int64) + EXPERTS * layer
+        requested = np.array(sorted(chosen), np.int64) + EXPERTS * layer
         room = min(map(self.both[0].unpinned_slots, range(len(self.both[0].sizes))))
-        while self.borrowed and asked.size + len(self.borrowed) > room:  # the step comes first
+        while self.borrowed and requested.size + len(self.borrowed) > room:  # the step comes first
             self.each("return_slot", self.borrowed.pop(0)[1])
-        asked = np.setdiff1d(asked, [piece for piece, _ in self.borrowed])
+        requested = np.setdiff1d(requested, [piece for piece, _ in self.borrowed])
         more: dict[str, Any] = {"request": number // 7, "fill": 1 if digit == 9 else -1}
         if digit % 2:
-            more |= {"rows": np.full(asked.size, 2, np.int32)}
-            more |= {"weights": np.linspace(0.1, 0.9, asked.size, dtype=np.float32)}
-        ours, immediate = (cache.serve(asked, number, **more) for cache in self.both)
+            more |= {"rows": np.full(requested.size, 2, np.int32)}
+            more |= {"weights": np.linspace(0.1, 0.9, requested.size, dtype=np.float32)}
+        ours, immediate = (cache.serve(requested, number, **more) for cache in self.both)
         for name in ("slots", "hits", "evicted"):
             assert getattr(ours, name).tolist() == getattr(immediate, name).tolist()
         assert (ours.pinned, ours.misses) == (immediate.pinned, immediate.misses)
-        self.requested = (asked,) if ours.pinned else ()
+        self.requested = (requested,) if ours.pinned else ()
 
     def during(self, digit: int) -> None:
         """Something that may happen before a step is over, or after it."""
@@ -142,9 +142,9 @@ def test_a_step_of_hits_is_pinned_before_a_victim_is_sought():
     cache = Cache(Pieces.unsplit([0, 4], [1]), 2, policy("lru"))
     cache.serve(np.arange(2), 0)
     cache.release(np.arange(2))
-    asked = np.array([0])
-    cache.serve(asked, 1)
+    requested = np.array([0])
+    cache.serve(requested, 1)
     assert cache.borrow(3)[1] == 1  # the only one that is not of the step
     assert cache.state.pinned.tolist() == [1, 0, 0, 0]
-    cache.release(asked)
+    cache.release(requested)
     assert not cache.state.pinned.any()

@@ -21,7 +21,7 @@ def ids(*experts: int) -> np.ndarray:
     return np.array(experts, np.int64)
 
 
-def test_what_is_kept_stays_once_it_is_there():
+def test_a_pinned_expert_stays_once_it_is_resident():
     cache = Cache(PIECES, 3, policy("lru"))
     cache.pin(ids(0))
     for number, expert in enumerate((0, 1, 2, 3, 1, 2)):
@@ -33,7 +33,7 @@ def test_what_is_kept_stays_once_it_is_there():
     assert 0 not in cache.residents()
 
 
-def test_a_step_fits_beside_what_is_kept():
+def test_a_step_fits_beside_the_pinned_experts():
     cache = Cache(PIECES, 3, policy("lru"))
     cache.pin(ids(0))
     assert cache.serve(ids(1, 2), 0).pinned
@@ -55,17 +55,17 @@ def test_something_is_left_for_others():
 @given(st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=3), max_size=25), st.integers(3, 7))
 @settings(max_examples=25, deadline=None)
 @plain_policies()
-def test_no_policy_evicts_what_is_kept(name, steps, capacity):
+def test_no_policy_evicts_a_pinned_expert(name, steps, capacity):
     cache = Cache(PIECES, capacity, policy(name))
     cache.pin(ids(1, 6))
-    seen: set[int] = set()
+    pinned: set[int] = set()
     for number, chosen in enumerate(steps):
-        asked = ids(*(4 * (number % 2) + e for e in sorted(chosen)))
-        served = cache.serve(asked, number)
+        requested = ids(*(4 * (number % 2) + e for e in sorted(chosen)))
+        served = cache.serve(requested, number)
         if served.pinned:
-            cache.release(asked)
-        seen |= {1, 6} & {*asked.tolist()}
-        assert seen <= {*cache.residents().tolist()}
+            cache.release(requested)
+        pinned |= {1, 6} & {*requested.tolist()}
+        assert pinned <= {*cache.residents().tolist()}
 
 
 def pins() -> Pins:
@@ -83,13 +83,13 @@ def test_the_nearest_task():
 def test_a_file_and_back(tmp_path):
     file = tmp_path / "pins.json"
     file.write_text(json.dumps(pins().as_json()))
-    found = Pins.load(file, [0, 4, 8])
-    assert found.tasks["b"].experts.tolist() == [2, 6]
-    assert found.tasks["a"].pattern.tolist() == pins().tasks["a"].pattern.tolist()
+    loaded = Pins.load(file, [0, 4, 8])
+    assert loaded.tasks["b"].experts.tolist() == [2, 6]
+    assert loaded.tasks["a"].pattern.tolist() == pins().tasks["a"].pattern.tolist()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("{", "it is not JSON"),
         ({"format": "x"}, "greenroom trace hot makes such files"),
@@ -106,11 +106,11 @@ def test_a_file_and_back(tmp_path):
         ),
     ],
 )
-def test_damaged_files(tmp_path, change, said):
+def test_damaged_files(tmp_path, change, message):
     file = tmp_path / "pins.json"
     text = change if isinstance(change, str) else json.dumps({**pins().as_json(), **change})
     file.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         Pins.load(file, [0, 4, 8])
     with pytest.raises(UsageError, match="cannot read"):
         Pins.load(tmp_path / "none", [0, 4, 8])

@@ -38,11 +38,11 @@ def test_no_layer_has_more_slots_than_experts_or_none():
 def test_all_slots_are_given_within_bounds(layers, share):
     shares, most = [s for s, _ in layers], [n for _, n in layers]
     capacity = len(layers) + int(share * (sum(most) - len(layers)))
-    found = proportional(capacity, shares, most)
-    assert sum(found) == capacity
-    assert all(1 <= n <= top for n, top in zip(found, most, strict=True))
-    for i, a in enumerate(found):  # who asks for more has no less, where both could have it
-        for j, b in enumerate(found):
+    sizes = proportional(capacity, shares, most)
+    assert sum(sizes) == capacity
+    assert all(1 <= n <= top for n, top in zip(sizes, most, strict=True))
+    for i, a in enumerate(sizes):  # who asks for more has no less, where both could have it
+        for j, b in enumerate(sizes):
             if shares[i] > shares[j] and a < most[i]:
                 assert a + 1 >= b
 
@@ -82,7 +82,7 @@ def test_what_the_option_takes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("global", "unknown scope 'global': choose one of shared, per-layer, N,N,..., FILE"),
         pytest.param("a" * 3000, f"unknown scope '{'a' * 96}...: choose", id="too-long"),
@@ -91,15 +91,15 @@ def test_what_the_option_takes(tmp_path):
         ("none.json", "cannot read none.json: No such file"),
     ],
 )
-def test_what_it_does_not(text, said):
+def test_what_it_does_not(text, message):
     with pytest.raises(UsageError) as raised:
         scope_of(text)
-    assert said in str(raised.value)
-    assert isinstance(raised.value, UnknownName) == ("unknown" in said)
+    assert message in str(raised.value)
+    assert isinstance(raised.value, UnknownName) == ("unknown" in message)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", "it is not JSON"),
         ('{"format": "greenroom-budgets", "slots": [1, 0]}', "slots must be numbers above 0"),
@@ -109,8 +109,8 @@ def test_what_it_does_not(text, said):
         ('{"format": "greenroom-budgets", "slots": [1, -1]}', "must be a number from 0"),
     ],
 )
-def test_damaged_files(tmp_path, content, said):
+def test_damaged_files(tmp_path, content, message):
     file = tmp_path / "budgets.json"
     file.write_text(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         scope_of(str(file))

@@ -17,7 +17,7 @@ from greenroom.core.compiling.compile_folder import folder
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def compile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of compiled code, in which nothing is yet."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     return folder()
@@ -36,38 +36,38 @@ def power(exponent: int) -> Callable[[int], int]:
 
 def from_disk(function: Any, value: int, expected: int) -> bool:
     """Call a function that is compiled anew; was it found?"""
-    made = jit(function)
-    assert made(value) == expected
-    return sum(made._cache_hits.values()) == 1
+    compiled = jit(function)
+    assert compiled(value) == expected
+    return sum(compiled._cache_hits.values()) == 1
 
 
-def test_what_is_compiled_once_is_found(here: Path) -> None:
+def test_what_is_compiled_once_is_found(compile_folder: Path) -> None:
     assert not from_disk(power(2), 5, 25)
-    (name,) = files(here)
+    (name,) = files(compile_folder)
     assert name.startswith("test_compile_cache.raised-")
     assert from_disk(power(2), 5, 25)
     assert not from_disk(power(3), 5, 125)  # another constant
     assert from_disk(power(3), 2, 8)
     assert from_disk(power(2), 5, 25)
     assert not from_disk(power(2), 2.5, 6.25)  # another type
-    assert len(files(here)) == 3
+    assert len(files(compile_folder)) == 3
 
 
-def test_options_and_levels_tell_versions_apart(here: Path) -> None:
+def test_options_and_levels_tell_versions_apart(compile_folder: Path) -> None:
     first = jit(power(2))
     first(3)
     other = jit(power(2), error_model="numpy")
     other(3)
     assert not other._cache_hits
-    assert len(files(here)) == 2
+    assert len(files(compile_folder)) == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", None])
-def test_a_damaged_file_is_compiled_again(here: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_is_compiled_again(compile_folder: Path, damage: bytes | None) -> None:
     from_disk(power(2), 5, 25)
-    path = here / files(here)[0]
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
+    path = compile_folder / files(compile_folder)[0]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage is None else damage)
     assert not from_disk(power(2), 5, 25)
     assert from_disk(power(2), 5, 25)
 
@@ -85,13 +85,13 @@ def raised(x: int) -> int:
     return power(x)  # type: ignore[return-value] # with_parts puts another `power` here
 
 
-def test_copies_with_other_parts_are_other_functions(here: Path) -> None:
+def test_copies_with_other_parts_are_other_functions(compile_folder: Path) -> None:
     """They have one name and one signature; a call must reach the copy's own part."""
     for expected in ([25, 125], [25, 125]):
         copies = [jit(with_parts(raised, {"power": jit(power(n))})) for n in (2, 3)]
-        assert [made(5) for made in copies] == expected
-    assert len(files(here)) == 4
-    assert all(made._cache_hits for made in copies)
+        assert [compiled(5) for compiled in copies] == expected
+    assert len(files(compile_folder)) == 4
+    assert all(compiled._cache_hits for compiled in copies)
 
 
 def test_symbols_are_unique_in_each_process() -> None:
@@ -110,7 +110,7 @@ def test_symbols_are_unique_in_each_process() -> None:
     os.close(target)
 
 
-def test_an_entry_point_is_found_again(here: Path) -> None:
+def test_an_entry_point_is_found_again(compile_folder: Path) -> None:
     def enter(pointer: Any) -> None:
         return
 
@@ -118,39 +118,39 @@ def test_an_entry_point_is_found_again(here: Path) -> None:
         code = entry_point(enter, types.void(types.voidptr))
         assert code.address
         assert code.cache_hits == hits
-    assert len(files(here)) == 1
+    assert len(files(compile_folder)) == 1
 
 
-def test_files_appear_whole(here: Path) -> None:
+def test_files_appear_whole(compile_folder: Path) -> None:
     """Threads that write and read one file at once: each reads nothing, or all of one write."""
-    path, seen = here / "code.nbc", set[bytes | None]()
+    path, contents = compile_folder / "code.nbc", set[bytes | None]()
     data = [bytes([n]) * 200_000 for n in range(4)]
 
     def play(mine: bytes) -> None:
         for _ in range(20):
             write(path, mine)
-            seen.add(read(path))
+            contents.add(read(path))
 
     threads = [threading.Thread(target=play, args=(each,)) for each in data]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen <= set(data)
-    assert files(here) == ["code.nbc"]
+    assert contents <= set(data)
+    assert files(compile_folder) == ["code.nbc"]
 
 
-def test_those_used_longest_ago_make_room(here: Path) -> None:
+def test_those_used_longest_ago_make_room(compile_folder: Path) -> None:
     for n, name in enumerate("abcd"):
-        write(here / name, b"x" * 68)  # 100 bytes with the checksum
-        os.utime(here / name, (n, n))
-    read(here / "a")
-    trim(here, 400)
-    assert files(here) == ["a", "b", "c", "d"]
-    trim(here, 250)
-    assert files(here) == ["a", "d"]
-    trim(here, 0)
-    assert files(here) == []
+        write(compile_folder / name, b"x" * 68)  # 100 bytes with the checksum
+        os.utime(compile_folder / name, (n, n))
+    read(compile_folder / "a")
+    trim(compile_folder, 400)
+    assert files(compile_folder) == ["a", "b", "c", "d"]
+    trim(compile_folder, 250)
+    assert files(compile_folder) == ["a", "d"]
+    trim(compile_folder, 0)
+    assert files(compile_folder) == []
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -160,11 +160,11 @@ def printed(source: Path) -> dict[str, str]:
         check=True,
         env={"PYTHONPATH": str(source)},
     )
-    found: dict[str, str] = json.loads(run.stdout)
-    return found
+    digests: dict[str, str] = json.loads(run.stdout)
+    return digests
 
 
-class OtherWords(ast.NodeTransformer):
+class OtherDocstrings(ast.NodeTransformer):
     """Other docstrings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -176,13 +176,13 @@ class OtherWords(ast.NodeTransformer):
         return node
 
 
-def test_words_recompile_nothing_and_code_what_calls_it(tmp_path: Path) -> None:
+def test_docstrings_recompile_nothing_and_code_recompiles_its_callers(tmp_path: Path) -> None:
     """Sources without comments, with other docstrings and line breaks; then another `push`."""
     package = Path(FunctionDigest.add.__code__.co_filename).parents[2]
     shutil.copytree(package, tmp_path / "greenroom", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("core", "policies", "sim", "runtime/kernels"):
         for path in (tmp_path / "greenroom" / folder).rglob("*.py"):
-            path.write_text(ast.unparse(OtherWords().visit(ast.parse(path.read_text()))))
+            path.write_text(ast.unparse(OtherDocstrings().visit(ast.parse(path.read_text()))))
     before = printed(package.parent)
     assert len(before) > 100
     assert printed(tmp_path) == before

@@ -66,8 +66,10 @@ def test_tail_weights_are_what_is_left_behind_the_more_important_ones():
     assert tail_weights(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
     assert tail_weights(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
     chosen = np.array([[3, 5], [5, 9]])
-    found = expert_tail_weights(chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9]))
-    assert found.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
+    result_weights = expert_tail_weights(
+        chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9])
+    )
+    assert result_weights.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
     masked = expert_tail_weights(np.array([[3, 16]]), np.array([[0.5, 0.5]]), np.array([3]))
     assert masked.tolist() == [1.0]
 
@@ -187,14 +189,14 @@ def test_the_memory_of_copies_comes_from_the_experts():
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("of", "message"),
     [
         (((100,), (100,), (), 2), "must be smaller than its expert"),
         (((100,), (50,), (), 0), "need at least one slot, got 0"),
     ],
 )
-def test_bad_copies(of, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_copies(of, message):
+    with pytest.raises(UsageError, match=message):
         Copies(*of)
 
 
@@ -235,16 +237,16 @@ class Stage(Theatre):
         if part == SKIP:
             assert slot == -1
             return
-        there = self.memory.get(slot)
-        assert there is not None
+        piece_there = self.memory.get(slot)
+        assert piece_there is not None
         if part == LOW:
-            assert there == N + expert
-        elif there % N != expert:  # a substitute, resident and of the same layer
-            assert there < N or there >= 2 * N
-            assert self.s.pieces.layer[there % N] == self.s.pieces.layer[expert]
-            assert self.s.placement.cache.state.pinned[there % N]
+            assert piece_there == N + expert
+        elif piece_there % N != expert:  # a substitute, resident and of the same layer
+            assert piece_there < N or piece_there >= 2 * N
+            assert self.s.pieces.layer[piece_there % N] == self.s.pieces.layer[expert]
+            assert self.s.placement.cache.state.pinned[piece_there % N]
         else:
-            assert not N <= there < 2 * N
+            assert not N <= piece_there < 2 * N
 
 
 @given(
@@ -304,8 +306,8 @@ def test_any_order_of_events_computes_every_request_once(
         if chance == 9:
             stage.tell(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():
-            there = stage.memory[s.placement.slot(piece)]
-            assert there in (piece, 2 * N + piece)
+            piece_there = stage.memory[s.placement.slot(piece)]
+            assert piece_there in (piece, 2 * N + piece)
         for expert, slot in s.placement.secondary.slot_of.items():
             if s.placement.secondary.is_complete(expert):
                 assert stage.memory[s.placement.secondary_tier_slot(slot)] == N + expert

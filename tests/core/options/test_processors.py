@@ -23,13 +23,13 @@ def rates(bus: float = 1.0, host: float = 2.0, disk: float = 5.0, device: float 
     return Rates(costs, BYTES, **more)
 
 
-def misses(known: Rates, *rows: int, kept: bool = True) -> list[Miss]:
-    return [known.miss(request, n, BYTES, kept, 0) for request, n in enumerate(rows)]
+def misses(rates_of_run: Rates, *rows: int, cached: bool = True) -> list[Miss]:
+    return [rates_of_run.miss(request, n, BYTES, cached, 0) for request, n in enumerate(rows)]
 
 
-def on_host(known: Rates, *rows: int) -> list[int]:
+def on_host(rates_of_run: Rates, *rows: int) -> list[int]:
     """What the host computes where nothing else is asked of anybody."""
-    return assign(misses(known, *rows), Queues.empty())
+    return assign(misses(rates_of_run, *rows), Queues.empty())
 
 
 def test_both_are_over_at_the_same_time():
@@ -69,19 +69,19 @@ def test_what_the_device_has_to_compute_counts_only_where_it_delays():
 
 
 def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
-    known, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
-    cold = misses(known, 1, 1, kept=False)
+    rates_of_run, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
+    cold = misses(rates_of_run, 1, 1, cached=False)
     assert end_with(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
     assert end_with(cold, [0, 1], queues) == 12.0
     assert assign(cold, queues) == []
-    mixed = [known.miss(0, 1, BYTES, False, 0), known.miss(1, 1, BYTES, True, 0)]
+    mixed = [rates_of_run.miss(0, 1, BYTES, False, 0), rates_of_run.miss(1, 1, BYTES, True, 0)]
     assert end_with(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
 
 
 def test_each_device_has_a_link_of_its_own():
     """Two misses of one device and one of the other: the host takes one of the first's."""
-    known, queues = rates(host=1.5, devices=2), Queues.empty(2)
-    three = [known.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
+    rates_of_run, queues = rates(host=1.5, devices=2), Queues.empty(2)
+    three = [rates_of_run.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
     assert end_with(three, [], queues) == 2.0
     assert assign(three, queues) in ([0], [1])
     assert end_with(three, assign(three, queues), queues) == 1.5
@@ -94,16 +94,18 @@ def test_an_expert_of_half_the_bytes_takes_half_as_long():
 
 
 @given(
-    given=st.lists(
+    requests=st.lists(
         st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 1)), min_size=1, max_size=12
     ),
     speeds=st.tuples(*[st.floats(0.01, 10.0)] * 4),
     ends=st.tuples(*[st.floats(0.0, 20.0)] * 5),
 )
 @settings(max_examples=400, deadline=None)
-def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(given, speeds, ends):
-    known = rates(*speeds, devices=2)
-    every = [known.miss(n, rows, BYTES, kept, d) for n, (rows, kept, d) in enumerate(given)]
+def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(requests, speeds, ends):
+    rates_of_run = rates(*speeds, devices=2)
+    every = [
+        rates_of_run.miss(n, rows, BYTES, cached, d) for n, (rows, cached, d) in enumerate(requests)
+    ]
     queues = Queues(ends[0], list(ends[1:3]), list(ends[3:]))
     before = queues.copy()
     chosen = assign(every, queues)
@@ -138,12 +140,12 @@ def test_a_correction_comes_to_what_is_seen():
 
 
 def test_a_link_is_as_fast_as_chunks_follow_one_another():
-    seen = rates(bus=1.0)
+    observed_rates = rates(bus=1.0)
     for n in range(80):  # two lanes: each chunk takes 4 s, one lands every 2
-        seen.chunk_started(1, n % 2, 2.0 * n - 2.0)
-        seen.chunk_landed(1, n % 2, BYTES, 2.0 * n + 2.0)
-    assert seen.link(1, BYTES) == pytest.approx(2.0, rel=0.01)
-    assert seen.link(0, BYTES) == 5.0
+        observed_rates.chunk_started(1, n % 2, 2.0 * n - 2.0)
+        observed_rates.chunk_landed(1, n % 2, BYTES, 2.0 * n + 2.0)
+    assert observed_rates.link(1, BYTES) == pytest.approx(2.0, rel=0.01)
+    assert observed_rates.link(0, BYTES) == 5.0
 
 
 def test_a_hiccup_is_not_the_rule_and_what_is_not_used_is_forgiven():
@@ -167,9 +169,9 @@ def test_what_is_known_for_good_stays():
 
 
 def test_a_way_without_two_processors_is_refused():
-    alone = Costs((Link(1.0), Link(1.0)), Work.constant(1.0), Work.constant(0.0))
+    own_links = Costs((Link(1.0), Link(1.0)), Work.constant(1.0), Work.constant(0.0))
     with pytest.raises(UsageError, match="between a device and the host's processor"):
-        Rates(alone, BYTES)
+        Rates(own_links, BYTES)
     one = Costs((Link(1.0),), Work.constant(1.0), Work.constant(0.0), host=Work.constant(1.0))
     with pytest.raises(UsageError, match="from disk to host to device"):
         Rates(one, BYTES)

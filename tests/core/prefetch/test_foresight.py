@@ -12,23 +12,23 @@ from greenroom.errors import PredictorError
 OFFSETS = (0, 6, 10, 17)  # layers of 6, 4 and 7 experts
 
 
-class Says:
+class FixedPredictor:
     """A predictor that guesses what it was made with, and notes what it is told."""
 
     name, distance = "says", None
 
     def __init__(self, *guesses: tuple[int, Sequence[Sequence[int]]]) -> None:
         self.guesses = [LayerPrediction(layer, np.array(rows)) for layer, rows in guesses]
-        self.told: list[object] = []
+        self.observed: list[object] = []
 
     def begin(self, at: PassStart) -> None:
-        self.told.append(at)
+        self.observed.append(at)
 
-    def observe(self, seen: LayerRouting) -> None:
-        self.told.append(seen)
+    def observe(self, routing: LayerRouting) -> None:
+        self.observed.append(routing)
 
     def predict(self, layer: int) -> list[LayerPrediction]:
-        self.told.append(layer)
+        self.observed.append(layer)
         return self.guesses
 
 
@@ -36,22 +36,22 @@ def at(prefill: bool) -> PassStart:
     return PassStart(0, 0, 2 if prefill else 1, prefill)
 
 
-SEEN = LayerRouting(1, np.array([[2, 0]]))
+ROUTING = LayerRouting(1, np.array([[2, 0]]))
 
 
-def said(events) -> list[tuple[int, list[int]]]:
+def layers_predicted(events) -> list[tuple[int, list[int]]]:
     return [(event.layer, event.experts.tolist()) for event in events]
 
 
 def test_guesses_become_dense_ids_and_layers_beyond_the_last_the_next_pass_s():
-    foresight = Foresight(Says((2, [[3, 0]]), (3, [[5, 1]]), (4, [[2, 2]])), OFFSETS)
+    foresight = Foresight(FixedPredictor((2, [[3, 0]]), (3, [[5, 1]]), (4, [[2, 2]])), OFFSETS)
     foresight.begin(at(False))
-    events = said(foresight.routed(SEEN))
+    events = layers_predicted(foresight.routed(ROUTING))
     assert events == [(2, [13, 10]), (0, [5, 1]), (1, [8, 8])]
 
 
 def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_another_layer_s():
-    foresight = Foresight(Says((1, [[0, 4]])), OFFSETS)
+    foresight = Foresight(FixedPredictor((1, [[0, 4]])), OFFSETS)
     with pytest.raises(
         PredictorError, match="says: layer 1 has 4 experts, and it predicts number 4"
     ):
@@ -59,22 +59,22 @@ def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_ano
 
 
 def test_of_a_prompt_only_what_comes_after_it_is_foreseen():
-    foresight = Foresight(Says((2, [[3, 0]]), (3, [[5, 1]])), OFFSETS)
-    assert said(foresight.begin(at(True))) == [(0, [5, 1])]
-    assert said(foresight.routed(SEEN)) == [(0, [5, 1])]
+    foresight = Foresight(FixedPredictor((2, [[3, 0]]), (3, [[5, 1]])), OFFSETS)
+    assert layers_predicted(foresight.begin(at(True))) == [(0, [5, 1])]
+    assert layers_predicted(foresight.routed(ROUTING)) == [(0, [5, 1])]
     assert len(foresight.begin(at(False))) == 2
 
 
-def test_switched_off_it_is_told_and_not_asked():
-    predictor = Says((2, [[3]]))
+def test_a_switched_off_predictor_observes_and_does_not_predict():
+    predictor = FixedPredictor((2, [[3]]))
     foresight = Foresight(predictor, OFFSETS)
     foresight.on = False
     assert foresight.begin(at(False)) == []
-    assert foresight.routed(SEEN) == []
-    assert predictor.told == [at(False), SEEN]
+    assert foresight.routed(ROUTING) == []
+    assert predictor.observed == [at(False), ROUTING]
     foresight.on = True
-    assert said(foresight.routed(SEEN)) == [(2, [13])]
-    assert predictor.told[-1] == SEEN.layer
+    assert layers_predicted(foresight.routed(ROUTING)) == [(2, [13])]
+    assert predictor.observed[-1] == ROUTING.layer
 
 
 @pytest.mark.parametrize(

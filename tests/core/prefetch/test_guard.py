@@ -123,35 +123,35 @@ def test_a_trial_of_steady_times_loses_no_more_than_it_says(ratio, with_it):
 def test_two_hiccups_decide_nothing(hiccups, factor, seed):
     """Passes in which the machine was doing something else, on a machine where prefetching pays."""
     trial, random = Trial(True, np.random.default_rng(seed)), np.random.default_rng(seed)
-    found = None
+    decision = None
     for i in range(2 * g.BLOCK * g.LOOKS[-1]):
         seconds = (0.75 if trial.on else 1.0) * float(np.exp(0.05 * random.standard_normal()))
-        found = trial.passed(seconds * (factor if i in hiccups else 1.0))
-        if found is not None:
+        decision = trial.passed(seconds * (factor if i in hiccups else 1.0))
+        if decision is not None:
             break
-    assert found is not None
-    assert found.decided
-    assert found.ratio < 1
+    assert decision is not None
+    assert decision.decided
+    assert decision.ratio < 1
 
 
 @pytest.mark.parametrize("drift", [0.01, -0.01, 0.0005])
 def test_a_drift_weighs_on_both_sides_alike(drift):
-    trial, found, i = Trial(True, np.random.default_rng(0)), None, 0
-    while found is None:
-        found = trial.passed(float(np.exp(drift * i)))
+    trial, decision, i = Trial(True, np.random.default_rng(0)), None, 0
+    while decision is None:
+        decision = trial.passed(float(np.exp(drift * i)))
         i += 1
-    assert not found.decided
-    assert found.ratio == pytest.approx(1, abs=2e-3)
+    assert not decision.decided
+    assert decision.ratio == pytest.approx(1, abs=2e-3)
 
 
 def test_no_side_is_measured_right_after_a_switch():
     trial = Trial(False, np.random.default_rng(0))
-    sides, found = [], None
-    while found is None:
+    sides, decision = [], None
+    while decision is None:
         settling = not sides or sides[-1] != trial.on
         sides.append(trial.on)
-        found = trial.passed(1.5 if settling and len(sides) > 1 else 1.0)
-    assert found.ratio == 1.0
+        decision = trial.passed(1.5 if settling and len(sides) > 1 else 1.0)
+    assert decision.ratio == 1.0
     blocks = "".join("01"[side] for side in sides)[:16]
     assert blocks == "0000111111110000"
 
@@ -177,9 +177,9 @@ def test_batches_of_a_size_are_decode():
 
 
 def test_trials_come_at_growing_intervals():
-    found = trials(Machine(1.3, noise=0.0).run(12_000))
-    gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(found)]
-    assert found[0][0] == g.WARM_UP
+    decision = trials(Machine(1.3, noise=0.0).run(12_000))
+    gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(decision)]
+    assert decision[0][0] == g.WARM_UP
     assert gaps == [512, 1024, 2048, 4096][: len(gaps)]
     assert len(gaps) >= 4
 
@@ -216,9 +216,9 @@ def test_what_pays_no_longer_is_switched_off_and_the_other_way_round():
 
 def test_what_makes_no_difference_is_left_as_it_is():
     """Hysteresis: once prefetching was found to pay, a tie does not switch it off."""
-    kept = [Machine(lambda n: 0.7 if n < 500 else 1.0, seed=s).run(6000) for s in range(20)]
-    assert np.mean([m.guard._incumbent for m in kept]) >= 0.8
-    assert min(len(trials(m)) for m in kept) >= 3
+    shares = [Machine(lambda n: 0.7 if n < 500 else 1.0, seed=s).run(6000) for s in range(20)]
+    assert np.mean([m.guard._incumbent for m in shares]) >= 0.8
+    assert min(len(trials(m)) for m in shares) >= 3
 
 
 def test_the_verdict_is_one_line_and_said_once():
@@ -247,9 +247,9 @@ def test_chance_alone_seldom_decides():
     which is what three looks at 1 % add up to, and a little more for the bootstrap of few pairs."""
     wrong, n = 0, 400
     for seed in range(n):
-        random, found = np.random.default_rng([seed, 7]), None
+        random, decision = np.random.default_rng([seed, 7]), None
         trial = Trial(True, np.random.default_rng(seed))
-        while found is None:
-            found = trial.passed(float(np.exp(0.1 * random.standard_normal())))
-        wrong += found.decided
+        while decision is None:
+            decision = trial.passed(float(np.exp(0.1 * random.standard_normal())))
+        wrong += decision.decided
     assert wrong <= 0.1 * n

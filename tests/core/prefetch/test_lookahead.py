@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.lookahead import CARRY, KEEP, PRIOR, Lookahead
 
-ABSENT, HERE = np.full(12, -1), np.zeros(12, np.int64)
+ABSENT, PRESENT = np.full(12, -1), np.zeros(12, np.int64)
 
 
 def ids(*pieces: int) -> np.ndarray:
@@ -30,11 +30,11 @@ def paced(chunk: float, gap: float, chunks: int = 2) -> Lookahead:
 
 def drain(ahead: Lookahead) -> list[int]:
     """Candidates in the order in which they would be fetched."""
-    found = []
+    candidates = []
     while (candidate := ahead.nearest()) is not None:
         ahead.remove(candidate)
-        found.append(candidate.piece)
-    return found
+        candidates.append(candidate.piece)
+    return candidates
 
 
 def test_layers_are_counted_on_into_the_next_pass():
@@ -44,7 +44,7 @@ def test_layers_are_counted_on_into_the_next_pass():
     assert [ahead.ahead(layer) for layer in range(3)] == [2, 3, 1]
 
 
-def test_wishes_of_the_nearest_layer_come_first_likeliest_first():
+def test_candidates_of_the_nearest_layer_come_first_likeliest_first():
     ahead = lookahead()
     ahead.routed(1, ids(4), False, 0.0, ABSENT)
     ahead.expect(1, ids(5, 4))
@@ -93,7 +93,7 @@ def test_before_anything_is_known_a_transfer_is_taken_to_fit():
     assert ahead.value(3, 0.1, 1) < 0
 
 
-def test_wishes_that_are_not_worth_it_are_given_up():
+def test_candidates_that_are_not_worth_it_are_dropped():
     ahead = paced(1.0, 0.0)
     ahead.expect(1, ids(4, 5))
     assert ahead.nearest() is None
@@ -112,7 +112,7 @@ def test_a_rank_s_chance_is_how_often_it_was_used_where_it_was_not_resident():
     assert never < 0.02
     for _ in range(400):  # resident: nothing is learned of a rank's worth
         ahead.expect(0, ids(2, 3))
-        ahead.routed(0, ids(3), False, 0.0, HERE)
+        ahead.routed(0, ids(3), False, 0.0, PRESENT)
     assert list(ahead._chances(0, 2)) == [used, never]
 
 
@@ -122,10 +122,12 @@ def test_a_layer_that_was_never_checked_goes_by_the_others():
     for _ in range(2):
         ahead.expect(0, ids(2))
         ahead.routed(0, ids(2), False, 0.0, ABSENT)
-    asked = KEEP + 1
-    assert list(ahead._chances(1, 1)) == pytest.approx([(asked + 0.5) / (asked + 1)])
-    own = (asked + PRIOR * (asked + 0.5) / (asked + 1)) / (asked + PRIOR)
-    assert list(ahead._chances(0, 1)) == pytest.approx([own])
+    predictions = KEEP + 1
+    assert list(ahead._chances(1, 1)) == pytest.approx([(predictions + 0.5) / (predictions + 1)])
+    own_rate = (predictions + PRIOR * (predictions + 0.5) / (predictions + 1)) / (
+        predictions + PRIOR
+    )
+    assert list(ahead._chances(0, 1)) == pytest.approx([own_rate])
 
 
 def test_accuracy_is_among_as_many_as_were_used():
@@ -156,7 +158,7 @@ def test_regret_is_the_share_of_victims_that_were_used_in_their_layer_s_next_ste
     assert ahead.regret == before
 
 
-def test_a_prompt_wishes_for_the_next_layer_by_what_prompts_used():
+def test_a_prompt_prefetches_for_the_next_layer_by_what_prompts_used():
     ahead = paced(1.0, 10.0)
     for _ in range(3):
         ahead.routed(1, ids(6, 7), True, 0.0, ABSENT)
@@ -166,7 +168,7 @@ def test_a_prompt_wishes_for_the_next_layer_by_what_prompts_used():
     assert ahead.nearest() is None  # after the last layer comes a token, not this prompt's first
 
 
-def test_clear_wishes_for_nothing():
+def test_clear_drops_all_candidates():
     ahead = lookahead()
     ahead.expect(0, ids(0, 1))
     ahead.clear()

@@ -7,7 +7,7 @@ import pytest
 from greenroom.core.prefetch.pace import Average, Pace
 
 
-def test_an_average_starts_with_what_it_is_told_and_keeps_nine_tenths():
+def test_an_average_starts_with_the_first_value_and_keeps_nine_tenths():
     average = Average()
     assert average.value is None
     average.add(4.0)

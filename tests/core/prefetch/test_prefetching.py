@@ -181,7 +181,7 @@ def test_a_wrong_prefetch_gives_its_slot_to_the_next_miss():
     assert h.residents == [1, 2, 3, 4, 5, 6, 7, 9]
 
 
-def test_the_policy_is_told_of_a_prefetch_when_it_is_asked_for():
+def test_the_policy_observes_a_prefetch_when_it_is_requested():
     """9 came before 0 was asked for again, but was asked for after it: 1 is older than both."""
     h = House(4, 1)
     h.step(0, 0, 1)
@@ -221,7 +221,7 @@ def test_nearer_layers_go_first():
     assert h.started(h.landed()) == [(9, 0, False)]
 
 
-def test_no_more_slots_are_on_loan_than_was_said():
+def test_no_more_slots_are_borrowed_than_configured():
     h = House(8, 9, lanes=4)
     assert h.s.placement.buffer.size == 2
     h.step(0, 0)
@@ -231,7 +231,7 @@ def test_no_more_slots_are_on_loan_than_was_said():
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_a_cache_too_small_for_loans_fetches_nothing_ahead(capacity):
+def test_a_cache_too_small_for_borrowed_slots_prefetches_nothing(capacity):
     h = House(capacity, 8)
     h.step(0, 0, 1)
     assert h.predict(1, 5) == []
@@ -274,7 +274,7 @@ def test_a_prompt_fetches_the_next_layer_while_it_computes():
     assert h.s.counts.useful + h.s.counts.late >= 1
 
 
-def test_two_links_pass_chunks_on_by_their_seats():
+def test_two_links_pass_chunks_through_staging_slots():
     h = House(lanes=(1, 1), chunks=2)
     h.step(0, 0)
     assert h.predict(1, 5) == [(5, 0, False)]
@@ -306,7 +306,7 @@ def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
     assert [(a.piece, a.chunk) for a in onward] == [(0, 0)]
 
 
-def test_prefetches_leave_seats_for_demands():
+def test_prefetches_leave_staging_slots_for_demands():
     """Three staging_slots, one lane: a prefetch may take two."""
     h = House(lanes=(1, 1), chunks=9, staging_slots=3)
     h.predict(1, 5)
@@ -390,7 +390,7 @@ def test_a_resize_waits_for_what_is_on_a_lane_and_drops_what_is_not_whole():
     assert (h.s.capacity, h.s.placement.buffer.size, h.residents, h.free) == (6, 1, [0], 5)
 
 
-def test_a_resize_says_how_many_may_be_on_loan():
+def test_a_resize_sets_how_many_slots_may_be_borrowed():
     h = House(8)
     h.tell(Resized(12, 1))
     assert h.s.placement.buffer.size == 1
@@ -427,7 +427,7 @@ def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
     assert h.residents == [0, 4, 5, 6]
 
 
-def test_a_step_larger_than_the_cache_goes_through_what_is_not_on_loan():
+def test_a_step_larger_than_the_cache_uses_slots_that_are_not_borrowed():
     h = House(4, 1)
     h.step(0, 0)
     h.predict(2, 9)

@@ -63,7 +63,7 @@ def served(name: str, ahead: int) -> list[int]:
     for number in range(40):  # compiles, and fills the cache
         chosen = random.choice(EXPERTS, TOP_K, replace=False) + EXPERTS * (number % 2)
         step(scheduler, number, sorted(chosen.tolist()))
-    found = []
+    seen_calls = []
     for misses in range(6):
         resident = [e for e in scheduler.residents().tolist() if e < EXPERTS]
         absent = sorted({*range(EXPERTS)}.difference(resident))
@@ -71,16 +71,16 @@ def served(name: str, ahead: int) -> list[int]:
         resident = [e for e in scheduler.residents().tolist() if e in resident]
         experts = sorted(resident[: TOP_K - misses] + absent[:misses])
         before = scheduler.counts.misses
-        found.append(step(scheduler, 200 + misses, experts))
+        seen_calls.append(step(scheduler, 200 + misses, experts))
         assert scheduler.counts.misses - before == misses
-    return found
+    return seen_calls
 
 
 @pytest.mark.parametrize("ahead", [0, 8])
 @pytest.mark.parametrize("name", ["lru", "llru", "next-use"])
 def test_a_step_calls_few_functions(name: str, ahead: int) -> None:
-    found = served(name, ahead)
-    assert found[0] <= ALL_HIT[ahead]
-    assert found[1] <= ONE_MISS
-    further = np.diff(found[1:])
-    assert further.max() <= NEXT_MISS, found
+    seen_calls = served(name, ahead)
+    assert seen_calls[0] <= ALL_HIT[ahead]
+    assert seen_calls[1] <= ONE_MISS
+    further = np.diff(seen_calls[1:])
+    assert further.max() <= NEXT_MISS, seen_calls

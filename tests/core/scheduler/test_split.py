@@ -142,15 +142,15 @@ def test_prefetches_have_half_of_the_slots():
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("of", "message"),
     [
         (((60,), (0,), 2), "no layer is split: leave out the split"),
         (((0,), (40,), 2), "a top has at least a byte"),
         (((60,), (40,), 0), "bottoms need at least one slot, got 0"),
     ],
 )
-def test_bad_splits(of, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_splits(of, message):
+    with pytest.raises(UsageError, match=message):
         Split(*of)
 
 
@@ -193,8 +193,8 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
         if cancel or theatre.finish.failed >= 0:
             assert len(theatre.computed) == len(set(theatre.computed))
         else:
-            wanted = {*experts.tolist(), *map(every.secondary_of, experts.tolist())} - {-1}
-            assert sorted(theatre.computed) == sorted(wanted)
+            needed = {*experts.tolist(), *map(every.secondary_of, experts.tolist())} - {-1}
+            assert sorted(theatre.computed) == sorted(needed)
         if chance == 9:
             theatre.tell(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():

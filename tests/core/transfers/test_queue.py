@@ -65,7 +65,7 @@ def test_dropping_what_moves_waits_for_its_chunk():
     assert 1 not in queue.entries
 
 
-def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():
+def test_a_chain_passes_chunks_on_and_a_demand_gets_a_staging_slot():
     """Two staging slots, one lane each: prefetches may take one, since a lane needs the other."""
     queue = TransferQueue([1, 1], staging_slots=2)
     queue.add(1, 0, 3, Urgency.PREFETCH)
@@ -87,7 +87,7 @@ def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():
     assert [(t.piece, t.link) for t in queue.start()] == [(1, 0)]
 
 
-def test_too_few_seats_are_refused():
+def test_too_few_staging_slots_are_refused():
     with pytest.raises(ValueError, match="staging slots"):
         TransferQueue([2, 1], staging_slots=2)
 

@@ -58,7 +58,7 @@ def test_a_prompt_fills_what_is_free_and_evicts_nobody():
     assert not tier.cache.state.pinned.any()
 
 
-def test_more_on_the_way_than_the_tier_has_slots_goes_by_the_seats():
+def test_more_transfers_than_tier_slots_go_through_staging_slots():
     s, tier = machine(device=6, host=1)
     moving = s.on(Routed(0, 0, ids(1, 2)))
     assert [(a.host_slot, a.staging_slot >= 0) for a in moving] == [(0, False)]
@@ -99,7 +99,7 @@ def test_a_tier_is_between_two_links():
         TransferQueue((2,), host=tier)
 
 
-def test_where_everything_is_kept_the_last_link_sets_the_pace():
+def test_where_all_is_resident_in_host_memory_the_last_link_sets_the_pace():
     every = pieces()
     assert TransferQueue((1, 1), host=HostTier(every, len(every), policy("lru"))).paced == {1}
     assert TransferQueue((1, 1), host=HostTier(every, len(every) - 1, policy("lru"))).paced == {0}

@@ -56,8 +56,8 @@ def test_the_makefile_keeps_the_caller_s_python_and_path() -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
     )  # fmt: skip
-    parallel, alone = done.stdout.strip().splitlines()
-    for line in (parallel, alone):
+    parallel, sequential = done.stdout.strip().splitlines()
+    for line in (parallel, sequential):
         assert 'PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" python-of-mine -m pytest' in line
     assert '-n auto --dist worksteal -m "not fills_memory"' in parallel
-    assert alone.endswith("-m fills_memory")
+    assert sequential.endswith("-m fills_memory")

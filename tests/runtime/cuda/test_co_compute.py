@@ -71,12 +71,12 @@ def test_what_is_rearranged_is_rearranged_once():
     behind = Copy(48, 0, (1, 8), (8, 1), (8, 1), "uint8", "uint8")
     data = np.concatenate([source.numpy().view(np.uint8).ravel(), np.arange(8, dtype=np.uint8)])
     chunk = Chunk(Extent(0, 0, 56, (turned, behind)), 0, 56)
-    here, there = HostSlots(2, 128, memory=np.zeros(256, np.uint8)), HostSlots(1, 128)
-    here.write(1, chunk.extent.copies, data, 0)
-    there.write(0, in_place_copies(chunk), here.bytes(1), 0)
-    assert np.array_equal(there.bytes(0), here.bytes(1))
-    found = torch.from_numpy(there.bytes(0)[64:88].copy()).view(torch.bfloat16).view(4, 3)
-    assert torch.equal(found, source.T.bfloat16())
+    device_slots, host_slots = HostSlots(2, 128, memory=np.zeros(256, np.uint8)), HostSlots(1, 128)
+    device_slots.write(1, chunk.extent.copies, data, 0)
+    host_slots.write(0, in_place_copies(chunk), device_slots.bytes(1), 0)
+    assert np.array_equal(host_slots.bytes(0), device_slots.bytes(1))
+    joined = torch.from_numpy(host_slots.bytes(0)[64:88].copy()).view(torch.bfloat16).view(4, 3)
+    assert torch.equal(joined, source.T.bfloat16())
 
 
 def test_a_chunk_is_carried_as_far_as_it_goes():
@@ -86,9 +86,9 @@ def test_a_chunk_is_carried_as_far_as_it_goes():
     assert sum(c.nbytes for each in (first, second, third) for c in in_place_copies(each)) == 9000
 
 
-def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
+def test_jobs_are_done_in_turn_and_their_errors_are_raised():
     meter, done, order = Meter.for_lanes(()), [], []
-    beside = HostWorker(meter)
+    worker = HostWorker(meter)
     inference = []
 
     def job() -> None:
@@ -99,22 +99,22 @@ def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
         raise ValueError("no")
 
     with torch.inference_mode():
-        beside.start(job, done.append)
-    beside.start(failing, done.append)
-    beside.start(job, done.append)
-    beside.wait()
+        worker.start(job, done.append)
+    worker.start(failing, done.append)
+    worker.start(job, done.append)
+    worker.wait()
     assert order == ["greenroom-host"] * 2
     assert [repr(error) for error in done] == ["None", "ValueError('no')", "None"]
     assert inference == [(True, False), (False, False)]
     assert meter.host_s > 0
-    beside.close()
-    assert not beside._thread.is_alive()
+    worker.close()
+    assert not worker._thread.is_alive()
 
 
 class Backstage(Rig):
     """A rig with a slab between two links, whose host computes too, and checks what it reads."""
 
-    def __init__(self, catalog, capacity: int, kept: int, host_s: float, **faults) -> None:
+    def __init__(self, catalog, capacity: int, tier_slots: int, host_s: float, **faults) -> None:
         super().__init__(catalog, capacity, (2, 1), ahead=2)
         self.driver.close()
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
@@ -124,14 +124,14 @@ class Backstage(Rig):
             (Link(1e9), Link(nbytes / 1e-3)), Work.constant(1e-4), Work.constant(0.0),
             host=Work.constant(host_s),
         )  # fmt: skip
-        self.tier = HostTier(self.pieces, kept, policy("lru"))
+        self.tier = HostTier(self.pieces, tier_slots, policy("lru"))
         self.scheduler = Scheduler(
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=2, host=self.tier,
             options=[CoCompute(Rates(costs, nbytes))],
         )  # fmt: skip
         self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
         staging_slots = self.scheduler.transfers.queue.staging_slots
-        self.slab = HostMemory(Engine(), chunks, staging_slots, kept, stride=nbytes)
+        self.slab = HostMemory(Engine(), chunks, staging_slots, tier_slots, stride=nbytes)
         self.driver = Driver(
             self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
             host_memory=self.slab,

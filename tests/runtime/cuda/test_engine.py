@@ -18,9 +18,9 @@ from greenroom.runtime.cuda.engine import Cuda, device_errors, pci_address
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     """An engine that was made before its device could fail."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    made = object.__new__(Cuda)
-    made.device = torch.device("cuda", 0)
-    return made
+    cuda = object.__new__(Cuda)
+    cuda.device = torch.device("cuda", 0)
+    return cuda
 
 
 def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
@@ -106,6 +106,6 @@ def test_a_device_that_answers_nothing_more(monkeypatch):
 
 
 def test_a_gpu_s_address_is_as_linux_writes_it(monkeypatch):
-    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA3, pci_device_id=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA3, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert pci_address(torch.device("cuda", 1)) == "0000:a3:01.0"

@@ -43,7 +43,7 @@ def chunks_of(catalog, chunk_bytes: int = 8192):
     ]
 
 
-def test_seats_and_slots_are_one_reservation_registered_once(disk):
+def test_staging_slots_and_tier_slots_are_one_reservation_registered_once(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, engine = chunks_of(catalog), Registered()
     staging_slot, slot = slot_sizes(chunks)
@@ -68,8 +68,8 @@ def test_every_chunk_has_its_own_place(disk):
     for action in actions + seated:
         memory.read_chunk(action, chunks[action.piece][action.chunk], store.read, Staging())
     for piece in (2, 7, 11, 4):
-        own = [a for a in actions + seated if a.piece == piece]
-        mine = [memory.chunk_source(a, chunks[piece][a.chunk])[1] for a in own]
+        own_actions = [a for a in actions + seated if a.piece == piece]
+        mine = [memory.chunk_source(a, chunks[piece][a.chunk])[1] for a in own_actions]
         floats = np.concatenate(mine).view(np.float32)
         assert np.array_equal(np.unique(floats), [piece, piece + 0.5])
     store.close()
@@ -98,13 +98,13 @@ def test_an_impossible_reservation_is_one_clear_line(disk):
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
-@pytest.mark.parametrize("kept", [0, 1, 5, LAYERS * EXPERTS])
-def test_every_expert_is_computed_from_its_own_bytes(disk, kept, failing):
-    rng, chances = random.Random(kept), random.Random(7)
+@pytest.mark.parametrize("tier_slots", [0, 1, 5, LAYERS * EXPERTS])
+def test_every_expert_is_computed_from_its_own_bytes(disk, tier_slots, failing):
+    rng, chances = random.Random(tier_slots), random.Random(7)
     predictor = Ahead(lambda layer: rng.sample(range(EXPERTS), 3))
     rig = Rig(
-        disk(LAYERS, EXPERTS), 7, (2, 2), ahead=3, predictor=predictor, kept=kept, jitter=0.001,
-        fails=lambda read: chances.random() < failing,
+        disk(LAYERS, EXPERTS), 7, (2, 2), ahead=3, predictor=predictor, tier_slots=tier_slots,
+        jitter=0.001, fails=lambda read: chances.random() < failing,
     )  # fmt: skip
     lost = 0
 
@@ -127,7 +127,7 @@ def test_every_expert_is_computed_from_its_own_bytes(disk, kept, failing):
     assert (lost > 0) == (failing > 0)
     if rig.tier is not None:
         assert not rig.tier.cache.state.pinned.any()
-        assert rig.tier.hits > 0 or kept == 1
+        assert rig.tier.hits > 0 or tier_slots == 1
         if not failing and rig.tier.holds_all:
             assert rig.store.reads <= sum(map(len, (rig.store.chunks(e) for e in range(18))))
     in_time(rig.driver.close)
@@ -135,10 +135,10 @@ def test_every_expert_is_computed_from_its_own_bytes(disk, kept, failing):
 
 def test_ids_on_a_cpu_are_the_tensor_s_own():
     index, weights = torch.tensor([[3, 1]], dtype=torch.int32), torch.rand(1, 2).bfloat16()
-    chosen, found = to_host(index, weights)
+    chosen, host_weights = to_host(index, weights)
     assert chosen.dtype == np.int64
     assert chosen.tolist() == [[3, 1]]
-    assert found.tolist() == weights.float().tolist()
+    assert host_weights.tolist() == weights.float().tolist()
     assert to_host(index, None)[1] is None
 
 

@@ -34,16 +34,16 @@ SHARES = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2).slots_per_device
 
 
 class Two(Rig):
-    """Two fake devices behind a tier of `kept` slots in host memory."""
+    """Two fake devices behind a tier of `tier_slots` slots in host memory."""
 
-    def __init__(self, catalog, capacity, kept, *, ahead=0, predictor=None, **faults) -> None:
+    def __init__(self, catalog, capacity, tier_slots, *, ahead=0, predictor=None, **faults) -> None:
         self.catalog = catalog
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
         chunks = [self.store.chunks(e) for e in range(catalog.experts)]
         self.pieces = Pieces.unsplit(
             catalog.offsets, [x.nbytes for x in catalog.layouts], [len(c) for c in chunks], 2
         )
-        tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
+        tier = HostTier(self.pieces, tier_slots, policy("lru")) if tier_slots else None
         self.scheduler = Scheduler(
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=ahead, host=tier
         )
@@ -59,7 +59,7 @@ class Two(Rig):
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
             host_memory=HostMemory(
-                Engine(), chunks, self.scheduler.transfers.queue.staging_slots, kept
+                Engine(), chunks, self.scheduler.transfers.queue.staging_slots, tier_slots
             ),
         )
         self.layer, self.computed = 0, []
@@ -74,12 +74,12 @@ class Two(Rig):
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
-@pytest.mark.parametrize("kept", [0, 5, LAYERS * EXPERTS])
-def test_every_expert_is_computed_at_home_from_its_own_bytes(disk, kept, failing):
-    rng, chances = random.Random(kept), random.Random(7)
+@pytest.mark.parametrize("tier_slots", [0, 5, LAYERS * EXPERTS])
+def test_every_expert_is_computed_at_home_from_its_own_bytes(disk, tier_slots, failing):
+    rng, chances = random.Random(tier_slots), random.Random(7)
     predictor = Ahead(lambda layer: rng.sample(range(EXPERTS), 3))
     rig = Two(
-        disk(LAYERS, EXPERTS), 8, kept, ahead=2, predictor=predictor, jitter=0.001,
+        disk(LAYERS, EXPERTS), 8, tier_slots, ahead=2, predictor=predictor, jitter=0.001,
         fails=lambda read: chances.random() < failing,
     )  # fmt: skip
     lost = 0

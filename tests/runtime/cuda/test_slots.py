@@ -20,7 +20,7 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.host import HostSlots
 
 
-class Noted(Engine):
+class RecordingEngine(Engine):
     """Notes what is asked of it; marks are numbers; `room` bytes can be had."""
 
     def __init__(self, room: float = float("inf")) -> None:
@@ -56,7 +56,7 @@ def small_segments(monkeypatch):
 
 
 def test_a_resize_adds_and_drops_segments_and_moves_no_other(small_segments):
-    slots = DeviceSlots(Noted(), 1, 64, reserve=20)
+    slots = DeviceSlots(RecordingEngine(), 1, 64, reserve=20)
     first = slots.address(0)
     slots.trim(11)
     assert [s.numel() // 64 for s in slots._segments] == [1, 4, 4, 2]
@@ -76,7 +76,7 @@ def test_a_resize_adds_and_drops_segments_and_moves_no_other(small_segments):
 
 
 def test_a_device_without_room_keeps_what_it_had(small_segments):
-    slots = DeviceSlots(Noted(room=64 * 6), 2, 64, reserve=20)
+    slots = DeviceSlots(RecordingEngine(room=64 * 6), 2, 64, reserve=20)
     slots.bytes(1)[:] = 7
     with pytest.raises(DeviceError, match="no room"):
         slots.trim(12)
@@ -86,7 +86,7 @@ def test_a_device_without_room_keeps_what_it_had(small_segments):
 
 
 def test_a_copy_waits_for_the_last_group_from_its_slot_alone():
-    engine = Noted()
+    engine = RecordingEngine()
     slots = DeviceSlots(engine, 4, 64, reserve=4)
     fresh = engine.marks  # whatever had the memory before
     slots.mark_computed([0, 2])
@@ -102,7 +102,7 @@ def test_a_copy_waits_for_the_last_group_from_its_slot_alone():
 
 
 def test_a_segment_is_given_up_when_it_has_been_computed_from(small_segments):
-    engine = Noted()
+    engine = RecordingEngine()
     slots = DeviceSlots(engine, 8, 64, reserve=8)
     slots.mark_computed([6])
     engine.did.clear()

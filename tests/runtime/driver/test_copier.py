@@ -31,7 +31,7 @@ def between(rig, staging_slots: int) -> HostMemory:
     return HostMemory(Engine(), chunks, staging_slots, 0)
 
 
-def told() -> tuple[SimpleQueue, object]:
+def arrivals() -> tuple[SimpleQueue, object]:
     arrived: SimpleQueue = SimpleQueue()
     return arrived, lambda *what: arrived.put(what)
 
@@ -42,25 +42,25 @@ def value(slots: FakeSlots, catalog, slot: int, name: str) -> np.ndarray:
 
 def test_a_lane_carries_chunks_in_order_and_says_how_many_bytes(rig):
     store, slots, catalog = rig
-    arrived, deliver = told()
+    arrived, deliver = arrivals()
     copier = Copier(store, slots, (1,), deliver)
     orders = [StartChunk(0, 3, 5, chunk) for chunk in range(2)]
     for order in orders:
         copier.start(order)
-    found = [arrived.get(timeout=10) for _ in orders]
+    results = [arrived.get(timeout=10) for _ in orders]
     copier.close()
-    assert [action for action, _, _ in found] == orders
-    assert [error for _, _, error in found] == [None, None]
-    assert [nbytes for _, nbytes, _ in found] == [c.length for c in store.chunks(3)]
-    assert sum(nbytes for _, nbytes, _ in found) == 24_000
+    assert [action for action, _, _ in results] == orders
+    assert [error for _, _, error in results] == [None, None]
+    assert [nbytes for _, nbytes, _ in results] == [c.length for c in store.chunks(3)]
+    assert sum(nbytes for _, nbytes, _ in results) == 24_000
     assert (value(slots, catalog, 5, "up") == 3).all()
     assert (value(slots, catalog, 5, "down") == 3.5).all()
 
 
-def test_two_links_pass_chunks_by_their_seats_in_any_order(rig):
+def test_two_links_pass_chunks_through_staging_slots_in_any_order(rig):
     """Two pieces are staged before either goes on; the second goes on first."""
     store, slots, catalog = rig
-    arrived, deliver = told()
+    arrived, deliver = arrivals()
     copier = Copier(store, slots, (2, 1), deliver, between(rig, 6))
     staged = [(0, 1, 4, 0), (1, 2, 1, 0), (0, 1, 3, 1), (1, 2, 0, 1)]
     for lane, piece, staging_slot, chunk in staged:
@@ -81,7 +81,7 @@ def test_two_links_pass_chunks_by_their_seats_in_any_order(rig):
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit("leaving"), MemoryError()])
 def test_whatever_a_store_raises_is_reported_and_the_lane_lives(rig, monkeypatch, error):
     store, slots, _ = rig
-    arrived, deliver = told()
+    arrived, deliver = arrivals()
     copier = Copier(store, slots, (1,), deliver)
 
     def breaks(*args):
@@ -90,10 +90,10 @@ def test_whatever_a_store_raises_is_reported_and_the_lane_lives(rig, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(store, "read", breaks)
         copier.start(StartChunk(0, 3, 5, 0))
-        _, nbytes, found = arrived.get(timeout=10)
+        _, nbytes, failure = arrived.get(timeout=10)
     assert nbytes == 0
-    assert isinstance(found, StoreError)
-    assert found.__cause__ is error
+    assert isinstance(failure, StoreError)
+    assert failure.__cause__ is error
     copier.start(StartChunk(0, 3, 5, 0))
     assert arrived.get(timeout=10)[2] is None
     copier.close()

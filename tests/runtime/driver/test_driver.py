@@ -144,13 +144,13 @@ def test_the_size_that_it_has_already_is_no_resize(rig, monkeypatch):
     r = ahead(rig, lambda layer: [], capacity=8)
     r.begin()
     r.step(0, 0)
-    told, tell = [], r.driver._handle
+    events, tell = [], r.driver._handle
     monkeypatch.setattr(
-        r.driver, "_handle", lambda event: (told.append(type(event).__name__), tell(event))
+        r.driver, "_handle", lambda event: (events.append(type(event).__name__), tell(event))
     )
     for capacity in (8, 8, 5, 5, 8, 8):
         r.driver.resize(capacity)
-    assert told.count("Resized") == 2
+    assert events.count("Resized") == 2
 
 
 def test_a_pass_that_begins_after_closing_moves_nothing(rig):
@@ -323,5 +323,7 @@ def test_misses_of_each_layer(rig, capacity):
         for layer in range(2):
             r.step(layer, *sorted(rng.sample(range(4), rng.randint(1, 4))))
     assert r.driver.miss_counts.sum() == r.scheduler.counts.misses
-    asked = [int(r.driver.request_counts[4 * layer : 4 * layer + 4].sum()) for layer in range(2)]
-    assert all(0 < missed <= each for missed, each in zip(r.driver.miss_counts, asked, strict=True))
+    requests = [int(r.driver.request_counts[4 * layer : 4 * layer + 4].sum()) for layer in range(2)]
+    assert all(
+        0 < missed <= each for missed, each in zip(r.driver.miss_counts, requests, strict=True)
+    )

@@ -38,21 +38,21 @@ def test_in_the_order_of_asking():
 
 
 def test_one_who_takes_it_again_and_again_lets_others_in():
-    turns, stop, taken = FairLock(), threading.Event(), [0]
+    turns, stop, turns_taken = FairLock(), threading.Event(), [0]
 
     def hog() -> None:
         while not stop.is_set():
             with turns:
-                taken[0] += 1
+                turns_taken[0] += 1
 
     thread = threading.Thread(target=hog)
     thread.start()
     for _ in range(200):
-        before = taken[0]
+        before = turns_taken[0]
         with turns:
-            mine = taken[0]
+            mine = turns_taken[0]
             time.sleep(0.0001)
-            assert taken[0] == mine
+            assert turns_taken[0] == mine
         assert mine - before < 1_000_000
     stop.set()
     thread.join()

@@ -35,16 +35,16 @@ def test_a_failed_prefetch_is_nobody_s_error(rig):
 
 
 def test_a_late_prefetch_that_fails_is_tried_again_by_its_demand(rig):
-    asked = threading.Event()
+    requested = threading.Event()
 
     def fails(read: int) -> bool:
-        return read == 2 and asked.wait(20)
+        return read == 2 and requested.wait(20)
 
     r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=fails, chunk_bytes=1 << 20,
               lanes=1)  # fmt: skip
     r.begin()
     r.step(0, 0)
-    r.step(1, 3, overlapped_work=asked.set)
+    r.step(1, 3, overlapped_work=requested.set)
     assert (r.scheduler.counts.late, r.scheduler.counts.failed) == (1, 0)
     assert r.store.reads == 3
     r.check()
@@ -89,24 +89,28 @@ def test_a_predictor_that_raises_ends_prefetching_and_nothing_else(rig, caplog):
     r.settle()
     r.check()
     assert r.scheduler.counts.prefetches == 1
-    (said,) = caplog.messages
-    assert "scripted" in said
-    assert "no idea" in said
-    assert "\n" not in said
+    (message,) = caplog.messages
+    assert "scripted" in message
+    assert "no idea" in message
+    assert "\n" not in message
 
 
-def test_a_predictor_is_told_of_no_pass_whose_beginning_it_missed(rig):
+def test_a_predictor_observes_no_pass_whose_beginning_it_missed(rig):
     """It began where every expert had a slot: how many tokens it has nobody has said."""
     r = ahead(rig, lambda layer: [], capacity=16)
-    told = []
-    r.driver.predictions.foresight.predictor.begin = lambda at: told.append(f"{at.tokens} tokens")
-    r.driver.predictions.foresight.predictor.observe = lambda seen: told.append(seen.layer)
+    observed = []
+    r.driver.predictions.foresight.predictor.begin = lambda at: observed.append(
+        f"{at.tokens} tokens"
+    )
+    r.driver.predictions.foresight.predictor.observe = lambda routing: observed.append(
+        routing.layer
+    )
     r.begin(prefill=True, tokens=5)
     r.step(0, 0)
     r.driver.resize(8)
     r.step(1, 3)
     r.driver.end_pass()
-    assert told == []
+    assert observed == []
     r.begin()
     r.step(0, 0)
     r.driver.resize(16)  # the end may be missed
@@ -114,7 +118,7 @@ def test_a_predictor_is_told_of_no_pass_whose_beginning_it_missed(rig):
     r.driver.end_pass()
     r.driver.resize(8)
     r.step(0, 0)  # of no pass
-    assert told == ["1 tokens", 0]
+    assert observed == ["1 tokens", 0]
 
 
 def test_a_slow_disk_is_waited_for_and_a_demand_overtakes_prefetches(rig):
@@ -131,15 +135,15 @@ def test_a_slow_disk_is_waited_for_and_a_demand_overtakes_prefetches(rig):
     assert r.driver.meter.links[0].busy_s >= 0.02 * r.store.reads
 
 
-def test_the_guard_is_told_of_decode_and_decides_what_the_next_pass_does(rig):
+def test_the_guard_observes_decode_and_decides_for_the_next_pass(rig):
     r = ahead(rig, lambda layer: [3], guard=True)
-    told = []
+    observed = []
 
     class Never:
         on, verdict = False, "no"
 
         def passed(self, seconds: float, stall_s: float, tokens: int) -> None:
-            told.append((seconds > stall_s >= 0, tokens))
+            observed.append((seconds > stall_s >= 0, tokens))
 
     r.driver.predictions.guard = Never()
     for prefill, tokens in ((True, 5), (False, 1), (False, 1)):
@@ -148,7 +152,7 @@ def test_the_guard_is_told_of_decode_and_decides_what_the_next_pass_does(rig):
         r.step(1, 1)
         began = r.scheduler.counts.prefetches
         r.driver.end_pass()
-    assert told == [(True, 1), (True, 1)]
+    assert observed == [(True, 1), (True, 1)]
     assert r.driver.predictions.foresight.on is False
     r.begin()
     r.step(0, 1)

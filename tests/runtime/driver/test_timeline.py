@@ -24,12 +24,12 @@ def saved(timeline, tmp_path):
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def check(found) -> None:
+def check(trace) -> None:
     """What the format's description asks of each kind of event."""
-    assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
-    assert found["displayTimeUnit"] in ("ms", "ns")
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
     named = set()
-    for event in found["traceEvents"]:
+    for event in trace["traceEvents"]:
         assert isinstance(event["name"], str)
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
@@ -50,8 +50,8 @@ def check(found) -> None:
             assert isinstance(event["ts"], int | float)
 
 
-def of(found, kind):
-    return [event for event in found["traceEvents"] if event["ph"] == kind]
+def of(trace, kind):
+    return [event for event in trace["traceEvents"] if event["ph"] == kind]
 
 
 def test_spans_in_their_rows(tmp_path):
@@ -61,35 +61,35 @@ def test_spans_in_their_rows(tmp_path):
         lane("disk -> host", 1), "demand", t + 2e-3, t + 3e-3, piece=np.int64(7), chunk=0
     )
     timeline.add_span(COMPUTE, "group", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
-    found = saved(timeline, tmp_path)
-    check(found)
-    rows = {e["args"]["name"]: e["tid"] for e in of(found, "M") if e["name"] == "thread_name"}
+    trace = saved(timeline, tmp_path)
+    check(trace)
+    rows = {e["args"]["name"]: e["tid"] for e in of(trace, "M") if e["name"] == "thread_name"}
     assert rows == {"compute": 0, "disk -> host, lane 1": 1}
-    chunk, group = of(found, "X")
+    chunk, group = of(trace, "X")
     assert (chunk["tid"], chunk["ts"], chunk["dur"]) == (1, 2000.0, 1000.0)
     assert chunk["args"] == {"piece": 7, "chunk": 0}
     assert (group["tid"], group["ts"], group["dur"]) == (0, 1000.0, 500.0)
     assert group["args"] == {"layer": 2, "experts": [1, 5]}
-    assert found["otherData"]["dropped"] == 0
+    assert trace["otherData"]["dropped"] == 0
 
 
 def test_rows_are_in_order_compute_first(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
     for row in (lane("host -> device", 0), lane("disk -> host", 1), lane("disk -> host", 0)):
         timeline.add_span(row, "demand", t, t)
-    found = saved(timeline, tmp_path)
-    check(found)
-    names = {e["tid"]: e["args"]["name"] for e in of(found, "M") if e["name"] == "thread_name"}
-    order = {e["tid"]: e["args"]["sort_index"] for e in of(found, "M") if "sort_index" in e["args"]}
+    trace = saved(timeline, tmp_path)
+    check(trace)
+    names = {e["tid"]: e["args"]["name"] for e in of(trace, "M") if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in of(trace, "M") if "sort_index" in e["args"]}
     assert [names[tid] for tid in sorted(order, key=order.__getitem__)] == [
         "compute", "disk -> host, lane 0", "disk -> host, lane 1", "host -> device, lane 0",
     ]  # fmt: skip
 
 
 def test_an_empty_timeline_is_valid(tmp_path):
-    found = saved(Timeline(), tmp_path)
-    check(found)
-    assert of(found, "X") == []
+    trace = saved(Timeline(), tmp_path)
+    check(trace)
+    assert of(trace, "X") == []
 
 
 def test_memory_is_bounded_and_the_file_says_what_is_missing(tmp_path):
@@ -97,12 +97,12 @@ def test_memory_is_bounded_and_the_file_says_what_is_missing(tmp_path):
     for i in range(120):
         timeline.add_span(COMPUTE, "group", timeline.origin + i, timeline.origin + i + 0.5, layer=i)
     assert len(timeline) == 50
-    found = saved(timeline, tmp_path)
-    check(found)
-    assert [e["args"]["layer"] for e in of(found, "X")] == list(range(70, 120))
-    assert found["otherData"]["dropped"] == 70
-    assert "first 70 events were dropped" in found["otherData"]["note"]
-    (mark,) = of(found, "i")
+    trace = saved(timeline, tmp_path)
+    check(trace)
+    assert [e["args"]["layer"] for e in of(trace, "X")] == list(range(70, 120))
+    assert trace["otherData"]["dropped"] == 70
+    assert "first 70 events were dropped" in trace["otherData"]["note"]
+    (mark,) = of(trace, "i")
     assert (mark["name"], mark["s"]) == ("70 earlier events were dropped", "g")
 
 
@@ -125,10 +125,10 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
         worker.join()
     check(json.loads((tmp_path / "early.json").read_text()))
     (tmp_path / "early.json").unlink()
-    found = saved(timeline, tmp_path)
-    check(found)
+    trace = saved(timeline, tmp_path)
+    check(trace)
     by_row: dict[int, list[int]] = {}
-    for event in of(found, "X"):
+    for event in of(trace, "X"):
         by_row.setdefault(event["tid"], []).append(event["args"]["piece"])
     assert sorted(by_row) == list(range(1, threads + 1))
     assert all(pieces == list(range(each)) for pieces in by_row.values())
@@ -137,9 +137,9 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
 def test_times_that_are_none_do_not_spoil_the_file(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
     timeline.add_span(COMPUTE, "group", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
-    found = saved(timeline, tmp_path)
-    check(found)
-    (group,) = of(found, "X")
+    trace = saved(timeline, tmp_path)
+    check(trace)
+    (group,) = of(trace, "X")
     assert group["dur"] == 0
     assert group["args"] == {"ratio": "nan", "most": "inf"}
 

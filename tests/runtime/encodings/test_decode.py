@@ -56,9 +56,9 @@ def test_ggml_blocks_of_any_bytes(name: str, dtype: torch.dtype) -> None:
             d = random.normal(size=len(blocks)).astype(np.float16)
             blocks[:, place : place + 2] = d[:, None].view(np.uint8)
     with np.errstate(over="ignore"):  # the largest scales of mxfp4
-        wanted = torch.from_numpy(gguf.dequantize(codes, kind)).to(dtype)
+        expected = torch.from_numpy(gguf.dequantize(codes, kind)).to(dtype)
     got = encoding.decode([torch.from_numpy(codes)], (rows, columns), dtype)
-    assert same(got, wanted)
+    assert same(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,9 +67,9 @@ def test_mxfp4(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
     scale = torch.arange(255, dtype=torch.uint8)[:, None].repeat(1, 16)
     blocks = codes.view(1, 255, 16, 16)
-    wanted = convert_moe_packed_tensors(blocks, scale[None], dtype=dtype)[0].T
+    expected = convert_moe_packed_tensors(blocks, scale[None], dtype=dtype)[0].T
     got = ENCODINGS["mxfp4"].decode([codes, scale], (255, 512), dtype)
-    assert same(got, wanted)
+    assert same(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -77,8 +77,8 @@ def test_mxfp4(dtype: torch.dtype) -> None:
 def test_fp8(dtype: torch.dtype, shape: tuple[int, int], blocks: tuple[int, int]) -> None:
     codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.rand(blocks)
-    wanted = Fp8Dequantize(None)._dequantize_one(codes, scale, dtype)
-    assert same(ENCODINGS["fp8"].decode([codes, scale], shape, dtype), wanted)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scale, dtype)
+    assert same(ENCODINGS["fp8"].decode([codes, scale], shape, dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,9 +94,9 @@ def test_compressed_tensors(dtype: torch.dtype, scales: torch.dtype, group: int)
     w = torch.randn(48, 256).to(scales)
     scale = (w.view(48, -1, group).float().abs().amax(-1) / 7.5).to(scales)
     state = packer.compress({"weight": w, "weight_scale": scale}, scheme)
-    wanted = packer.decompress(dict(state), scheme)["weight"].to(dtype)
+    expected = packer.decompress(dict(state), scheme)["weight"].to(dtype)
     parts = [state["weight_packed"], state["weight_scale"]]
-    assert same(ENCODINGS["ct_int4"].decode(parts, (48, 256), dtype), wanted)
+    assert same(ENCODINGS["ct_int4"].decode(parts, (48, 256), dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,15 +106,15 @@ def test_integers_of_our_own(dtype: torch.dtype) -> None:
     for name, group, least in (("int8", 64, -128), ("int4", 32, -8)):
         values = torch.randint(least, -least, (3, 128), generator=random)
         scale = torch.randn(3, 128 // group, generator=random).half()
-        wanted = torch.empty(3, 128)
+        expected = torch.empty(3, 128)
         for i in range(3):
             for j in range(128):
-                wanted[i, j] = scale[i, j // group].float() * values[i, j].float()
+                expected[i, j] = scale[i, j // group].float() * values[i, j].float()
         codes = values.to(torch.int8)
         if name == "int4":
             codes = ((values[:, ::2] + 8) | (values[:, 1::2] + 8) << 4).to(torch.uint8)
         got = ENCODINGS[name].decode([codes, scale], (3, 128), dtype)
-        assert same(got, wanted.to(dtype)), name
+        assert same(got, expected.to(dtype)), name
 
 
 def test_a_layout_names_the_parts_of_an_encoded_matrix():

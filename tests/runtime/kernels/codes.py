@@ -146,6 +146,6 @@ class Coded:
 
 def _shorten(scale: Tensor, bits: int) -> None:
     """Keep the first significant bits of float16 numbers, the last of them set somewhere."""
-    words = scale.view(torch.int16)
-    words &= -1 << 11 - bits
-    words[0, 0] |= 1 << 11 - bits
+    bit_patterns = scale.view(torch.int16)
+    bit_patterns &= -1 << 11 - bits
+    bit_patterns[0, 0] |= 1 << 11 - bits

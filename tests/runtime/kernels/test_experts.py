@@ -107,28 +107,28 @@ def test_an_expert_can_be_cut_at_any_block(family, dtype):
     """Pieces that hold 64 or 128 of 192 intermediate channels, one after another: same bits."""
     inner = 192
     module = experts(family, dtype, inner=inner)
-    whole, places = layer_of(module)
-    up_name = whole.up.name
+    unsplit, places = layer_of(module)
+    up_name = unsplit.up.name
     up, down = (getattr(module, name).data for name in (up_name, "down_proj"))
-    pairs = 2 if whole.has_gate else 1
+    pairs = 2 if unsplit.has_gate else 1
     for tokens in (1, 33):
         case = inputs(dtype, tokens)
         fused = CpuKernel(float32=True)
-        want = compute(fused, whole, places, *case)
+        want = compute(fused, unsplit, places, *case)
         for cuts in ([0, 64, 192], [0, 128, 192], [0, 64, 128, 192]):
             routing = Routing.of(case[1].numpy(), EXPERTS)
-            step = fused.begin(whole, case[0], routing, case[2])
+            step = fused.begin(unsplit, case[0], routing, case[2])
             for a, b in pairwise(cuts):
-                axis = 2 if whole.transposed else 1
+                axis = 2 if unsplit.transposed else 1
                 shape = list(up.shape)
-                if whole.interleaved or pairs == 1:
+                if unsplit.interleaved or pairs == 1:
                     piece = up.narrow(axis, a * pairs, (b - a) * pairs)
                 else:
                     shape[axis : axis + 1] = [2, inner]
                     piece = up.view(shape).narrow(axis + 1, a, b - a)
                     piece = piece.flatten(axis, axis + 1)
-                rest = down.narrow(1 if whole.transposed else 2, a, b - a)
-                tensors = {up_name: piece.contiguous(), "down_proj": rest.contiguous()}
+                bottom_part = down.narrow(1 if unsplit.transposed else 2, a, b - a)
+                tensors = {up_name: piece.contiguous(), "down_proj": bottom_part.contiguous()}
                 part, slots = layer_of(module, tensors, seed=7, first=a)
                 step.compute_from(
                     routing.experts.tolist(), [slots[e] for e in routing.experts], part, a > 0
@@ -148,11 +148,11 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(f
             assert torch.equal(compute(CpuKernel(), layer, places, x, index, weights), want)
     finally:
         torch.set_num_threads(threads)
-    alone = [
+    sequential = [
         compute(CpuKernel(), layer, places, x[t:][:1], index[t:][:1], weights[t:][:1])
         for t in range(33)
     ]
-    assert torch.equal(torch.cat(alone), want)
+    assert torch.equal(torch.cat(sequential), want)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -17,39 +17,41 @@ sys.modules["torch"] = None
 from greenroom.runtime.kernels.precompile import compile_all
 compile_all("bfloat16")
 """
-FOUND = "from numba.core.ccallback import CFunc; CFunc._compile_uncached = None"
+NO_COMPILER = "from numba.core.ccallback import CFunc; CFunc._compile_uncached = None"
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
+def compile_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile, "_child", None)
     return folder()
 
 
-def test_all_is_compiled_and_kept_without_torch():
+def test_all_is_compiled_and_cached_without_torch():
     """Into the folder that other tests use: they need the same kernels."""
     subprocess.run([sys.executable, "-c", NO_TORCH], check=True)
     assert precompile._marker("bfloat16").exists()
-    subprocess.run([sys.executable, "-c", FOUND + NO_TORCH], check=True)  # nothing is made again
+    subprocess.run(
+        [sys.executable, "-c", NO_COMPILER + NO_TORCH], check=True
+    )  # nothing is made again
 
 
 class Child:
     """A process that ends when it is waited for, or not at all."""
 
     def __init__(self, command: list[str], patient: bool = True, **_: object) -> None:
-        self.command, self.patient, self.said = command, patient, list[str]()
+        self.command, self.patient, self.calls = command, patient, list[str]()
 
     def wait(self, timeout: float) -> None:
-        self.said.append("waited")
+        self.calls.append("waited")
         if not self.patient:
             raise subprocess.TimeoutExpired("x", timeout)
 
     def kill(self) -> None:
-        self.said.append("killed")
+        self.calls.append("killed")
 
 
-def test_begun_once_where_it_is_needed(kept, monkeypatch):
+def test_begun_once_where_it_is_needed(compile_folder, monkeypatch):
     started: list[Child] = []
 
     def popen(command: list[str], **options: object) -> Child:
@@ -63,12 +65,12 @@ def test_begun_once_where_it_is_needed(kept, monkeypatch):
     assert [child.command[-1] for child in started] == ["bfloat16"]
     precompile.wait_for_compiling()
     precompile.wait_for_compiling()
-    assert started[0].said == ["waited"]
+    assert started[0].calls == ["waited"]
     precompile.start_compiling("bfloat16")
     assert len(started) == 2
     started[1].patient = False
     precompile.wait_for_compiling()
-    assert started[1].said == ["waited", "killed"]
+    assert started[1].calls == ["waited", "killed"]
     precompile._marker("bfloat16").touch()
     precompile.start_compiling("bfloat16")
     assert len(started) == 2
@@ -80,8 +82,8 @@ def test_begun_once_where_it_is_needed(kept, monkeypatch):
     assert len(started) == 2
 
 
-def test_another_source_is_another_marker(kept, monkeypatch):
+def test_another_source_is_another_marker(compile_folder, monkeypatch):
     before = precompile._marker("bfloat16")
     monkeypatch.setattr(precompile, "_sources", lambda: "another")
     assert precompile._marker("bfloat16") != before
-    assert precompile._marker("bfloat16").parent == kept
+    assert precompile._marker("bfloat16").parent == compile_folder

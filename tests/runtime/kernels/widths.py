@@ -83,13 +83,13 @@ def rows_of(
     frame[encoded.F_LAYOUT], frame[encoded.F_INPUTS] = layout.buffer_info()[0], width
     enter = partial(matrix._product, frame.buffer_info()[0], False)
 
-    def run(x: int, out: int, rows: int, first: int = 0, **words: int) -> None:
+    def run(x: int, out: int, rows: int, first: int = 0, **arguments: int) -> None:
         spare = walled(5 * width + 320, at_end)
         frame[encoded.F_X], frame[encoded.F_OUT], frame[encoded.F_ROWS] = x, out, rows
         frame[encoded.F_FIRST], frame[encoded.F_SCRATCH] = first, spare.ctypes.data
         frame[encoded.F_BLOCK], frame[encoded.F_CARRY] = (
-            words.get("block", width),
-            words.get("carry", 0),
+            arguments.get("block", width),
+            arguments.get("carry", 0),
         )
         enter()
 
@@ -101,20 +101,20 @@ def rows_of(
     run(0, flat.data_ptr(), ROWS)
     yield f"{name} expanded", Outcome(flat.view(ROWS, width), values, 1e-6)
     x = moved(torch.randn(width, generator=torch.Generator().manual_seed(width)), at_end)
-    given, room = x.data_ptr(), layout[encoded.L_PACKED]
+    address, room = x.data_ptr(), layout[encoded.L_PACKED]
     packed = walled(room, at_end)
     if room:
-        run(given, packed.ctypes.data, 0)
-        given = packed.ctypes.data
+        run(address, packed.ctypes.data, 0)
+        address = packed.ctypes.data
     within = 1e-3 if room else 1e-5
     for block in (width, 64):
         out = moved(torch.full((ROWS,), float("nan")), at_end)
-        run(given, out.data_ptr(), ROWS, block=block)
+        run(address, out.data_ptr(), ROWS, block=block)
         yield f"{name} block {block}", Outcome(out.clone(), values @ x, within)
         one = moved(torch.full((1,), float("nan")), at_end)
-        run(given, one.data_ptr(), 1, first=ROWS - 1, block=block)
+        run(address, one.data_ptr(), 1, first=ROWS - 1, block=block)
         yield f"{name} block {block} last row", Outcome(one, out[-1:].clone())
-        run(given, out.data_ptr(), ROWS, block=block, carry=1)
+        run(address, out.data_ptr(), ROWS, block=block, carry=1)
         yield f"{name} block {block} carried", Outcome(out, 2 * (values @ x), within)
 
 
@@ -180,11 +180,11 @@ def of_linear(dtype: torch.dtype, width: int, outputs: int) -> Iterator[Case]:
         yield f"linear {name}", Outcome(forward(x), want, 2e-2)
         out = torch.from_numpy(walled(4 * count * outputs)).view(torch.float32)
         wide = moved(x.float())
-        words = array("q", [0] * (layers.OUT_WIDE + 1))
-        words[layers.W], words[layers.W_ROWS] = layer.weight.data_ptr(), outputs
-        words[layers.W_COLUMNS], words[layers.X_ROWS] = width, count
-        words[layers.X_WIDE], words[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
-        kernel_entry(layers.gemv, dtype, False)(words.buffer_info()[0], False)
+        arguments = array("q", [0] * (layers.OUT_WIDE + 1))
+        arguments[layers.W], arguments[layers.W_ROWS] = layer.weight.data_ptr(), outputs
+        arguments[layers.W_COLUMNS], arguments[layers.X_ROWS] = width, count
+        arguments[layers.X_WIDE], arguments[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
+        kernel_entry(layers.gemv, dtype, False)(arguments.buffer_info()[0], False)
         yield f"scores {name}", Outcome(out.view(count, outputs), want - layer.bias.double(), 1e-3)
 
 
@@ -249,50 +249,52 @@ def of_attention(one: OneTokenAttention, tokens: int) -> Iterator[Case]:
     )
 
 
-def of_style(style: Style, whole: bool) -> Iterator[Case]:
+def of_style(style: Style, all_widths: bool) -> Iterator[Case]:
     """Everything that is computed with one encoding."""
     unit = {"int8": 64}.get(style.name, max(32, BLOCKS[style.name][0]))
-    blocks = range(1, MANY + 1) if whole else FEW
-    tokens = TOKENS if whole else (1, 5)
+    blocks = range(1, MANY + 1) if all_widths else FEW
+    tokens = TOKENS if all_widths else (1, 5)
     for count in blocks:
-        for dtype in (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,):
+        for dtype in (torch.bfloat16, torch.float16) if all_widths else (torch.bfloat16,):
             for rounded in (False, True):
-                for at_end in (True, False) if whole else (True,):
+                for at_end in (True, False) if all_widths else (True,):
                     yield from rows_of(style, dtype, rounded, count * unit, at_end)
-    many = blocks if whole else EXPERTS
-    for count in many if unit < 256 else range(1, 9 if whole else 3):
+    many = blocks if all_widths else EXPERTS
+    for count in many if unit < 256 else range(1, 9 if all_widths else 3):
         # The other width is one that leaves its turn unfinished too, or all but its first vector.
-        for other in (3, 31) if whole and count in FEW and unit < 256 else (3,):
+        for other in (3, 31) if all_widths and count in FEW and unit < 256 else (3,):
             yield from of_experts(style, count * unit, other * unit, tokens)
             yield from of_experts(style, other * unit, count * unit, tokens)
-        if whole:
+        if all_widths:
             yield from of_stored(style, count * unit)
 
 
-def of_plain(dtype: torch.dtype, whole: bool) -> Iterator[Case]:
+def of_plain(dtype: torch.dtype, all_widths: bool) -> Iterator[Case]:
     """Everything that is computed with plain weights of a type."""
-    elements = range(1, 2 * MANY + 1) if whole else (1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90)
+    elements = (
+        range(1, 2 * MANY + 1) if all_widths else (1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90)
+    )
     for count in elements:
-        for family in ("qwen3_moe", "aria") if whole else ("qwen3_moe",):
+        for family in ("qwen3_moe", "aria") if all_widths else ("qwen3_moe",):
             yield from of_plain_experts(family, dtype, count, 19)
             yield from of_plain_experts(family, dtype, 19, count)
         if dtype is not torch.float32:
-            for outputs in (1, 4, 7, 65) if whole else (7,):
+            for outputs in (1, 4, 7, 65) if all_widths else (7,):
                 yield from of_linear(dtype, count, outputs)
             yield from of_norm(dtype, count)
-    if whole and dtype is not torch.float32:
+    if all_widths and dtype is not torch.float32:
         module = make(*FITTING["mixtral"], dtype)
         one = OneTokenAttention(module, None, lambda cache, layer: None, {})
         for tokens in elements:
             yield from of_attention(one, tokens)
 
 
-def cases(whole: bool) -> Iterator[Case]:
+def cases(all_widths: bool) -> Iterator[Case]:
     """All of them, or those of a few widths."""
     for style in (*(replace(s, share=(1, s.share[1])) for s in STYLES), WIDE):
-        yield from of_style(style, whole)
-    for dtype in DTYPES if whole else (torch.bfloat16,):
-        yield from of_plain(dtype, whole)
+        yield from of_style(style, all_widths)
+    for dtype in DTYPES if all_widths else (torch.bfloat16,):
+        yield from of_plain(dtype, all_widths)
 
 
 def main() -> int:

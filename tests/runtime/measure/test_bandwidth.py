@@ -21,12 +21,12 @@ def test_a_link_is_found_from_reads_that_follow_it(link: Link):
         for size in READ_SIZES
         for n in READ_THREADS
     }
-    found = fit_link(reads)
-    assert found.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
-    assert found.latency == pytest.approx(link.latency, rel=0.1, abs=1e-9)
+    fitted = fit_link(reads)
+    assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
+    assert fitted.latency == pytest.approx(link.latency, rel=0.1, abs=1e-9)
     full = {n: rate for (size, n), rate in reads.items() if size == READ_SIZES[-1]}
-    assert full[found.lanes] >= 0.95 * max(full.values())
-    assert all(full[n] < 0.95 * max(full.values()) for n in full if n < found.lanes)
+    assert full[fitted.lanes] >= 0.95 * max(full.values())
+    assert all(full[n] < 0.95 * max(full.values()) for n in full if n < fitted.lanes)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -60,21 +60,21 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_link_is_that_of_pinned_memory():
     engine = Paced()
-    link, found = link_of(engine, 0.05)
-    assert 0 < found["pinned"] < BUS
-    assert 0 < found["pageable"] < BUS / 10
-    assert found["pinned"] > found["pageable"]
-    assert (link.bandwidth, link.lanes) == (found["pinned"], measure.LANES)
+    link, measured = link_of(engine, 0.05)
+    assert 0 < measured["pinned"] < BUS
+    assert 0 < measured["pageable"] < BUS / 10
+    assert measured["pinned"] > measured["pageable"]
+    assert (link.bandwidth, link.lanes) == (measured["pinned"], measure.LANES)
     assert link.latency > 0
     assert (engine.did, engine.pinned) == (1, False)  # nothing stays registered
 
 
 def test_where_memory_cannot_be_pinned_the_profile_says_why():
-    link, found = link_of(Paced("no room"), 0.02)
-    assert found["pinned"] is None
-    assert found["unpinned"] == "no room"
-    assert link.bandwidth == found["pageable"] < BUS / 10
-    device = {**found, "name": "it", "memory": 1e12, "memory_bytes": 1 << 30}
+    link, measured = link_of(Paced("no room"), 0.02)
+    assert measured["pinned"] is None
+    assert measured["unpinned"] == "no room"
+    assert link.bandwidth == measured["pageable"] < BUS / 10
+    device = {**measured, "name": "it", "memory": 1e12, "memory_bytes": 1 << 30}
     machine = Machine(MACHINE.routes, MACHINE.processors, MACHINE.host, {"device": device})
     assert "cannot be pinned (no room)" in " ".join(summary.machine_summary(machine))
 
@@ -88,15 +88,15 @@ def test_memory_is_read_and_written():
 
 
 def test_a_profile_that_a_plan_takes(tmp_path: Path):
-    found = with_device(MACHINE, Paced(), 0.01)
+    measured = with_device(MACHINE, Paced(), 0.01)
     path = tmp_path / "m.json"
-    path.write_text(json.dumps(found.as_json()))
+    path.write_text(json.dumps(measured.as_json()))
     machine = Machine.load(path)
-    assert machine == found
+    assert machine == measured
     assert [p.name for p in machine.processors] == ["cpu", "gpu"]
     assert machine.processors[0] == MACHINE.processors[0]  # still what a plan takes unasked
     costs = machine.costs(MIB, MIB, processor="gpu")
-    assert costs.links == (MACHINE.routes[0].link, found.routes[1].link)
+    assert costs.links == (MACHINE.routes[0].link, measured.routes[1].link)
     assert isinstance(costs.links[1], Link)
     assert costs.host is not None
     assert 0 < costs.expert.seconds(1) <= costs.expert.seconds(16)

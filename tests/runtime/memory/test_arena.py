@@ -21,43 +21,43 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int6
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SHAPES, DTYPES), max_size=12))
-def test_every_tensor_has_its_own_aligned_memory(wanted):
-    made, with_pages = [], TensorArena()
-    for number, (shape, dtype) in enumerate(wanted):
+def test_every_tensor_has_its_own_aligned_memory(shapes):
+    tensor_arena, with_pages = [], TensorArena()
+    for number, (shape, dtype) in enumerate(shapes):
         tensor = with_pages.empty(*shape, dtype=dtype)
         assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % ALIGNMENT == 0
-        made.append(tensor.fill_(number))
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(made))
+        tensor_arena.append(tensor.fill_(number))
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensor_arena))
 
 
 def test_a_span_is_shared_and_a_larger_tensor_has_its_own(monkeypatch):
-    taken = []
+    calls = []
     reserve_memory = arena.reserve_memory
 
-    def seen(nbytes, **options):
-        taken.append((nbytes, options))
+    def record(nbytes, **options):
+        calls.append((nbytes, options))
         return reserve_memory(nbytes, **options)
 
-    monkeypatch.setattr(arena, "reserve_memory", seen)
-    made = TensorArena()
-    first, second = (made.empty(1000, dtype=torch.uint8) for _ in range(2))
+    monkeypatch.setattr(arena, "reserve_memory", record)
+    tensor_arena = TensorArena()
+    first, second = (tensor_arena.empty(1000, dtype=torch.uint8) for _ in range(2))
     assert second.data_ptr() - first.data_ptr() == 1024
-    made.empty(SPAN + 1, dtype=torch.uint8)
-    made.empty(1, dtype=torch.uint8)
-    assert [nbytes for nbytes, _ in taken] == [SPAN, SPAN + 1, SPAN]
-    assert all(options == {"large_pages": True} for _, options in taken)
+    tensor_arena.empty(SPAN + 1, dtype=torch.uint8)
+    tensor_arena.empty(1, dtype=torch.uint8)
+    assert [nbytes for nbytes, _ in calls] == [SPAN, SPAN + 1, SPAN]
+    assert all(options == {"large_pages": True} for _, options in calls)
 
 
 def test_memory_is_taken_when_it_is_written_and_goes_back_with_the_last_tensor():
-    before, made = rss_bytes(), TensorArena()
-    tensor = made.empty(64 << 20, dtype=torch.uint8)
+    before, tensor_arena = rss_bytes(), TensorArena()
+    tensor = tensor_arena.empty(64 << 20, dtype=torch.uint8)
     assert rss_bytes() - before < 16 << 20
     tensor.fill_(1)
     assert rss_bytes() - before > 60 << 20
     alive = weakref.ref(tensor)
-    del made, tensor
+    del tensor_arena, tensor
     gc.collect()
     assert alive() is None
     assert rss_bytes() - before < 16 << 20

@@ -44,26 +44,26 @@ def test_a_device_hangs_at_the_node_that_its_bus_says(machine):
 @pytest.mark.skipif(not numa.nodes(), reason="Linux tells of no NUMA nodes here")
 def test_memory_is_asked_for_at_a_node_that_there_is():
     memory = mmap.mmap(-1, 1 << 20)
-    whole = np.frombuffer(memory, np.uint8)
-    refused = numa.prefer(whole.ctypes.data, whole.size, numa.nodes()[0])
+    all_bytes = np.frombuffer(memory, np.uint8)
+    refused = numa.prefer(all_bytes.ctypes.data, all_bytes.size, numa.nodes()[0])
     if refused is not None:
         pytest.skip(f"this system lets nobody place memory: {refused}")
-    whole[:] = 7
-    assert numa.prefer(whole.ctypes.data, whole.size, 1000) is not None  # no such node
+    all_bytes[:] = 7
+    assert numa.prefer(all_bytes.ctypes.data, all_bytes.size, 1000) is not None  # no such node
 
 
 def test_each_part_goes_to_its_own_node_and_refusals_are_said(machine, monkeypatch, caplog):
-    asked = []
+    calls = []
 
     def prefer(address: int, nbytes: int, node: int) -> str | None:
-        asked.append((address, nbytes, node))
+        calls.append((address, nbytes, node))
         return "Operation not permitted" if node == 1 else None
 
     monkeypatch.setattr(numa, "prefer", prefer)
     sys = machine(2)
     with caplog.at_level(logging.WARNING):
         numa.place(4096, [(8192, 0), (0, 1), (4096, 1), (4096, None)], sys)
-    assert asked == [(4096, 8192, 0), (12288, 4096, 1)]
+    assert calls == [(4096, 8192, 0), (12288, 4096, 1)]
     assert [record.args for record in caplog.records] == [
         ("Operation not permitted",),
         ("the device does not tell its node",),

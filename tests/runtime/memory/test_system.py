@@ -13,8 +13,8 @@ from greenroom.core.layout import SlotLayout
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix, dense_bytes
 from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
 
-HELD = 64 << 20
-HOLD = f"held = bytearray(b'x') * {HELD}; print(flush=True); input()"
+BLOCK_BYTES = 64 << 20
+HOLD = f"held = bytearray(b'x') * {BLOCK_BYTES}; print(flush=True); input()"
 
 
 @pytest.mark.parametrize("count", [rss_bytes, peak_rss_bytes])
@@ -30,15 +30,15 @@ def test_a_child_counts_while_it_lives(count: object) -> None:
         grown = count() - before
     finally:
         child.communicate(b"\n")
-    assert HELD <= grown < HELD + (32 << 20)
-    assert count() - before < HELD // 2
+    assert BLOCK_BYTES <= grown < BLOCK_BYTES + (32 << 20)
+    assert count() - before < BLOCK_BYTES // 2
 
 
 def test_a_peak_stays() -> None:
     before = rss_bytes()
-    held = bytearray(b"x") * HELD
-    del held
-    assert peak_rss_bytes() > before + HELD - (1 << 20)  # the kernel counts in batches
+    block = bytearray(b"x") * BLOCK_BYTES
+    del block
+    assert peak_rss_bytes() > before + BLOCK_BYTES - (1 << 20)  # the kernel counts in batches
 
 
 def test_dense_bytes_count_stored_matrices_and_shared_tensors_once() -> None:

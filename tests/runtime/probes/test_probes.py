@@ -83,9 +83,9 @@ def test_agrees_with_the_router_on_its_own_inputs(name: str) -> None:
         linear = find_linear(passed.routers[layer])
         assert (linear and linear.function) == formula
         top_k = chosen.shape[1]
-        together = passed.gates.rank(layer, inputs, 4)
+        batched = passed.gates.rank(layer, inputs, 4)
         one_by_one = [passed.gates.rank(layer, row[None], 4) for row in inputs]
-        for ranked in (together, np.concatenate(one_by_one)):
+        for ranked in (batched, np.concatenate(one_by_one)):
             assert ranked.dtype == np.int64
             np.testing.assert_array_equal(np.sort(ranked[:, :top_k]), np.sort(chosen))
             assert all(len(set(row)) == 4 for row in ranked.tolist())
@@ -110,8 +110,8 @@ def test_the_rest_is_ranked_by_what_the_router_scored() -> None:
     chosen = passed.chosen[0]
     ranked = passed.gates.rank(0, passed.inputs[0], 8)
     assert all(sorted(row) == list(range(8)) for row in ranked.tolist())
-    rest = np.take_along_axis(passed.logits[0], ranked[:, chosen.shape[1] :], axis=1)
-    assert (np.diff(rest) <= 0).all()
+    lower_ranks = np.take_along_axis(passed.logits[0], ranked[:, chosen.shape[1] :], axis=1)
+    assert (np.diff(lower_ranks) <= 0).all()
 
 
 @pytest.mark.parametrize("name", ["zaya", "deepseek_v4"])
@@ -199,16 +199,16 @@ def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choose", "words"),
+    ("choose", "message"),
     [
         (lambda logits: logits, "does not return scores, weights and ids"),
         (lambda logits: (logits, logits, logits), "does not hold ids of experts"),
         (lambda logits: logits.nothing, "has no attribute"),
     ],
 )
-def test_a_module_that_is_no_router(choose: Any, words: str) -> None:
+def test_a_module_that_is_no_router(choose: Any, message: str) -> None:
     with pytest.raises(
-        PredictorError, match=f"^Plain cannot be called outside of a forward pass: .*{words}"
+        PredictorError, match=f"^Plain cannot be called outside of a forward pass: .*{message}"
     ):
         RouterGates([Router(Plain(choose), nn.Module(), 8)])
 

@@ -12,29 +12,29 @@ from greenroom.runtime.recording.forecasts import ForecastRecorder, parse_predic
 from tests.predictors.replay import passes, replay
 from tests.predictors.small import SHAPE, routing
 
-ALONE = [name for name, kind in PREDICTORS.items() if not kind.needs - {"token_ids"}]
-AHEAD = [f"{name}:{d}" for name in ALONE if PREDICTORS[name].distance for d in (2, 3)]
+STANDALONE = [name for name, kind in PREDICTORS.items() if not kind.needs - {"token_ids"}]
+AHEAD = [f"{name}:{d}" for name in STANDALONE if PREDICTORS[name].distance for d in (2, 3)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_as_a_replay(seed: int) -> None:
     trace = routing(seed)
-    names = [*ALONE, *AHEAD]
-    made = {name: predictor(name).build(PredictorSetup(SHAPE)) for name in names}
-    forecasts = ForecastRecorder(made, SHAPE)
-    said: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    names = [*STANDALONE, *AHEAD]
+    predictors = {name: predictor(name).build(PredictorSetup(SHAPE)) for name in names}
+    forecasts = ForecastRecorder(predictors, SHAPE)
+    predicted: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for at in passes(trace):
         forecasts.begin(at)
         for layer in range(SHAPE.layers):
             inside = trace.experts[at.first : at.first + at.tokens, layer].astype(np.int64)
             forecasts.layer(LayerRouting(layer, inside))
         for name, rows in forecasts.end().items():
-            said[name].append(rows)
+            predicted[name].append(rows)
     for name in names:
-        wanted = replay(predictor(name).build(PredictorSetup(SHAPE)), trace, SHAPE).experts
-        found = np.concatenate(said[name])
-        np.testing.assert_array_equal(np.where(found < 0, 255, found), wanted, name)
-        assert name not in ("token", "markov", "markov:3") or (wanted[20:] != 255).any()
+        expected = replay(predictor(name).build(PredictorSetup(SHAPE)), trace, SHAPE).experts
+        recorded = np.concatenate(predicted[name])
+        np.testing.assert_array_equal(np.where(recorded < 0, 255, recorded), expected, name)
+        assert name not in ("token", "markov", "markov:3") or (expected[20:] != 255).any()
 
 
 def test_a_list_of_names_keeps_the_commas_of_options() -> None:
@@ -45,7 +45,7 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("markov,markov", "named twice"),
         ("markov,oracle", "oracle: works in replays of a trace only"),
@@ -54,8 +54,8 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
         ("popularity:1,half-life=0", "half-life"),
     ],
 )
-def test_names_that_cannot_be_recorded(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_names_that_cannot_be_recorded(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse_predictors(text)
 
 

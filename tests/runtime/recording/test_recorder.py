@@ -32,7 +32,7 @@ class Model:
 
     def __init__(self, named: bool = False) -> None:
         self.embedding, self.layers = nn.Embedding(100, 5), [Experts() for _ in SIZES]
-        self.named, self.seen = named, []
+        self.named, self.routed = named, []
 
     @torch.no_grad()
     def __call__(self, ids: list[int], experts: list[list[list[int]]], layers=(0, 1)) -> None:
@@ -41,7 +41,7 @@ class Model:
             index = torch.tensor([row[layer] for row in experts])
             weights = index / 10
             hidden = x + layer
-            self.seen.append(hidden.numpy())
+            self.routed.append(hidden.numpy())
             if self.named:
                 self.layers[layer](hidden, top_k_weights=weights, top_k_index=index)
             else:
@@ -123,8 +123,8 @@ def test_gate_inputs_are_those_of_the_tokens_that_are_named(start, tmp_path, mon
             for token in range(10):
                 model([token], TOKEN)
     sample = load(tmp_path / "j").gate_inputs
-    seen = [np.stack(pair, 1) for pair in zip(model.seen[::2], model.seen[1::2], strict=True)]
-    np.testing.assert_array_equal(sample.values, np.concatenate(seen)[sample.tokens])
+    pairs = [np.stack(pair, 1) for pair in zip(model.routed[::2], model.routed[1::2], strict=True)]
+    np.testing.assert_array_equal(sample.values, np.concatenate(pairs)[sample.tokens])
     assert abs(len(sample.tokens) / 52 - rate) < 0.2
 
 
@@ -147,10 +147,10 @@ def test_what_is_old_is_flushed_too(start, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "FLUSH_S", -1.0)
     model = Model()
     with start(model).request(0, "", 1):
-        for asked in range(1, 7):
+        for requested in range(1, 7):
             model([1], TOKEN)
-            if asked > 2:  # one is under way, and one waits for company
-                assert load(tmp_path / "j").tokens == asked - 2
+            if requested > 2:  # one is under way, and one waits for company
+                assert load(tmp_path / "j").tokens == requested - 2
 
 
 def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
@@ -173,7 +173,7 @@ def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("experts", "layers", "words"),
+    ("experts", "layers", "message"),
     [
         ([[[0, 1], [0, 3]]], (0, 1), "no expert at some rank, or one twice"),
         ([[[1, 1], [0, 1]]], (0, 1), "no expert at some rank, or one twice"),
@@ -182,10 +182,10 @@ def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
         ([[[0, 1], [0, 1]]], (0,), "used 1 of the 2 MoE layers"),
     ],
 )
-def test_routing_that_a_trace_cannot_hold(start, experts, layers, words):
+def test_routing_that_a_trace_cannot_hold(start, experts, layers, message):
     model = Model()
     recorder = start(model)
-    with pytest.raises(TraceError, match=words), recorder.request(0, "", 1):
+    with pytest.raises(TraceError, match=message), recorder.request(0, "", 1):
         model([1], experts, layers)
 
 
@@ -227,14 +227,14 @@ class Echo:
     def begin(self, at: PassStart) -> None:
         self.at = at
 
-    def observe(self, seen: LayerRouting) -> None:
-        self.seen = seen
+    def observe(self, pairs: LayerRouting) -> None:
+        self.routed = pairs
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
             return [LayerPrediction(0, np.full((self.at.tokens, 2), self.at.first % 4))]
-        rows = len(self.seen.experts) if layer + 1 < len(SIZES) else 1
-        return [LayerPrediction(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
+        rows = len(self.routed.experts) if layer + 1 < len(SIZES) else 1
+        return [LayerPrediction(layer + 1, np.tile(self.routed.experts[-1:], (rows, 1)) % 3)]
 
 
 def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
@@ -250,17 +250,17 @@ def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
                 assert echo.at.token_ids.tolist() == [7, 8, 9]
                 model([5], TOKEN)
                 assert echo.at == (number, 4 * number + 3, 1, False, echo.at.token_ids)
-                np.testing.assert_array_equal(echo.seen.inputs, model.seen[-1] * 3)
-                np.testing.assert_allclose(echo.seen.weights, [[0.0, 0.1]])
+                np.testing.assert_array_equal(echo.routed.inputs, model.routed[-1] * 3)
+                np.testing.assert_allclose(echo.routed.weights, [[0.0, 0.1]])
     journal.close()
     assert not model.gates[0]._forward_pre_hooks
     trace = load(tmp_path / "j")
-    seen = [np.stack(pair, 1) for pair in zip(model.seen[::2], model.seen[1::2], strict=True)]
-    np.testing.assert_allclose(trace.gate_inputs.values, np.concatenate(seen) * 3)
-    said = trace.predictions["echo"].experts
+    pairs = [np.stack(pair, 1) for pair in zip(model.routed[::2], model.routed[1::2], strict=True)]
+    np.testing.assert_allclose(trace.gate_inputs.values, np.concatenate(pairs) * 3)
+    predicted = trace.predictions["echo"].experts
     assert trace.predictions["echo"].distance == 1
     begins = [[0, 0], [0, 0], [0, 0], [2, 0]]  # the last: layer 1's of the token before it
-    assert (said[..., 2] == 255).all()  # two were named, there is room for three
-    said = said[..., :2]
-    assert said[:, 0].tolist() == begins * 2
-    assert said[:, 1].tolist() == [[2, 1]] * 3 + [[0, 0]] + [[2, 1]] * 3 + [[0, 0]]
+    assert (predicted[..., 2] == 255).all()  # two were named, there is room for three
+    predicted = predicted[..., :2]
+    assert predicted[:, 0].tolist() == begins * 2
+    assert predicted[:, 1].tolist() == [[2, 1]] * 3 + [[0, 0]] + [[2, 1]] * 3 + [[0, 0]]

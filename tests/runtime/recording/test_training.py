@@ -98,13 +98,13 @@ def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
     trace = recording()
     trained = train(trace, CONFIG, CPU)
     it = predictor("learned").build(PredictorSetup(Shape(EXPERTS, TOP_K), tensors=trained.tensors))
-    said = np.empty((trace.tokens, TOP_K), np.int64)
+    predicted = np.empty((trace.tokens, TOP_K), np.int64)
     for token, inputs in enumerate(trace.gate_inputs.values):
         it.begin(PassStart(0, token, 1, False))
         it.observe(LayerRouting(0, trace.experts[token, :1].astype(np.int64), None, inputs[:1]))
         (guess,) = it.predict(0)
-        said[token] = guess.experts[0, :TOP_K]
-    right = accuracy(said, trace.experts[:, 1].astype(np.int64))
+        predicted[token] = guess.experts[0, :TOP_K]
+    right = accuracy(predicted, trace.experts[:, 1].astype(np.int64))
     assert right == pytest.approx(trained.accuracy["learned"][1], abs=0.08)
 
 
@@ -123,16 +123,18 @@ def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
     trace = recording(requests=4)
     right = np.pad(trace.experts, ((0, 0), (0, 0), (0, 2)), constant_values=255)
     wrong = np.roll(trace.experts, 40, axis=0)
-    known = {"right": (right, 1), "wrong": (wrong, 1), "far": (right, 2)}
-    trace = replace(trace, predictions={n: Prediction(*made) for n, made in known.items()})
-    found = train(trace, replace(CONFIG, epochs=1), CPU).accuracy
-    assert found.keys() == {"learned", "right", "wrong", "popularity"}
-    assert found["right"] == [1.0] * LAYERS
-    assert max(found["wrong"]) < 0.6
+    recorded = {"right": (right, 1), "wrong": (wrong, 1), "far": (right, 2)}
+    trace = replace(
+        trace, predictions={n: Prediction(*prediction) for n, prediction in recorded.items()}
+    )
+    result = train(trace, replace(CONFIG, epochs=1), CPU).accuracy
+    assert result.keys() == {"learned", "right", "wrong", "popularity"}
+    assert result["right"] == [1.0] * LAYERS
+    assert max(result["wrong"]) < 0.6
 
 
 @pytest.mark.parametrize(
-    ("trace", "config", "words"),
+    ("trace", "config", "message"),
     [
         (replace(recording(2, 4), gate_inputs=None), CONFIG, "record it with --gate-inputs 1"),
         (recording(2, 4), replace(CONFIG, distance=4), "has 3 MoE layers only"),
@@ -140,7 +142,7 @@ def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
         (recording(2, 20), CONFIG, "tokens for training"),
     ],
 )
-def test_traces_that_cannot_teach(trace: Trace, config: TrainConfig, words: str) -> None:
-    with pytest.raises(GreenroomError, match=words) as error:
+def test_traces_that_cannot_teach(trace: Trace, config: TrainConfig, message: str) -> None:
+    with pytest.raises(GreenroomError, match=message) as error:
         train(trace, config, CPU)
     assert "\n" not in str(error.value)

@@ -36,23 +36,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("of", "whole"), CASES)
+@pytest.mark.parametrize(("of", "unsplit"), CASES)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 99])
-def test_what_is_cut_is_joined_again(of, whole, count):
-    cutting = Cutting.of(of, whole)
-    made = cutting.segments(count, "layer")
+def test_what_is_cut_is_joined_again(of, unsplit, count):
+    cutting = Cutting.of(of, unsplit)
+    segments = cutting.segments(count, "layer")
     assert cutting.channels == INNER
-    assert len(made.segments) == min(count, 5)
-    assert all(segment.first % 64 == 0 for segment in made.segments)
-    assert made.nbytes == sum(segment.layout.nbytes for segment in made.segments)
-    ends = [*(segment.first for segment in made.segments[1:]), INNER]
-    for spec in whole.tensors:
+    assert len(segments.segments) == min(count, 5)
+    assert all(segment.first % 64 == 0 for segment in segments.segments)
+    assert segments.nbytes == sum(segment.layout.nbytes for segment in segments.segments)
+    ends = [*(segment.first for segment in segments.segments[1:]), INNER]
+    for spec in unsplit.tensors:
         tensor = torch.arange(spec.nbytes // 2).view(spec.shape)
         parts = [
             cutting.cut(spec, tensor, segment.first, end)
-            for segment, end in zip(made.segments, ends, strict=True)
+            for segment, end in zip(segments.segments, ends, strict=True)
         ]
-        for part, segment in zip(parts, made.segments, strict=True):
+        for part, segment in zip(parts, segments.segments, strict=True):
             assert tuple(part.shape) == segment.layout[spec.name].shape
         assert torch.equal(cutting.join(spec, parts), tensor)
 
@@ -72,8 +72,8 @@ def test_encodings_are_cut_where_their_blocks_end():
         return SlotLayout.pack(codes, {"up_proj": "q4_k", "down_proj": "q4_k"}, "bfloat16")
 
     of = module(has_gate=False)
-    made = Cutting.of(of, encoded(768)).segments(8, "layer")
-    assert [segment.first for segment in made.segments] == [0, 256, 512]
+    segments = Cutting.of(of, encoded(768)).segments(8, "layer")
+    assert [segment.first for segment in segments.segments] == [0, 256, 512]
     with pytest.raises(UnsupportedModel, match=r"have 256 intermediate channels, in blocks of 256"):
         Cutting.of(of, encoded(256)).segments(8, "layer")
 
@@ -83,7 +83,7 @@ def test_scales_of_blocks_are_cut_with_them():
         ("up_proj", (384, HIDDEN), "float8_e4m3fn"), ("up_proj.scale", (3, 1), "float32"),
         ("down_proj", (HIDDEN, 384), "float8_e4m3fn"), ("down_proj.scale", (1, 3), "float32"),
     ]  # fmt: skip
-    whole = SlotLayout.pack(specs, {"up_proj": "fp8", "down_proj": "fp8"}, "bfloat16")
-    made = Cutting.of(module(has_gate=False), whole).segments(8, "layer")
-    assert [segment.first for segment in made.segments] == [0, 128, 256]
-    assert made.segments[1].layout["down_proj.scale"].shape == (1, 1)
+    unsplit = SlotLayout.pack(specs, {"up_proj": "fp8", "down_proj": "fp8"}, "bfloat16")
+    segments = Cutting.of(module(has_gate=False), unsplit).segments(8, "layer")
+    assert [segment.first for segment in segments.segments] == [0, 128, 256]
+    assert segments.segments[1].layout["down_proj.scale"].shape == (1, 1)

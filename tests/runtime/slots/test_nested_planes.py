@@ -24,11 +24,11 @@ def run(source: int, target: int, n: int) -> Copy:
 
 HALF, SCALE = CODES // 2, CODES
 FIRST = run(0, 0, HALF), run(HALF, SCALE, SCALES)
-REST = (run(0, HALF, HALF),)
+SECOND_HALF = (run(0, HALF, HALF),)
 AT = HALF + SCALES  # where the rest begins in a run
 BOTH = (*FIRST, run(AT, HALF, HALF))
 NESTING = NestedLayout(
-    (MatrixPlanes(0, CODES, SCALE, SCALES),), FIRST, {BOTH: AT + HALF, REST: HALF}
+    (MatrixPlanes(0, CODES, SCALE, SCALES),), FIRST, {BOTH: AT + HALF, SECOND_HALF: HALF}
 )
 
 
@@ -44,9 +44,9 @@ def expert(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def assert_joined(slots: HostSlots, slot: int, codes: np.ndarray, scale: np.ndarray) -> None:
-    found = slots.bytes(slot)
-    assert found[:CODES].view(np.int8).tolist() == codes.tolist()
-    assert found[SCALE : SCALE + SCALES].view(np.float16).tolist() == scale.tolist()
+    content = slots.bytes(slot)
+    assert content[:CODES].view(np.int8).tolist() == codes.tolist()
+    assert content[SCALE : SCALE + SCALES].view(np.float16).tolist() == scale.tolist()
 
 
 def test_every_code_is_joined():
@@ -62,9 +62,9 @@ def test_every_code_is_joined():
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_by_several_threads(seed):
     rng, slots = random.Random(seed), FakeSlots(4, 512, plane_joiner=PlaneJoiner([NESTING]))
-    made = [expert(10 * seed + i) for i in range(4)]
+    experts = [expert(10 * seed + i) for i in range(4)]
     jobs = []
-    for slot, (data, _, _) in enumerate(made):
+    for slot, (data, _, _) in enumerate(experts):
         slots.clear(slot)
         cuts = sorted({0, data.size, *(rng.randrange(data.size) for _ in range(5))})
         jobs += [(slot, data, a, b) for a, b in pairwise(cuts)]
@@ -85,7 +85,7 @@ def test_chunks_by_several_threads(seed):
         thread.start()
     for thread in threads:
         thread.join()
-    for slot, (_, codes, scale) in enumerate(made):
+    for slot, (_, codes, scale) in enumerate(experts):
         assert_joined(slots, slot, codes, scale)
 
 
@@ -94,7 +94,7 @@ def test_a_copy_and_what_it_lacks():
     data, codes, scale = expert(3)
     slots.clear(1)
     slots.fill(1, data[:AT], 0)
-    slots.write(1, REST, data[AT:], 0)
+    slots.write(1, SECOND_HALF, data[AT:], 0)
     assert_joined(slots, 1, codes, scale)
     slots.move(1, 0)
     assert_joined(slots, 0, codes, scale)

@@ -20,7 +20,7 @@ from tests.core.cache.test_all_resident import PIECES, filled, serve, steps
 
 def place(tables: Any, pieces: list[int]) -> int:
     """What compiled code does with a step's tables (kernels/choice.py), for these pieces."""
-    first, slot_of, used, asked, _, step = tables
+    first, slot_of, used, request_counts, _, step = tables
 
     def word(start: int, piece: int) -> Any:
         return ctypes.c_int64.from_address(start + 8 * (first + piece))
@@ -29,7 +29,7 @@ def place(tables: Any, pieces: list[int]) -> int:
         return 0
     for piece in pieces:
         word(used, piece).value = step
-        word(asked, piece).value += 1
+        word(request_counts, piece).value += 1
     return len(pieces)
 
 
@@ -39,7 +39,7 @@ def test_several_steps_in_one_leave_what_they_leave_one_by_one(
     steps: list[tuple[int, set[int], bool]], capacity: int
 ) -> None:
     """Of tokens that pass through both layers; the second step may have to be done alone."""
-    ours, told = filled(), filled()
+    ours, scheduled = filled(), filled()
     counted = np.zeros(8, np.int64)
     tables = ResidentTables(ours, counted)
     for step, (missing, experts, _) in enumerate(steps, 1):
@@ -53,11 +53,11 @@ def test_several_steps_in_one_leave_what_they_leave_one_by_one(
         if not missing:
             assert tables.steps(1, lambda tables, pieces=chosen[1]: [place(tables, pieces)]) == 1  # type: ignore[misc]
         for layer, pieces in enumerate(chosen):
-            serve(told, step, layer, np.array(pieces) + 4 * layer)
-    for scheduler in (ours, told):
+            serve(scheduled, step, layer, np.array(pieces) + 4 * layer)
+    for scheduler in (ours, scheduled):
         scheduler.on(Resized(capacity))
-    assert ours.residents().tolist() == told.residents().tolist()
-    assert ours.counts == told.counts
+    assert ours.residents().tolist() == scheduled.residents().tolist()
+    assert ours.counts == scheduled.counts
     assert counted.sum() == sum(2 * len(experts) for _, experts, _ in steps)
 
 

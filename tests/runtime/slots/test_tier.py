@@ -63,6 +63,6 @@ def test_marks_are_left_on_the_devices_that_computed():
     assert each[1].marks == [[1]]
 
 
-def test_where_no_pool_computes_later_nobody_is_told():
+def test_without_a_pool_that_computes_later_no_callback_runs():
     assert MultiPoolTier([FakeSlots(4, 64), FakeSlots(4, 64)], 8, SHARES).mark_computed is None
     assert FakeSlots(4, 64).mark_computed is None

@@ -134,7 +134,7 @@ def test_another_file_under_the_name_changes_nothing(disk):
     store.close()
 
 
-def test_a_read_error_keeps_the_system_s_words(disk, monkeypatch):
+def test_a_read_error_keeps_the_system_s_message(disk, monkeypatch):
     store = DiskStore(disk())
 
     def fail(*args):
@@ -160,8 +160,8 @@ def flags_of(address: int) -> set[str]:
     """The kernel's flags of the mapping in which an address lies ("hg": large pages are wanted)."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
+        if address_range := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(address_range[1], 16) <= address < int(address_range[2], 16)
         elif inside and line.startswith("VmFlags:"):
             return set(line.split()[1:])
     raise AssertionError(address)

@@ -25,30 +25,32 @@ def read_all(store, expert: int) -> bytes:
 @pytest.mark.parametrize("chunk_bytes", [BLOCK, 10_000, 1 << 20])
 def test_it_gives_what_the_disk_gives(disk, chunk_bytes):
     catalog = disk()
-    there, here = (kind(catalog, chunk_bytes=chunk_bytes) for kind in (DiskStore, RamStore))
+    disk_store, from_ram = (
+        kind(catalog, chunk_bytes=chunk_bytes) for kind in (DiskStore, RamStore)
+    )
     for expert in range(catalog.experts):
-        assert here.chunks(expert) == there.chunks(expert)
-        assert read_all(here, expert) == read_all(there, expert)
-    there.close()
+        assert from_ram.chunks(expert) == disk_store.chunks(expert)
+        assert read_all(from_ram, expert) == read_all(disk_store, expert)
+    disk_store.close()
 
 
 def test_the_file_is_read_once(disk):
     catalog = disk()
     store = RamStore(catalog)
-    wanted = [read_all(store, expert) for expert in range(catalog.experts)]
+    expected = [read_all(store, expert) for expert in range(catalog.experts)]
     Path(catalog.files[0]).unlink()
-    assert [read_all(store, expert) for expert in range(catalog.experts)] == wanted
+    assert [read_all(store, expert) for expert in range(catalog.experts)] == expected
 
 
 def test_a_read_waits_for_the_line(disk):
     carried = []
 
-    class Told(Throttle):
+    class RecordingThrottle(Throttle):
         def carry(self, nbytes: int, early: float = 0.0) -> None:
             carried.append((nbytes, early))
 
     catalog = disk()
-    store = RamStore(catalog, Told(1e9), chunk_bytes=BLOCK)
+    store = RamStore(catalog, RecordingThrottle(1e9), chunk_bytes=BLOCK)
     read_all(store, 3)
     assert [nbytes for nbytes, _ in carried] == [chunk.length for chunk in store.chunks(3)]
     assert sum(nbytes for nbytes, _ in carried) == 24_000
@@ -66,16 +68,16 @@ def test_several_caches_one_after_another(disk):
     for _ in range(2):
         slots = HostSlots(2, catalog.slot_bytes)
         driver = Driver(Scheduler(pieces, 2, policy("lru"), lanes=2), store, slots)
-        seen = []
+        calls = []
 
-        def compute(experts, at, slots=slots, seen=seen):
+        def compute(experts, at, slots=slots, calls=calls):
             layout = catalog.layouts[1]
             for expert, slot in zip(experts.tolist(), at.tolist(), strict=True):
                 assert (slots.tensor(slot, layout["up"]) == 4 + expert).all()
-                seen.append(expert)
+                calls.append(expert)
 
         driver.step(1, np.array([0, 1, 3]), compute)
-        assert sorted(seen) == [0, 1, 3]
+        assert sorted(calls) == [0, 1, 3]
         driver.close()
 
 

@@ -58,7 +58,7 @@ def test_what_is_overslept_does_not_add_up(over):
     assert clock.now == pytest.approx(200.0 + over, abs=1e-6)
 
 
-def test_a_thread_that_was_kept_from_running_gets_no_more_than_a_millisecond_back():
+def test_a_thread_that_could_not_run_gets_back_at_most_a_millisecond():
     clock = Clock(over=60.0)
     link = line(clock)
     link.carry(1000)

@@ -61,17 +61,17 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_it_swaps_what_it_knows_and_puts_it_back(dtype):
     model = Toy(dtype)
     small, large = torch.randn(1, 3, 72).to(dtype), torch.randn(2, 9, 72).to(dtype)
-    wanted = [model(small), model(large)]
+    expected = [model(small), model(large)]
     done = accelerate(model)
     assert done.counts == {"linear": 2, "norm": 1}
     swapped = {name for name, module in model.named_modules() if "forward" in vars(module)}
     assert swapped == {"plain", "biased", "norm"}
-    assert near(model(small), wanted[0])
-    assert near(model(large), wanted[1])
+    assert near(model(small), expected[0])
+    assert near(model(large), expected[1])
     done.detach()
     done.detach()
     assert not any("forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(small), wanted[0])
+    assert torch.equal(model(small), expected[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,14 +89,14 @@ def test_linear_is_nearer_to_the_exact_product_than_one_rounding(shape, rows, dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NORMS)
-def test_norms_are_told_apart_by_what_they_do(kind, dtype):
+def test_norms_are_distinguished_by_their_results(kind, dtype):
     module = kind(200).to(dtype)
     module.weight.data.normal_()
     x = torch.randn(3, 4, 200).to(dtype)
-    wanted = module(x)
+    expected = module(x)
     assert norm_style(module) == (NORMS[kind], 1e-6)
     assert accelerate(module).counts == {"norm": 1}
-    assert near(module(x), wanted)
+    assert near(module(x), expected)
 
 
 def test_what_does_not_fit_runs_as_before():
@@ -156,7 +156,7 @@ def test_several_rows_have_the_bits_of_each_alone(dtype, rows):
     done = accelerate(model)
     for layer, width in ((model.plain, 72), (model.biased, 130)):
         x = torch.randn(1, rows, width).to(dtype)
-        alone = torch.cat([layer(each) for each in x.split(1, 1)], 1)
-        assert torch.equal(layer(x), alone)
-        assert near(alone, type(layer).forward(layer, x))
+        sequential = torch.cat([layer(each) for each in x.split(1, 1)], 1)
+        assert torch.equal(layer(x), sequential)
+        assert near(sequential, type(layer).forward(layer, x))
     done.detach()

@@ -93,7 +93,7 @@ def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
             wide.update(
                 cache.layers[layer].keys.double(), cache.layers[layer].values.double(), layer
             )
-        wanted = exact(x.double(), [p.double() for p in positions], None, wide)[0]
+        expected = exact(x.double(), [p.double() for p in positions], None, wide)[0]
         theirs = module(x, positions, None, copy.deepcopy(cache))[0]
         done = accelerate(module, append_token)
         assert done.counts["attention"] == 1
@@ -101,7 +101,7 @@ def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
         done.detach()
         assert not torch.equal(ours, torch.zeros_like(ours))
         assert ours.shape == theirs.shape
-        assert distance(ours, wanted) < 1.5 * distance(theirs, wanted) + torch.finfo(dtype).eps
+        assert distance(ours, expected) < 1.5 * distance(theirs, expected) + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ class Capped(Qwen3MoeAttention):
 def test_a_class_that_computes_otherwise_keeps_its_own_forward():
     module = make(Capped, Qwen3MoeConfig(**SHAPE, head_dim=32))
     x, positions, cache = inputs(module, 20, torch.bfloat16)
-    wanted = module(x, positions, None, copy.deepcopy(cache))[0]
+    expected = module(x, positions, None, copy.deepcopy(cache))[0]
     done = accelerate(module, append_token)
     assert done.counts["attention"] == 1  # its parts are those of the common kind
-    assert distance(module(x, positions, None, cache)[0], wanted) < 1e-2
+    assert distance(module(x, positions, None, cache)[0], expected) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_calls_that_do_not_fit_run_as_before():
         part.__dict__.pop("forward", None)
     for name, call in calls.items():
         assert torch.equal(call(), plain[name]), name
-    heard = []
-    hook = module.k_proj.register_forward_hook(lambda *_: heard.append(True))
+    hook_calls = []
+    hook = module.k_proj.register_forward_hook(lambda *_: hook_calls.append(True))
     module(x, positions, None, copy.deepcopy(cache))
-    assert heard
+    assert hook_calls
     hook.remove()
     module.config._attn_implementation = "eager"
     assert module(x, positions, None, copy.deepcopy(cache))[1] is not None  # the weights

@@ -38,9 +38,9 @@ def hooked(register: Callable[..., Any], *args: Any) -> Iterator[None]:
 
 @contextmanager
 def other_weight(linear: nn.Linear) -> Iterator[None]:
-    own, linear.weight = linear.weight, nn.Parameter(torch.zeros(2, 2))
+    original, linear.weight = linear.weight, nn.Parameter(torch.zeros(2, 2))
     yield
-    linear.weight = own
+    linear.weight = original
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def other_forward(linear: nn.Linear) -> Iterator[None]:
 
 @contextmanager
 def other_part(parent: nn.Sequential) -> Iterator[None]:
-    own, parent[0] = parent[0], nn.Identity()
+    original, parent[0] = parent[0], nn.Identity()
     yield
-    parent[0] = own
+    parent[0] = original
 
 
 @pytest.mark.parametrize(

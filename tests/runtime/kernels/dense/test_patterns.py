@@ -67,7 +67,7 @@ class Uncached(Layer):
         return super().attend(x, **{**kwargs, "past_key_values": None})
 
 
-class Told(Layer):
+class Configured(Layer):
     """Its block wants more than the hidden state."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def test_the_common_kind_and_nothing_changed():
 
 
 @pytest.mark.parametrize(
-    "kind", [Scaled, Clamped, Parallel, InFloat, Tuple, Masked, Uncached, Told, Demanding]
+    "kind", [Scaled, Clamped, Parallel, InFloat, Tuple, Masked, Uncached, Configured, Demanding]
 )
 def test_other_layers(kind):
     assert find(kind()) is None

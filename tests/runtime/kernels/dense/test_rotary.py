@@ -19,18 +19,20 @@ def _no_grad():
         yield
 
 
-def made(width: int = 64, **rope: object) -> Qwen3MoeRotaryEmbedding:
-    given = {"rope_theta": 1e6, "rope_type": "default", **rope}
-    config = Qwen3MoeConfig(head_dim=width, max_position_embeddings=8192, rope_parameters=given)
+def rotary(width: int = 64, **rope: object) -> Qwen3MoeRotaryEmbedding:
+    rope_options = {"rope_theta": 1e6, "rope_type": "default", **rope}
+    config = Qwen3MoeConfig(
+        head_dim=width, max_position_embeddings=8192, rope_parameters=rope_options
+    )
     return Qwen3MoeRotaryEmbedding(config)
 
 
 def equal(module: torch.nn.Module, ours: RotaryTables, x: torch.Tensor, ids: torch.Tensor) -> bool:
-    wanted = type(module).forward(module, x, ids)
-    found = ours.forward(x, position_ids=ids)
+    expected = type(module).forward(module, x, ids)
+    result = ours.forward(x, position_ids=ids)
     return all(
         a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(result, expected, strict=True)
     )
 
 
@@ -40,7 +42,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 4.0}, YARN], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_position_has_the_bits_of_the_module(rope, dtype):
-    module = made(**rope)
+    module = rotary(**rope)
     ours = RotaryTables.of(module, {dtype})
     assert ours is not None
     x = torch.zeros(1, 1, 8, dtype=dtype)
@@ -51,7 +53,7 @@ def test_a_position_has_the_bits_of_the_module(rope, dtype):
 
 
 def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch):
-    module = made()
+    module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
     assert equal(module, ours, x, torch.arange(5)[None])
@@ -82,9 +84,9 @@ class Odd(Qwen3MoeRotaryEmbedding):
 
 
 def test_who_has_no_tables():
-    dynamic = made(rope_type="dynamic", factor=2.0)
+    dynamic = rotary(rope_type="dynamic", factor=2.0)
     assert RotaryTables.of(dynamic, {torch.bfloat16}) is None
-    odd = made()
+    odd = rotary()
     odd.__class__ = Odd
     assert RotaryTables.of(odd, {torch.bfloat16}) is None
     assert RotaryTables.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
@@ -99,7 +101,7 @@ def test_a_kind_for_each_type_of_layer_is_the_module_s():
 
 
 def test_threads_add_tables_side_by_side():
-    module = made()
+    module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
 
@@ -114,7 +116,7 @@ def test_threads_add_tables_side_by_side():
 
 
 def test_what_was_made_in_inference_mode_serves_outside():
-    module = made()
+    module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x, ids = torch.zeros(1, 1, 8).bfloat16(), torch.tensor([[900]])
     with torch.inference_mode():

@@ -29,7 +29,7 @@ def _no_grad():
         yield
 
 
-def made(cls: type[nn.Module], config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def router_of(cls: type[nn.Module], config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     module = cls(config).to(dtype).requires_grad_(False)
     module.weight.normal_(0, 0.3)
     return module
@@ -54,7 +54,7 @@ def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
     ],
 )
 def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
-    module = made(cls, config, dtype)
+    module = router_of(cls, config, dtype)
     ours, by_torch = CompiledRouter.of(module, ONE, dtype), []
     assert ours is not None
     slow = CompiledRouter.choose_by_torch
@@ -70,9 +70,9 @@ def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
             assert mine[1].dtype == weights.dtype
             assert mine[1].shape == mine[0].shape == ids.shape
             assert (mine[1][:, :-1] >= mine[1][:, 1:]).all()
-            wanted, got = dense((ids, weights), module), dense(mine, module)
-            same += torch.allclose(got, wanted, rtol=4e-7, atol=0)  # of float32 weights two units
-            near += bool((got - wanted).norm() <= 1e-2 * wanted.norm())
+            expected, got = dense((ids, weights), module), dense(mine, module)
+            same += torch.allclose(got, expected, rtol=4e-7, atol=0)  # of float32 weights two units
+            near += bool((got - expected).norm() <= 1e-2 * expected.norm())
     assert near >= 297  # a last bit of a product may decide between two experts
     assert same >= 250  # or change the weights of all
     # Where the last one that is chosen and the next are equal.
@@ -90,7 +90,7 @@ def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     """Where it is open who is the last. The products are exact here, so they are torch's."""
     if not compiled:
         monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
-    module = made(Qwen3MoeTopKRouter, qwen())
+    module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.knows_ties == compiled
     module.weight.copy_(torch.randint(-2, 3, module.weight.shape))
@@ -114,7 +114,9 @@ def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     ("experts", "top_k"), [(64, 8), (128, 8), (60, 4), (512, 10), (8, 2), (5, 3), (3, 1), (72, 17)]
 )
 def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> None:
-    ours = CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16)
+    ours = CompiledRouter.of(
+        router_of(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16
+    )
     assert ours.knows_ties
     for values in (2, 9, 40):
         for _ in range(60):
@@ -122,11 +124,11 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
             call.products.copy_(torch.randint(values, call.products.shape) / 8)
             sequence.run(call.stages[1:])
             assert call._arguments[choice.S_CHOSEN] == top_k
-            _, wanted = call.products.float().softmax(-1).topk(top_k)
+            _, expected = call.products.float().softmax(-1).topk(top_k)
             last, following = call.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
             if last != following:  # then it is only a question of their order
-                wanted, call.ids = wanted.sort().values, call.ids.sort().values
-            assert torch.equal(call.ids, wanted)
+                expected, call.ids = expected.sort().values, call.ids.sort().values
+            assert torch.equal(call.ids, expected)
 
 
 def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
@@ -139,7 +141,9 @@ def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
         return len(self.weight) - 1 - ids, weights
 
     monkeypatch.setattr(CompiledRouter, "choose_by_torch", otherwise)
-    assert not CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
+    assert not CompiledRouter.of(
+        router_of(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16
+    ).knows_ties
     assert list(router._TIES.values()) == [False]
     monkeypatch.undo()
     assert not ties.is_supported(512, 8)  # torch keeps a heap
@@ -155,11 +159,11 @@ class Biased(Qwen3MoeTopKRouter):
 
 
 def test_routers_of_other_kinds_are_left_alone():
-    assert CompiledRouter.of(made(Biased, qwen()), ONE, torch.bfloat16) is None
-    assert CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
-    assert CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
+    assert CompiledRouter.of(router_of(Biased, qwen()), ONE, torch.bfloat16) is None
+    assert CompiledRouter.of(router_of(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
+    assert CompiledRouter.of(router_of(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64)
-    assert CompiledRouter.of(made(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
+    assert CompiledRouter.of(router_of(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
     assert (
         CompiledRouter.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
     )
@@ -175,25 +179,25 @@ class Scored(Qwen3MoeTopKRouter):
 
 @pytest.mark.parametrize("cls", [Qwen3MoeTopKRouter, Scored])
 def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> None:
-    module = made(cls, qwen())
+    module = router_of(cls, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     module.forward = ours.forward
     assert ours.is_unchanged()
-    heard = []
-    module.register_forward_hook(lambda module, args, out: heard.append(out))
+    calls = []
+    module.register_forward_hook(lambda module, args, out: calls.append(out))
     for _ in range(20):
         x = torch.randn(*ONE).bfloat16()
         of_all, weights, ids = module(x)
-        wanted = cls.forward(module, x)[0]
-        assert heard.pop()[1] is weights
+        expected = cls.forward(module, x)[0]
+        assert calls.pop()[1] is weights
         assert all(map(torch.equal, ours(x), (ids, weights)))
-        assert of_all.dtype is wanted.dtype
-        assert (of_all - wanted).norm() <= 1e-2 * wanted.norm()
+        assert of_all.dtype is expected.dtype
+        assert (of_all - expected).norm() <= 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("change", ["several", "type", "strided", "gradients"])
 def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) -> None:
-    module = made(Qwen3MoeTopKRouter, qwen())
+    module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     monkeypatch.setattr(ours, "_original", lambda module, x: "the class")
     assert ours.forward(torch.ones(*ONE).bfloat16()) != "the class"
@@ -207,7 +211,7 @@ def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) 
 
 
 def test_who_changes_or_hears_a_router_gets_the_module():
-    module = made(Qwen3MoeTopKRouter, qwen())
+    module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.is_unchanged()
     hook = module.register_forward_hook(lambda *_: None)

@@ -96,9 +96,9 @@ def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
     model = pair(stored, bias=False)
     accelerate(model)
     x = torch.randn(1, COLUMNS).bfloat16()
-    wanted = x.double() @ wide.decode().double().T
-    assert distance(model[0](x), wanted) <= 1.001 * distance(model[1](x), wanted)
-    assert distance(model[0](x), wanted) < torch.finfo(torch.bfloat16).eps
+    expected = x.double() @ wide.decode().double().T
+    assert distance(model[0](x), expected) <= 1.001 * distance(model[1](x), expected)
+    assert distance(model[0](x), expected) < torch.finfo(torch.bfloat16).eps
 
 
 def test_an_embedding_looks_rows_up() -> None:
@@ -133,18 +133,18 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
     assert expanded_bytes(model) == ROWS * COLUMNS * 2
     accelerate(model, rounded=True)
     x = torch.randn(3, FEW, COLUMNS).bfloat16()
-    wanted = model[1](x)
+    expected = model[1](x)
     monkeypatch.setattr(accelerated, "EXPANDED", 100 * COLUMNS * 2)
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     rows = StoredMatrix.rows
 
     def counted(stored: StoredMatrix, first: int, count: int) -> torch.Tensor:
-        asked.append((first, count))
+        requests.append((first, count))
         return rows(stored, first, count)
 
     monkeypatch.setattr(StoredMatrix, "rows", counted)
-    assert distance(model[0](x), wanted) < torch.finfo(torch.bfloat16).eps
-    assert asked == [(0, 100), (100, 100), (200, 100), (300, 84)]
+    assert distance(model[0](x), expected) < torch.finfo(torch.bfloat16).eps
+    assert requests == [(0, 100), (100, 100), (200, 100), (300, 84)]
 
 
 def test_what_does_not_fit_is_torch_s() -> None:
@@ -219,5 +219,5 @@ def test_attention_with_weights_as_stored_is_near() -> None:
     accelerate(other, append_token, rounded=True)
     x, positions, cache = inputs(other, 30, torch.bfloat16)
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
-    wanted = other(x, positions, None, copy.deepcopy(cache))[0]
-    assert 0 < distance(mine, wanted) < 0.02
+    expected = other(x, positions, None, copy.deepcopy(cache))[0]
+    assert 0 < distance(mine, expected) < 0.02

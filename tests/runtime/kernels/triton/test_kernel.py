@@ -217,13 +217,13 @@ def test_the_kernel_has_a_name():
     assert make_kernel("triton").name == "triton"
 
 
-def test_a_group_s_words_say_where_everything_is():
+def test_a_group_s_arguments_name_every_address():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
     step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
-    words = step.make_tiles([2, 4], [places[2], places[4]])
+    arguments = step.make_tiles([2, 4], [places[2], places[4]])
     for expert in (2, 4):
-        mine = words[words[:, 1] == expert]
+        mine = arguments[arguments[:, 1] == expert]
         rows = step.routing.entries(expert)
         assert mine[0, 2] == rows.start
         assert mine[:, 3].sum() == rows.stop - rows.start

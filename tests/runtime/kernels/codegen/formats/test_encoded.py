@@ -87,19 +87,19 @@ def test_the_promise(style: Style) -> None:
                 )
         for tokens in (1, 1, 9):
             x, index, weights = inputs(torch.bfloat16, tokens, hidden=256, seed=100 * seed + tokens)
-            found = {}
+            results = {}
             for name in ("eager", "grouped_mm"):
                 module.config._experts_implementation = name
-                found[name] = module(x, index, weights).double()
+                results[name] = module(x, index, weights).double()
             if is_exact(coded.layer.up_weight, torch.bfloat16):
-                want = found["eager"]
+                want = results["eager"]
             else:
                 stored.config._experts_implementation = "eager"
                 want = stored(x.float(), index, weights.float()).double()
             got = compute(CpuKernel(), coded.layer, coded.places, x, index, weights).double()
             ours += float((got - want).norm() / want.norm())
-            theirs += float((found["grouped_mm"] - want).norm() / want.norm())
-            rounding += float((found["eager"] - want).norm() / want.norm())
+            theirs += float((results["grouped_mm"] - want).norm() / want.norm())
+            rounding += float((results["eager"] - want).norm() / want.norm())
     assert 0 < ours <= 2 * theirs
     if rounding > 0:
         assert ours <= 1.01 * rounding  # nearer to what the format says than transformers
@@ -177,13 +177,13 @@ def test_threads_groups_and_batches_do_not_change_a_bit(name: str) -> None:
     assert torch.equal(
         compute(CpuKernel(rounded=True), coded.layer, coded.places, *case, groups=groups), want
     )
-    alone = [
+    sequential = [
         compute(
             CpuKernel(rounded=True), coded.layer, coded.places, *(part[t:][:1] for part in case)
         )
         for t in range(33)
     ]
-    assert torch.equal(torch.cat(alone), want)
+    assert torch.equal(torch.cat(sequential), want)
 
 
 @pytest.mark.parametrize("bits", [5, 6], ids="{} bits".format)
@@ -222,8 +222,8 @@ def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
         assert coded.layer.plan is None
     good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
     layers = [good.layer, odd.layer]
-    said = describe_kernel(make_kernel("numba"), layers)
-    assert said == "numba; eager for ct_int4 with scales for 1 x 48 weights"
+    description = describe_kernel(make_kernel("numba"), layers)
+    assert description == "numba; eager for ct_int4 with scales for 1 x 48 weights"
     assert describe_kernel(make_kernel("numba"), layers[:1]) == "numba"
     assert describe_kernel(make_kernel("eager"), layers) == "eager"
 

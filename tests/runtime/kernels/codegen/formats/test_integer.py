@@ -125,12 +125,12 @@ def test_a_token_has_the_bits_that_it_has_alone(name: str) -> None:
         rows = (part[:count] for part in (x, index, weights))
         return compute(fused, case.layer, case.places, *rows)
 
-    alone = torch.cat(
+    sequential = torch.cat(
         [compute(fused, case.layer, case.places, *(p[i : i + 1] for p in (x, index, weights)))
          for i in range(12)]
     )  # fmt: skip
-    assert torch.equal(outputs(FEW), alone[:FEW])
-    assert torch.equal(outputs(12), alone) != codes.INTEGERS
+    assert torch.equal(outputs(FEW), sequential[:FEW])
+    assert torch.equal(outputs(12), sequential) != codes.INTEGERS
     with fused.batch_invariant():
-        assert torch.equal(outputs(12), alone)
-    assert torch.equal(outputs(12), alone) != codes.INTEGERS
+        assert torch.equal(outputs(12), sequential)
+    assert torch.equal(outputs(12), sequential) != codes.INTEGERS

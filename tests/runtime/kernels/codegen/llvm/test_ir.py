@@ -34,14 +34,14 @@ def test_rows_side_by_side_and_one_after_the_other(columns: int, monkeypatch) ->
     runs = [product(in_turn, monkeypatch) for in_turn in (False, True)]
     for block in (columns, 64):
         for carry in (0, 1):
-            found = []
+            outputs = []
             for run in runs:
                 out = np.arange(COLUMNS + 1, dtype=np.float32)
                 at = weights.ctypes.data, 2 * columns, columns, block, carry, x.ctypes.data
                 run(*at, out.ctypes.data)
-                found.append(out)
-            np.testing.assert_array_equal(*found)
+                outputs.append(out)
+            np.testing.assert_array_equal(*outputs)
             np.testing.assert_allclose(
-                found[0][:COLUMNS], wide @ x + carry * np.arange(COLUMNS), rtol=2e-4, atol=2e-3
+                outputs[0][:COLUMNS], wide @ x + carry * np.arange(COLUMNS), rtol=2e-4, atol=2e-3
             )
-            assert found[0][COLUMNS] == COLUMNS
+            assert outputs[0][COLUMNS] == COLUMNS

@@ -22,7 +22,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import Value
 
 F, BF16 = np.float32(0), np.uint16(0)
 LENGTHS = [1, LANES - 1, LANES, 2 * LANES + 3]
-BESIDE = np.float32(-77)
+PADDING = np.float32(-77)
 
 
 @over_rows("fk2", "fk", scalars=1)
@@ -75,23 +75,23 @@ def at(*arrays: np.ndarray) -> tuple[int, ...]:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_rows_of_each_kind_and_what_lies_behind_them(n: int) -> None:
     x, y, pairs = drawn(n), bf16(drawn(n, 1)), drawn(2 * n, 2)
-    out, short = np.full(n + 1, BESIDE), np.full(n + 1, 7, np.uint16)
+    out, short = np.full(n + 1, PADDING), np.full(n + 1, 7, np.uint16)
     _run_mixed(n, at(x, y, pairs, out, short), np.float32(1.1))
     np.testing.assert_array_equal(out[:n], x + wide(y) * np.float32(1.1))
     np.testing.assert_array_equal(short[:n], bf16(pairs[::2] - x))
-    assert out[n] == BESIDE
+    assert out[n] == PADDING
     assert short[n] == 7
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 def test_exponentials_and_their_sum(n: int, scale: float) -> None:
-    x, out = bf16(drawn(n, scale=30)), np.full(n + 1, BESIDE)
+    x, out = bf16(drawn(n, scale=30)), np.full(n + 1, PADDING)
     total = _run_exponentials(n, *at(x), np.float32(scale), *at(out))
-    wanted = np.exp(scale * (wide(x).astype(np.float64) - wide(x).max()))
-    np.testing.assert_allclose(out[:n], wanted, rtol=1e-6, atol=1e-37)
-    assert total == pytest.approx(wanted.sum(), rel=1e-6)
-    assert out[n] == BESIDE
+    expected = np.exp(scale * (wide(x).astype(np.float64) - wide(x).max()))
+    np.testing.assert_allclose(out[:n], expected, rtol=1e-6, atol=1e-37)
+    assert total == pytest.approx(expected.sum(), rel=1e-6)
+    assert out[n] == PADDING
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
@@ -126,28 +126,28 @@ def _expected(code: int, gate: np.ndarray, up: np.ndarray, limit: float, alpha: 
 def test_activations_round_where_eager_does(code: int, paired: bool, n: int) -> None:
     gate, up = rounded(drawn(n, 3, 8)), rounded(drawn(n, 4, 8))
     gate[0], limit, alpha = -200, 7.0, 1.702
-    out, both = np.full(n + 1, BESIDE), np.stack([gate, up], 1).ravel()
+    out, both = np.full(n + 1, PADDING), np.stack([gate, up], 1).ravel()
     if paired and code != RELU2:
         places = both.ctypes.data, both.ctypes.data + 4
     else:
         places, paired = at(gate, up), False
     _run_activate(code, *places, paired, *at(out), n, np.float32(limit), np.float32(alpha))
-    wanted = _expected(code, gate, up, limit, alpha)
+    expected = _expected(code, gate, up, limit, alpha)
     # A last bit of exp may fall on the other side of a rounding, of one that is rounded again.
-    np.testing.assert_allclose(out[:n], wanted, rtol=2**-6, atol=1e-30)
-    assert (out[:n] == wanted).mean() >= 0.9
-    assert out[n] == BESIDE
+    np.testing.assert_allclose(out[:n], expected, rtol=2**-6, atol=1e-30)
+    assert (out[:n] == expected).mean() >= 0.9
+    assert out[n] == PADDING
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_sums_are_rounded_before_and_after_their_bias(biased: bool, rounds: bool) -> None:
     for n in LENGTHS:
-        row, bias = np.append(drawn(n), BESIDE), bf16(drawn(n, 1))
-        wanted = row[:n].copy()
-        wanted = rounded(wanted) if rounds else wanted
+        row, bias = np.append(drawn(n), PADDING), bf16(drawn(n, 1))
+        expected = row[:n].copy()
+        expected = rounded(expected) if rounds else expected
         if biased:
-            wanted = wanted + wide(bias)
-            wanted = rounded(wanted) if rounds else wanted
+            expected = expected + wide(bias)
+            expected = rounded(expected) if rounds else expected
         _run_finish(*at(row), bias.ctypes.data if biased else 0, n, rounds)
-        np.testing.assert_array_equal(row, np.append(wanted, BESIDE))
+        np.testing.assert_array_equal(row, np.append(expected, PADDING))
