@@ -30,6 +30,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,8 @@ def main() -> int:
     if args.quick:
         args.repeats, args.variants = 1, ["zipf1.0", "uniform"]
         args.tokens, args.peer_tokens = 48, 4
+    if args.plot and find_spec("matplotlib") is None:
+        raise SystemExit("matplotlib is missing: pip install 'greenroom[bench]'")
     print(f"commit {commit()}; {machine()}; limit {args.share:.0%} of the checkpoint\n")
     measured = floor(folder_of(args.root, args.variants[0]), args.threads)
     try:

@@ -70,8 +70,10 @@ ROWS = (
     Row("floor.py", "{model} --table", ("floor", "measured")),
     Row("decode.py", "{root} --repeats 1 --tokens 4 --peer-tokens 2 --variants zipf1.0 --threads 1"
         " --engines greenroom llama.cpp"
-        " --llama-bench {llama} --share 60",
-        ("variant", "tokens/s", "hit ratio", "% of floor", "x llama.cpp"), limited=True),
+        " --llama-bench {llama} --share 60 --plot {out}/decode.svg",
+        ("variant", "tokens/s", "hit ratio", "% of floor", "x llama.cpp"), limited=True,
+        needs=MATPLOTLIB, writes=("decode.svg",)),
+    Row("staging.py", "{model} --chunks 2 --turns 1", ("memory of the buffer", "GB/s")),
     Row("resident.py", "{root} --repeats 1 --inner 1 --tokens 4 --threads 1"
         " --engines greenroom transformers llama.cpp"
         " --llama-bench {llama} --prompt 8",
