@@ -163,6 +163,6 @@ def test_a_device_with_everything_leaves_nothing_to_decide():
         theatre.run(
             layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False
         )
-    slots = s.all_resident.step(ids(1, 2))
+    slots = s.all_resident_path.step(ids(1, 2))
     assert slots is not None
     assert [theatre.memory[int(slot)] for slot in slots] == [1, 2]

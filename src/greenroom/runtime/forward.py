@@ -100,7 +100,7 @@ def experts_with_residual(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    if binding.driver.all_resident:
+    if binding.driver.all_have_slots:
         one = binding.one_token_experts(top_k_index.shape[-1], top_k_weights.dtype)
         if one is not None:
             ask = partial(binding.driver.resident_steps, (binding.layer,))
@@ -119,9 +119,9 @@ class FusedExperts:
         self._layers = [binding.layer for binding in bindings]
 
     @property
-    def all_resident(self) -> bool:
+    def all_have_slots(self) -> bool:
         """True if every expert has a slot."""
-        return self._driver.all_resident
+        return self._driver.all_have_slots
 
     @cached_property
     def layer_experts(self) -> Sequence[OneTokenExperts] | None:

@@ -100,7 +100,7 @@ class Scheduler:
         self._borrowing = Borrowing(self.placement, self.transfers, self.prefetcher, self.counts)
         self.view = StateView(self.placement, self.transfers, self.lookahead.accuracy, self.counts)
         self.step: Step | None = None
-        self.all_resident: AllResident | None = None
+        self.all_resident_path: AllResident | None = None
         self.parts = pieces.split is not None or any(o.approximates for o in options)
         # Steps without misses may need more than one group.
         self._detailed = self.parts or pieces.devices > 1
@@ -153,7 +153,7 @@ class Scheduler:
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
             raise RuntimeError("a step is under way already")
-        if self.all_resident is not None:
+        if self.all_resident_path is not None:
             self._leave_all_resident()
         placement, transfers, counts = self.placement, self.transfers, self.counts
         if transfers.host is not None:
@@ -356,7 +356,7 @@ class Scheduler:
             self._pump(actions)
         actions.append(Finish(step.failed))
         if self.placement.holds_all:
-            self.all_resident = AllResident.of(self.placement, self.counts)
+            self.all_resident_path = AllResident.of(self.placement, self.counts)
 
     # ---- between steps
 
@@ -385,9 +385,9 @@ class Scheduler:
 
     def _leave_all_resident(self) -> None:
         """Report the uses of the all-resident path to the policy."""
-        if self.all_resident is not None:
-            self.all_resident.report()
-            self.all_resident = None
+        if self.all_resident_path is not None:
+            self.all_resident_path.report()
+            self.all_resident_path = None
 
 
 def _check(pieces: Pieces, pin: str, ahead: int, host: HostTier | None) -> None:

@@ -94,18 +94,18 @@ def complete_setup(description: Description, budget: Budget, config: LoadConfig)
     """
     skeleton, room = description.skeleton, budget.full_context_slots
     setup = apply_defaults(budget.setup, config, budget.initial_slots, description.top_k)
-    all_resident = room >= setup.catalog.experts
+    all_have_slots = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
     if setup.counts_split:
         setup = _configure_split(description, setup, config, room)
-    if all_resident:  # nothing is missed, so nothing is approximated or split
+    if all_have_slots:  # nothing is missed, so nothing is approximated or split
         setup = replace(setup, config=setup.config.without_approximation())
         if setup.split is not None:
             setup = replace(setup, catalog=skeleton.catalog, split=None)
     else:
         setup = _add_copies(description, setup, config, room)
     if (
-        all_resident or skeleton.model.config.is_encoder_decoder
+        all_have_slots or skeleton.model.config.is_encoder_decoder
     ):  # predictors do not know its passes
         setup = replace(setup, prefetch="off")
     return setup

@@ -66,7 +66,7 @@ class Driver:
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.pieces = pieces = scheduler.view.pieces
-        self.predictions = Predictions(foresight, guard, lambda: self.all_resident, self._handle)
+        self.predictions = Predictions(foresight, guard, lambda: self.all_have_slots, self._handle)
         self.meter = Meter.for_lanes(scheduler.view.lanes)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
@@ -95,7 +95,7 @@ class Driver:
         self.predictions.begin(at, self._actions.closed)
 
     @property
-    def all_resident(self) -> bool:
+    def all_have_slots(self) -> bool:
         """True if every expert has a slot."""
         return self.scheduler.capacity >= self.pieces.experts
 
@@ -167,7 +167,7 @@ class Driver:
             self._note_layer(layer)
             pieces = experts + first
             self.request_counts[pieces] += 1
-            path = self.scheduler.all_resident
+            path = self.scheduler.all_resident_path
             slots = None if path is None else path.step(pieces)
             if slots is not None:
                 begin = time.perf_counter()

@@ -23,18 +23,18 @@ class Predictions:
         self,
         foresight: Foresight | None,
         guard: Guard | None,
-        all_resident: Callable[[], bool],
+        all_have_slots: Callable[[], bool],
         send: Callable[[Predicted], None],
     ) -> None:
-        """`all_resident` is True if every expert has a slot; `send` reaches the scheduler."""
+        """`all_have_slots` is True if every expert has a slot; `send` reaches the scheduler."""
         self.foresight, self.guard = foresight, guard
         self.observers = [send]  # of predictions
-        self._all_resident = all_resident
+        self._all_have_slots = all_have_slots
         self._pass_observed = False  # since the beginning of the pass
 
     @property
     def _enabled(self) -> bool:
-        return self.foresight is not None and not self._all_resident()
+        return self.foresight is not None and not self._all_have_slots()
 
     def begin(self, at: PassStart, closed: bool) -> None:
         """Tell the predictor that a pass begins."""

@@ -35,7 +35,7 @@ class ResidentTables:
         step with an expert that is not resident. Returns the number of steps served; None, and no
         record, if the scheduler has to decide. See `AllResident.step`.
         """
-        if (path := self._scheduler.all_resident) is None:
+        if (path := self._scheduler.all_resident_path) is None:
             return None
         if path is not self._path:
             arrays = path.slot_of, path.used, self._request_counts, path.tier_slots

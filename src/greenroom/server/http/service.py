@@ -101,7 +101,7 @@ class Service:
     def _contained(self, make: Callable[[Dialogue], Result]) -> Result:
         with contain_errors():
             return make(self.dialogue())
-        raise AssertionError  # for mypy: `contained` raises
+        raise AssertionError  # for mypy: `contain_errors` raises
 
     def warm(self) -> Future[Dialogue]:
         """Begin to load the model's chat template, which may take seconds."""

@@ -52,7 +52,7 @@ async def result_or_disconnect(
 async def _contained(work: Coroutine[Any, Any, Result]) -> Result:
     with contain_errors():
         return await work
-    raise AssertionError  # for mypy: `contained` raises
+    raise AssertionError  # for mypy: `contain_errors` raises
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -123,7 +123,7 @@ class FusedLayers:
         """Compute as many layers as possible; return the first one's output."""
         state = self._pass
         state.before = state.outputs_ahead = None
-        if self._in_order is False or not self._experts.all_resident:
+        if self._in_order is False or not self._experts.all_have_slots:
             return None
         if self._in_order is None:
             state.before = -1, x, x, kwargs  # observe this pass
