@@ -83,7 +83,7 @@ def time_trace(
     chunk_bytes: int = CHUNK_BYTES,
     **how: Any,
 ) -> SimulatedTimes:
-    """Time a trace; `stream` has its requests in `runtime` order.
+    """Simulate the time of a trace; `stream` has its requests in `runtime` order.
 
     An expert of `expert_bytes` comes in chunks of at most `chunk_bytes`. `how` (`scope`, `pin`,
     `seed`, `reset`) and UsageError are as in `replay`.

@@ -37,7 +37,9 @@ def _check_predictor(config: LoadConfig) -> None:
     name = config.prefetch.partition(":")[0]
     if config.predictor is None:
         if name == "learned":
-            raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
+            raise UsageError(
+                "--prefetch learned needs --predictor FILE, made by `greenroom train-predictor`"
+            )
         return
     if name not in ("auto", "learned", "off", "none"):
         raise UsageError(

@@ -246,7 +246,7 @@ class Cache:
         return misses
 
     def pin_hits(self) -> None:
-        """Pin the pieces of the last step of hits, unless the step is over."""
+        """Pin the pieces of the last all-hit step, unless it is over."""
         self.state.pinned[self._unpinned] += 1
         self._unpinned = NO_PIECES
 

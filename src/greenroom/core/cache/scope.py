@@ -72,7 +72,7 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
-    """Slots for tops of each group, in the memory of `capacity` unsplit experts.
+    """Slots for top segments in each group, in the memory of `capacity` unsplit experts.
 
     No group has more than its experts. BudgetError says how much memory is needed.
     """

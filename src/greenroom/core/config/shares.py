@@ -1,4 +1,4 @@
-"""Numbers of slots and shares of experts, one a layer, as users write them."""
+"""Parsers of slots and shares by layer, as users write them."""
 
 from __future__ import annotations
 

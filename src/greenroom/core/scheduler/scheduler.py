@@ -293,7 +293,7 @@ class Scheduler:
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
         if step is None or event.device not in step.groups:
-            raise RuntimeError("no group was ordered")
+            raise RuntimeError("Computed for a device that has no group under way")
         requests = step.groups.pop(event.device)
         if self._observers:
             group = step.describe_group(event.device, requests)

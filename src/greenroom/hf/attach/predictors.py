@@ -85,7 +85,9 @@ def check_prefetch(
         _ = PredictorSetup(shape, distance=choice.distance).ahead  # or UsageError
     if "file" in needs:
         if file is None:
-            raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
+            raise UsageError(
+                "--prefetch learned needs --predictor FILE, made by `greenroom train-predictor`"
+            )
         load_predictor(file, fingerprint)
     if "inputs" in needs:
         for router in find_routers(model, catalog.layers):

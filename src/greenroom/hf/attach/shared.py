@@ -285,7 +285,7 @@ class _Layer:
         return source.module.register_forward_pre_hook(capture, with_kwargs=True)
 
     def compute_early(self) -> None:
-        """Compute the shared module now, with this pass's arguments; at most once a pass."""
+        """Compute the shared experts now, with this pass's arguments; at most once a pass."""
         shared, state = self.shared, self._state
         if shared is None or state.grad or shared.training or not state.tensors:
             return

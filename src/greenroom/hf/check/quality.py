@@ -72,7 +72,7 @@ def quality(
     lesser: Mapping[str, Any] | None = None,
     say: Report = lambda line: None,
 ) -> Quality:
-    """Compare a model with its original, which a pack names itself.
+    """Compare a model with its original; a pack's header names the original.
 
     `kv`, `kernels` and `lesser` are the model's options, the original has the defaults; with one of
     them a model may be compared with itself. With a quantised `kv` both are read in passes of 64

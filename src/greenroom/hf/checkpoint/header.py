@@ -179,5 +179,5 @@ def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> Non
         end, before = tensor.offset + tensor.nbytes, name
     if end > size:
         raise CheckpointError(
-            f"{path}: truncated: {before} ends at byte {end}, but the file has {size} bytes"
+            f"{path}: truncated: tensor {before} ends at byte {end}, the file has {size} bytes"
         )

@@ -112,7 +112,7 @@ def _read(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -
                 view = chunk.view(torch.uint8).numpy().data
                 while view:
                     if not (n := stream.readinto(view)):
-                        raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
+                        raise CheckpointError(f"{path}: truncated: it ends inside of tensor {name}")
                     view = view[n:]
                 if cast:
                     part.copy_(chunk)

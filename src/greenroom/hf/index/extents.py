@@ -16,7 +16,7 @@ GAP = 4096  # bytes; tensors at most this far apart are read together
 
 
 def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
-    """A block of elements of a stored tensor, as bytes."""
+    """Convert a block of tensor elements to a copy of bytes."""
     a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
     return Copy(
         source=block.source_start * a,

@@ -65,7 +65,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> GrowingLayer:
-        """A growing layer with the tokens of a plain one."""
+        """Make a growing KV-cache layer that takes over a plain layer's tokens."""
         growing = cls(room, in_blocks)
         for name, value in vars(layer).items():
             setattr(growing, name, value)

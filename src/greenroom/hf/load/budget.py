@@ -84,7 +84,7 @@ def budget_for(
 
 
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
-    """The setup with the host tier that `--host-memory` has room for, or BudgetError."""
+    """Set up the cache of experts in host memory, within `--host-memory`. BudgetError."""
     lanes = spread(lanes_of(setup), len(setup.devices))
     staging_slots = count_staging_slots(lanes)
     offloaded = setup.keys_values.host_bytes(setup.context)

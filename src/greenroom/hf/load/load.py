@@ -1,4 +1,8 @@
-"""Load a model under a memory budget: the public `greenroom.load`."""
+"""Load a model under a memory budget: the public `greenroom.load`.
+
+Five stages, each a function: resolve (headers), describe (meta device), budget, place (defaults and
+slots), attach (dense parts, slots, threads, hooks).
+"""
 
 from __future__ import annotations
 

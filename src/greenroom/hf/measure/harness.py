@@ -63,7 +63,7 @@ class Measurement:
 
 
 class Harness:
-    """A loaded model and its present expert cache."""
+    """A loaded model whose expert cache is replaced for each measured setting."""
 
     def __init__(
         self, source: str, config: LoadConfig, progress: Progress = lambda share, what: None

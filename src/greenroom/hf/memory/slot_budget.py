@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SlotBudget:
-    """The slots that a budget leaves besides one model's passes.
+    """Divides a memory budget between slots and the passes of one model.
 
     need:      constant memory; KV cache and workspace of passes come on top of it
     min_slots: slots that a full `context` must leave, else BudgetError

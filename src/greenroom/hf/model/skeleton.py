@@ -240,7 +240,7 @@ class ModelSkeleton:
         folder = self.checkpoint.folder
         if info.conversion_errors:
             name = next(iter(info.conversion_errors))
-            raise CheckpointError(f"{folder}: the tensors for {name} do not fit together")
+            raise CheckpointError(f"{folder}: the tensors for {name} have shapes that do not match")
         if info.mismatched_keys:
             name, got, expected = sorted(info.mismatched_keys)[0]
             raise CheckpointError(

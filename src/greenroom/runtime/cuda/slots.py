@@ -153,7 +153,7 @@ class DeviceSlots(SlotPool):
         return self._first_slots[-1] + self._segments[-1].numel() // self.stride
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory of all slots."""
         self._segments.clear()
         self._first_slots.clear()
         self._marks.clear()

@@ -51,7 +51,7 @@ class JoinedSlots:
 
 
 class SegmentedExperts(LayerExperts):
-    """One layer's experts in segments.
+    """One layer's experts, stored in segments of their intermediate channels.
 
     `parts[p]` are the segments of part p, each a `LayerExperts` in the slots of that part.
     """

@@ -69,7 +69,7 @@ class CompletionRequest(CompletionParams):
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not supported: leave it out, or send the same value as n")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1 without echo")
+            raise ValueError("max_tokens: 0 needs echo: true; otherwise it must be at least 1")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

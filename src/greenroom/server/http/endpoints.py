@@ -1,4 +1,4 @@
-"""Routes of the APIs, whose answers are one JSON object or a stream of events."""
+"""The route of an API: read a request, run it, send one JSON object or a stream."""
 
 from __future__ import annotations
 

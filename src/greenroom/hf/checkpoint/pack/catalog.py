@@ -47,7 +47,7 @@ class PackCatalog(Catalog):
         return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of a piece, [kind][layer]."""
+        """Bytes of one piece of each kind in each layer: [kind][layer]."""
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
     def cut_at(self, cuts: Sequence[int]) -> PackCatalog:

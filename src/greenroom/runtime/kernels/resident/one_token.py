@@ -140,7 +140,7 @@ class OneTokenExperts:
         return result if run_resident(region) else None
 
     def workspace(self) -> Tensor:
-        """Allocate memory for a call."""
+        """Allocate the scratch memory of one kernel call."""
         return torch.empty(self._floats)
 
     def _fill_arguments(

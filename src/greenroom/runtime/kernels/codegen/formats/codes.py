@@ -65,7 +65,10 @@ class IntegerProduct:
 
     @property
     def vectors(self) -> int:
-        """Vectors of packed x an iteration: two planes of each half, offsets, sums for minima."""
+        """Count the vectors of packed inputs that one iteration reads.
+
+        They are two planes of each half, offsets, and sums for minima.
+        """
         if not self.order:
             return 2
         return 4 + (1 + self.separate_halves if self.offset else 0) + self.minima

@@ -164,7 +164,7 @@ class _Tile:
         self.out.store(sums.value)
 
     def products(self, at, left, add, of):
-        """Emit an iteration for some rows; with all rows, prefetch the next ones."""
+        """Emit one loop iteration for rows of a tile; a full tile prefetches the next rows."""
         # In address order, so that the hardware prefetcher joins in.
         ahead = self.ahead + at / self.iteration.unit * self.nbytes
         for line in range(0, self.nbytes if len(of) == len(self.columns) else 0, LINE):
