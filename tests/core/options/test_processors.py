@@ -28,7 +28,7 @@ def misses(rates_of_run: Rates, *rows: int, cached: bool = True) -> list[Miss]:
 
 
 def on_host(rates_of_run: Rates, *rows: int) -> list[int]:
-    """What the host computes where nothing else is asked of anybody."""
+    """Indices of the misses that an idle host computes."""
     return assign(misses(rates_of_run, *rows), Queues.empty())
 
 
@@ -61,7 +61,7 @@ def test_what_is_queued_for_the_link_counts():
 
 
 def test_what_the_device_has_to_compute_counts_only_where_it_delays():
-    """It computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
+    """The device computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
     busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
     assert assign(one, busy) == [0]
     assert end_with(one, [0], busy) == 10.0
