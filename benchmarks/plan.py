@@ -46,7 +46,7 @@ from greenroom.runtime.store.throttle import Throttle
 from greenroom.trace import load
 from greenroom.trace.prompts import Prompt
 
-PROMPT_WORDS, TOKENS, SETTLE = 6, 28, 8  # SETTLE: tokens of the answer not counted
+PROMPT_LENGTH, TOKENS, SETTLE = 6, 28, 8  # SETTLE: tokens of the answer not counted
 OFF, AHEAD = "off", "next-gate"
 
 
@@ -98,7 +98,7 @@ def small(share: float, limit: float | None) -> list[Case]:
 def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
     """Random words of the model's vocabulary."""
     vocabulary, draw = sorted(stage.tokenizer.get_vocab()), random.Random(seed)
-    texts = (" ".join(draw.choices(vocabulary, k=PROMPT_WORDS)) for _ in range(count))
+    texts = (" ".join(draw.choices(vocabulary, k=PROMPT_LENGTH)) for _ in range(count))
     return [Prompt(text, "random") for text in texts]
 
 
@@ -109,17 +109,17 @@ def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
                         no_guard=case.prefetch != "auto")  # fmt: skip
     stage.attach(config, int(case.share * stage.experts))
     if case.limit:
-        line(stage).bandwidth = math.inf
+        throttle_of(stage).bandwidth = math.inf
     first, second = prompts_of(stage, 2, number)
     stage.play([first], TOKENS, raw=True)
     if case.limit:
-        line(stage).bandwidth = case.limit
+        throttle_of(stage).bandwidth = case.limit
     done = stage.play([second], TOKENS, SETTLE, raw=True)
     stage.learn()
     return {**asdict(case), "number": number, **_row(done, stage)}
 
 
-def line(stage: Harness) -> Throttle:
+def throttle_of(stage: Harness) -> Throttle:
     """The throttle of a store with a read limit (not part of its interface)."""
     store: Any = stage.model.greenroom.driver._copier._store
     throttle: Throttle = store.throttle

@@ -88,7 +88,7 @@ class Bench:
         while self.engine.state()[0] == "loading":
             time.sleep(0.05)
         assert self.engine.state()[0] == "ready", self.engine.state()
-        self.engine.end_ids = ()  # answers have the length that is asked for
+        self.engine.end_ids = ()  # answers have the requested length
         for _ in range(2):  # kernels, and what is resident
             self.ask(8, 64, 8)
         return self.engine

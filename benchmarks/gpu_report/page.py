@@ -164,7 +164,7 @@ def _demo(rows: Rows) -> str:
                      min(len(text), len(run["text"])))  # fmt: skip
         same = "the same" if run["text"] == text else f"differs after {alike} characters"
         lines.append([name, f"{run['seconds']:.1f}", same])
-    return f"## Demo\n\n{table(['device, kernels', 's', f'text, beside {first}'], lines)}"
+    return f"## Demo\n\n{table(['device, kernels', 's', f'text compared with {first}'], lines)}"
 
 
 def _missing(rows: Rows) -> str:
