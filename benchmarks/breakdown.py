@@ -1,4 +1,4 @@
-"""Where the milliseconds of a decode pass go: exclusive time by kind of module.
+"""Time of a decode pass by kind of module, exclusive of the modules it calls.
 
 Hooks before and after each module keep a stack of timers: a module's time counts as its own less
 that of the modules it calls. So `linear` is the projections and the head, `attention` what
@@ -6,7 +6,7 @@ attention does besides its projections and norms (rotary, KV cache, scores; all 
 one compiled call), `router` the gate, `experts` the experts' forward, `norm` the norms, `layer`
 decoder layers that are compiled as a whole (all of them but the router), and `rest` everything
 outside of these: residual sums, masks, Python. On a CPU, calls return when they are done, so no
-profiler is needed; the hooks cost about two microseconds a module, reported as `overhead` and kept
+profiler is needed; the hooks cost about two microseconds a module, reported as `overhead` included
 in `rest`.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 
 
 def kind_of(name: str, module: nn.Module) -> str:
-    """The kind a module's own time counts for."""
+    """The kind under which a module's exclusive time is counted."""
     last, cls = name.rpartition(".")[2], type(module).__name__.lower()
     if "forward" in vars(module) and last.isdigit():
         return "layer"
@@ -40,7 +40,7 @@ def kind_of(name: str, module: nn.Module) -> str:
 
 def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, float]:
     """Milliseconds a pass of each kind, while `run` does its passes; `total` is their sum."""
-    own: dict[str, float] = defaultdict(float)
+    exclusive: dict[str, float] = defaultdict(float)
     inner: list[float] = [0.0]  # time of the modules called, one a module that is running
     started: list[float] = []
     calls = 0
@@ -53,7 +53,7 @@ def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, flo
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal calls
             seconds = time.perf_counter() - started.pop()
-            own[kind] += seconds - inner.pop()
+            exclusive[kind] += seconds - inner.pop()
             inner[-1] += seconds
             calls += 1
 
@@ -73,7 +73,7 @@ def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, flo
     finally:
         for handle in handles:
             handle.remove()
-    per_pass = {kind: seconds / len(times) * 1e3 for kind, seconds in own.items()}
+    per_pass = {kind: seconds / len(times) * 1e3 for kind, seconds in exclusive.items()}
     per_pass["rest"] = sum(times) / len(times) * 1e3 - sum(
         value for kind, value in per_pass.items() if kind != "rest"
     )

@@ -1,10 +1,10 @@
-"""Budgets of layers beside the shared pool, on recordings of real models.
+"""Per-layer slot budgets compared with a shared pool, on recordings of real models.
 
     python benchmarks/budgets.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--policy lru,auto]
 
 Budgets are made from requests 0, 2, 4, ... of a trace and replayed, from an empty cache, on
-requests 1, 3, 5, ...: misses as a share of the experts asked for, order runtime. Printed is a table
-a trace, with the change against the shared pool of the same policy.
+requests 1, 3, 5, ...: misses as a share of the requested experts, order runtime. Prints a table for
+each trace, with the change against the shared pool of the same policy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main() -> None:
     args = parser.parse_args()
     for path in args.traces:
         trace = load(path)
-        made, held_out = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
-        tables = miss_tables(stream(made, "runtime"), made.offsets)
+        training, held_out = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
+        tables = miss_tables(stream(training, "runtime"), training.offsets)
         requests = stream(held_out, "runtime")
         rows = []
         for name in args.policy.split(","):
@@ -41,13 +41,13 @@ def main() -> None:
                 scopes: dict[str, Scope] = {"shared": "shared", "per-layer": "per-layer"}
                 scopes |= {n: tuple(map(float, slots)) for n, slots in budgets.items()}
                 chosen = policy(name)
-                found = {
+                results = {
                     scope: replay(requests, trace.offsets, capacity, chosen, scope=value).miss_ratio
                     for scope, value in scopes.items()
                 }
                 rows.append([
-                    chosen.name, str(capacity), f"{found['shared']:.2%}",
-                    *(f"{found[n]:.2%} ({found[n] / found['shared'] - 1:+.1%})"
+                    chosen.name, str(capacity), f"{results['shared']:.2%}",
+                    *(f"{results[n]:.2%} ({results[n] / results['shared'] - 1:+.1%})"
                       for n in scopes if n != "shared"),
                     f"{min(budgets['optimal'])}-{max(budgets['optimal'])}",
                 ])  # fmt: skip

@@ -16,8 +16,8 @@ The bias rides on channel 0 of the residual stream: the embedding holds a consta
 large enough to stay nearly constant through the norm, and the router's column 0 is the bias over
 it. The layers (3.3 GB) are hard links to the same files, so four folders take 3.8 GB of disk.
 
-Weights depend on the seed and the layer alone. What exists with the right size is kept, so the
-script can be run again after an interruption. `--gguf` writes the same weights as BF16 GGUF files
+Weights depend on the seed and the layer alone. Files of the right size are not written again, so
+the script can resume after an interruption. `--gguf` writes the same weights as BF16 GGUF files
 for llama.cpp (3.4 GB each; needs the package gguf); `--gguf-layers 64` makes larger ones.
 """
 
@@ -104,7 +104,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def folder_of(root: Path, variant: str) -> Path:
-    """Where a variant lies: `<root>/moe1.7b-<variant>`."""
+    """Folder of a variant: `<root>/moe1.7b-<variant>`."""
     return root / f"moe1.7b-{variant}"
 
 
@@ -136,7 +136,7 @@ def layer_weights(shape: Shape, layer: int) -> Weights:
 
 
 def rest_weights(shape: Shape, skew: float) -> Weights:
-    """Embedding, head, last norm and the routers: what differs between the variants."""
+    """Embedding, head, last norm and routers; the routers differ between the variants."""
     hidden, experts = shape.hidden, shape.experts
     draw = torch.Generator().manual_seed(999)
     embedding = torch.randn(shape.vocabulary, hidden, generator=draw)
@@ -160,15 +160,15 @@ def rest_weights(shape: Shape, skew: float) -> Weights:
 
 
 def write(path: Path, weights: Weights) -> None:
-    """Write beside, then rename: an interrupted run leaves no half a file."""
-    beside = path.with_suffix(".part")
-    save_file(weights, beside, metadata={"format": "pt"})
-    beside.chmod(0o644)
-    beside.replace(path)
+    """Write to a temporary file, then rename: an interrupted run leaves no partial file."""
+    partial = path.with_suffix(".part")
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(path)
 
 
-def whole(path: Path, index: dict[str, str]) -> bool:
-    """Whether a shard is there with all its bytes; adds its tensors to the index if so."""
+def is_complete(path: Path, index: dict[str, str]) -> bool:
+    """Does a shard exist with all its bytes? If so, its tensors are added to the index."""
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
@@ -206,7 +206,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def refuse_another_shape(root: Path, folders: list[Path], config: dict[str, Any]) -> None:
-    """End where a folder has a checkpoint of other sizes: what is whole there would be kept."""
+    """Exit if a folder has a checkpoint of other sizes: its complete files would be reused."""
     for folder in folders:
         path = folder / "config.json"
         if path.exists() and json.loads(path.read_text()) != config:
@@ -223,23 +223,25 @@ def make(root: Path, variants: list[str], shape: Shape = FULL) -> list[Path]:
         (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
     for layer in range(shape.layers):
         name = f"layer-{layer:02d}.safetensors"
-        known = next((f for v in VARIANTS if whole(f := folder_of(root, v) / name, index)), None)
-        progress(f"layer {layer + 1} of {shape.layers}{' (kept)' if known else ''}")
+        existing = next(
+            (f for v in VARIANTS if is_complete(f := folder_of(root, v) / name, index)), None
+        )
+        progress(f"layer {layer + 1} of {shape.layers}{' (kept)' if existing else ''}")
         for folder in folders:
             path = folder / name
-            if known is None:
+            if existing is None:
                 write(path, weights := layer_weights(shape, layer))
                 index.update(dict.fromkeys(weights, name))
-                known = path
-            elif not (path.exists() and path.samefile(known)):
+                existing = path
+            elif not (path.exists() and path.samefile(existing)):
                 path.unlink(missing_ok=True)
-                os.link(known, path)
+                os.link(existing, path)
     for folder, variant in zip(folders, variants, strict=True):
         progress(folder.name)
-        rest = folder / "rest.safetensors"
-        if not whole(rest, index):
-            write(rest, weights := rest_weights(shape, VARIANTS[variant]))
-            index.update(dict.fromkeys(weights, rest.name))
+        rest_file = folder / "rest.safetensors"
+        if not is_complete(rest_file, index):
+            write(rest_file, weights := rest_weights(shape, VARIANTS[variant]))
+            index.update(dict.fromkeys(weights, rest_file.name))
         make_tokenizer(folder)
         total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         (folder / "model.safetensors.index.json").write_text(

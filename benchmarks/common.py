@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, one run of an engine, ratios, tables."""
+"""Shared helpers of the benchmarks: the machine, one run of an engine, ratios, tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = dict[str, Any]
 
 
 def machine() -> str:
-    """One line that a figure cannot be read without; the load tells who else was at work."""
+    """One line about the machine, for below a figure; the load shows other programs' work."""
     import torch
     import transformers
 
@@ -82,8 +82,8 @@ def run_llama_bench(
     """One cold run of llama.cpp's llama-bench: prefill and decode as worker.py reports them.
 
     With `repack`, its default, it copies some types (Q4_0) to memory of its own in another order,
-    which is faster, and is killed where there is no room for that. Newer versions can only be told
-    not to when they are built (-DGGML_CPU_REPACK=OFF).
+    which is faster, and is killed where there is no room for that. Newer versions can disable it
+    only when they are built (-DGGML_CPU_REPACK=OFF).
 
     llama-bench gives one time for all tokens of a repetition, so its time a token is a mean.
     """
@@ -125,8 +125,10 @@ def ratio(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[floa
     """
     logs = [math.log(a / b) for a, b in pairs]
     draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(draws))
-    low, high = means[int(0.025 * draws)], means[int(0.975 * draws)]
+    resampled_means = sorted(
+        statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(draws)
+    )
+    low, high = resampled_means[int(0.025 * draws)], resampled_means[int(0.975 * draws)]
     return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
 
 
@@ -157,15 +159,15 @@ def note(text: str) -> None:
 
 def greenroom_program() -> list[str]:
     """The command `greenroom` of this interpreter's environment."""
-    beside = Path(sys.executable).with_name("greenroom")
-    if beside.exists():
-        return [str(beside)]
+    program_path = Path(sys.executable).with_name("greenroom")
+    if program_path.exists():
+        return [str(program_path)]
     return [sys.executable, "-c", "import sys; from greenroom.cli import main; sys.exit(main())"]
 
 
 def commit() -> str:
-    """The commit that is measured, with a + if the tree differs from it."""
+    """The measured commit, with a + if the working tree differs from it."""
     command = ["git", "describe", "--always", "--dirty=+"]
-    here = Path(__file__).parent
-    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)
+    own_folder = Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=own_folder, check=False)
     return done.stdout.strip() or "unknown"

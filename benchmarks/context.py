@@ -1,4 +1,4 @@
-"""Context length against time a token and slots: MoE-Infinity's figure 8, in one process.
+"""Time per token and slots by context length (MoE-Infinity, figure 8), in one process.
 
     python benchmarks/context.py demo --least 25% [--options '{"read_limit": "50MB"}']
     python benchmarks/context.py bench-data/moe1.7b-zipf1.0 --memory 2GiB --contexts 512 4096 16384
@@ -77,7 +77,7 @@ def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
 
 
 def prepared(args: argparse.Namespace) -> Any:
-    """The model, with the budget that was asked for."""
+    """Load the model with the requested budget."""
     options = json.loads(args.options)
     model, _ = greenroom.load(
         args.model, memory=args.memory or "auto", context=max(args.contexts), **options

@@ -1,4 +1,4 @@
-"""Decode with half of the model's size in memory: Greenroom beside its peers, in one run.
+"""Decode with half of the model's size in memory: Greenroom compared with its peers.
 
     python benchmarks/decode.py bench-data --out decode.jsonl
     python benchmarks/decode.py bench-data --quick                    # under ten minutes
@@ -59,7 +59,7 @@ Results = dict[tuple[str, str], list[Result]]  # by (variant, engine), one a rep
 def engines(args: argparse.Namespace, folder: Path, limit: int) -> dict[str, Callable[[], Result]]:
     """How to run each engine once."""
     common: dict[str, Any] = {"threads": args.threads, "timeout_s": args.timeout}
-    known: dict[str, Callable[[], Result]] = {
+    engines_by_name: dict[str, Callable[[], Result]] = {
         "greenroom": lambda: run_worker(
             "greenroom", folder, limit, memory=limit, tokens=args.tokens,
             options=args.options, **common,
@@ -72,10 +72,10 @@ def engines(args: argparse.Namespace, folder: Path, limit: int) -> dict[str, Cal
     gguf = folder.with_name(folder.name + ".gguf")
     if args.llama_bench and gguf.exists():
         env = dict(pair.split("=", 1) for pair in args.llama_env)
-        known["llama.cpp"] = lambda: run_llama_bench(
+        engines_by_name["llama.cpp"] = lambda: run_llama_bench(
             args.llama_bench, gguf, limit, tokens=args.peer_tokens, env=env, **common
         )
-    return {name: known[name] for name in known if name in args.engines}
+    return {name: engines_by_name[name] for name in engines_by_name if name in args.engines}
 
 
 def measure(args: argparse.Namespace) -> Results:
@@ -90,8 +90,8 @@ def measure(args: argparse.Namespace) -> Results:
             for engine, run in runs[turn:] + runs[:turn]:
                 result = run() | {"repeat": repeat, "load": os.getloadavg()[0]}
                 results[variant, engine].append(result)
-                said = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
-                note(f"{repeat + 1}/{args.repeats} {variant} {engine}: {said}")
+                outcome = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
+                note(f"{repeat + 1}/{args.repeats} {variant} {engine}: {outcome}")
                 if args.out:
                     with args.out.open("a") as file:
                         file.write(json.dumps(result) + "\n")
@@ -109,7 +109,7 @@ def per_token(result: Result, counter: str) -> float:
 
 
 def prompt_s(folder: Path, args: argparse.Namespace) -> float:
-    """Seconds to compute a prompt with every expert resident: what no cache can beat."""
+    """Seconds to compute a prompt with every expert resident, a lower bound for every cache."""
     result = run_worker("greenroom", folder, threads=args.threads, repeats=3, tokens=1)
     return statistics.median(result["prefill_s"][1:])
 
@@ -117,8 +117,8 @@ def prompt_s(folder: Path, args: argparse.Namespace) -> float:
 def report(
     results: Results, measured: dict[str, Any], variants: list[str], computing: float
 ) -> str:
-    """Three tables: every engine's rates, then Greenroom's decode and prefill beside what bounds
-    them. `computing` is `prompt_s`."""
+    """Three tables: every engine's rates, then Greenroom's decode and prefill and their
+    bounds. `computing` is `prompt_s`."""
     speeds, against, prompts = [], [], []
     for variant in variants:
         for (of, engine), runs in results.items():

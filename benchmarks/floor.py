@@ -1,4 +1,4 @@
-"""The floor of this machine: what no engine can beat, measured.
+"""Measure the floor of this machine: a lower bound for the time of every engine.
 
     python benchmarks/floor.py bench-data/moe1.7b-zipf1.0
 

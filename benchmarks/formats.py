@@ -1,4 +1,4 @@
-"""Decode from stored formats, Greenroom beside llama.cpp on the same file.
+"""Decode from stored formats: Greenroom compared with llama.cpp on the same file.
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
     ... --kernels numba rounded
@@ -74,14 +74,14 @@ def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callabl
             tokens=args.tokens, repeats=inner, options=json.dumps({"kernels": kernels}), **ours,
         )  # fmt: skip
 
-    found: dict[str, Callable[[], Result]] = {
+    turns_by_name: dict[str, Callable[[], Result]] = {
         kernels: partial(greenroom, kernels) for kernels in args.kernels
     }
-    found["llama.cpp"] = lambda: run_llama_bench(
+    turns_by_name["llama.cpp"] = lambda: run_llama_bench(
         args.llama_bench, path, limit, threads=args.threads, prompt=args.prompt,
         tokens=args.peer_tokens if limit else args.tokens, repeats=inner, repack=not limit,
     )  # fmt: skip
-    return found
+    return turns_by_name
 
 
 def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path, Runs]]:
@@ -94,8 +94,8 @@ def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path
             for engine, run in engines[turn:] + engines[:turn]:
                 result = run()
                 runs[engine].append(result)
-                said = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
-                note(f"{kind} {'limited' if limited else 'resident'} {engine}: {said}")
+                sections = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
+                note(f"{kind} {'limited' if limited else 'resident'} {engine}: {sections}")
         yield kind, path, runs
 
 
@@ -107,11 +107,11 @@ def row(
         for a, b in zip(runs[kernels], runs["llama.cpp"], strict=True)
         if "error" not in a | b
     ]
-    said = []
+    sections = []
     for engine in (kernels, "llama.cpp"):
         each = median_of(runs[engine], rate)
-        said.append(f"{each:.3g}" if each else runs[engine][0]["error"])
-    return [kind, f"{path.stat().st_size / 1e9:.2f}", kernels, *said, show_ratio(pairs)]
+        sections.append(f"{each:.3g}" if each else runs[engine][0]["error"])
+    return [kind, f"{path.stat().st_size / 1e9:.2f}", kernels, *sections, show_ratio(pairs)]
 
 
 def resident(args: argparse.Namespace, ram: float) -> str:

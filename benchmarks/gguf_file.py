@@ -35,20 +35,20 @@ Entry = tuple[str, tuple[int, ...], bool, Callable[[], torch.Tensor]]
 
 
 def write_gguf(folder: Path, path: Path, layers: int | None = None) -> None:
-    """Convert one folder; a file that is there already is kept.
+    """Convert one folder; an existing file is not written again.
 
-    More `layers` than the folder has are its own over and over: a larger file of the same kind.
+    With more `layers` than the folder has, its layers repeat: a larger file of the same kind.
     """
     if path.exists():
         return
     config = json.loads((folder / "config.json").read_text())
-    own = config["num_hidden_layers"]
-    config["num_hidden_layers"] = layers or own
-    beside = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(str(beside), "qwen3moe")
+    own_layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] = layers or own_layers
+    partial = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(partial), "qwen3moe")
     _describe(writer, config)
     _tokenizer(writer, folder, config["vocab_size"])
-    entries = _entries(folder, config, own)
+    entries = _entries(folder, config, own_layers)
     for name, shape, bf16, _ in entries:
         n = int(np.prod(shape))
         if bf16:
@@ -64,10 +64,10 @@ def write_gguf(folder: Path, path: Path, layers: int | None = None) -> None:
         data = tensor.view(torch.int16).numpy().view(np.uint8) if bf16 else tensor.float().numpy()
         writer.write_tensor_data(data)
     writer.close()
-    beside.replace(path)
+    partial.replace(path)
 
 
-def _entries(folder: Path, config: dict, own: int) -> list[Entry]:
+def _entries(folder: Path, config: dict, own_layers: int) -> list[Entry]:
     """(name, shape, whether bf16, how to read it) of every tensor, in file order."""
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     shards = {name: safe_open(folder / name, "pt") for name in set(where.values())}
@@ -87,7 +87,7 @@ def _entries(folder: Path, config: dict, own: int) -> list[Entry]:
         entry("output.weight", "lm_head.weight"),
     ]
     for layer in range(config["num_hidden_layers"]):
-        source, target = f"model.layers.{layer % own}.", f"blk.{layer}."
+        source, target = f"model.layers.{layer % own_layers}.", f"blk.{layer}."
         for ours, theirs in DENSE.items():
             entries.append(entry(f"{target}{ours}.weight", f"{source}{theirs}.weight"))
         for ours, theirs in FLOAT32.items():
@@ -135,15 +135,15 @@ def _tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
 
 
 def deepen(path: Path, larger: Path, layers: int) -> None:
-    """A larger file of the same kind: the layers of a GGUF file over and over, byte for byte; one
-    that is there already is kept."""
+    """A larger file of the same kind: the layers of a GGUF file over and over, byte for byte. An
+    existing file is not written again."""
     if larger.exists():
         return
     reader = gguf.GGUFReader(path)
     architecture = str(reader.get_field("general.architecture").contents())
-    own = int(reader.get_field(f"{architecture}.block_count").contents())
-    beside = larger.with_suffix(".part")
-    writer = gguf.GGUFWriter(str(beside), architecture)
+    own_layers = int(reader.get_field(f"{architecture}.block_count").contents())
+    partial = larger.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(partial), architecture)
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
@@ -153,7 +153,7 @@ def deepen(path: Path, larger: Path, layers: int) -> None:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     entries = [(name, tensor) for name, tensor in stored.items() if not name.startswith("blk.")]
     for layer in range(layers):
-        source = f"blk.{layer % own}."
+        source = f"blk.{layer % own_layers}."
         entries += [
             (f"blk.{layer}.{name.removeprefix(source)}", tensor)
             for name, tensor in stored.items()
@@ -169,7 +169,7 @@ def deepen(path: Path, larger: Path, layers: int) -> None:
     for _, tensor in entries:
         writer.write_tensor_data(tensor.data)
     writer.close()
-    beside.replace(larger)
+    partial.replace(larger)
 
 
 if __name__ == "__main__":

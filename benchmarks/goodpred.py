@@ -3,9 +3,9 @@
     python benchmarks/goodpred.py demo --cache 25% --read-limit 40MB --learned demo.predictor
 
 Each predictor and distance answers the same prompts, greedily, so that all ask for the same
-experts. Accuracy: of the experts used, those among the top-k predicted; GOODPRED: those of them
-that were there when they were asked for, resident before or prefetched. The rest says what became
-of prefetches, and what a token took; nothing is guarded.
+experts. Accuracy: of the experts used, those among the top-k predicted; GOODPRED: the share
+of them that was resident at the request, cached before or prefetched. The other columns are the
+outcomes of prefetches and the time of a token; the guard is off.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def run(model: str, prefetch: str, args: argparse.Namespace) -> tuple[dict[str, 
 
 
 def row(prefetch: str, stats: dict[str, Any], gaps: list[float]) -> tuple[str, ...]:
-    made = stats["prefetch"]
-    share = [made[name] if made.get("accuracy") else None for name in ("accuracy", "goodpred")]
+    prefetch_stats = stats["prefetch"]
+    share = [
+        prefetch_stats[name] if prefetch_stats.get("accuracy") else None
+        for name in ("accuracy", "goodpred")
+    ]
     return (
         prefetch, *("-" if x is None else f"{x:.1%}" for x in share), f"{stats['hit_ratio']:.1%}",
-        *(str(made.get(end, 0)) for end in ENDS), f"{stats['stall_s'] / len(gaps) * 1e3:.1f}",
-        f"{statistics.fmean(gaps) * 1e3:.1f}",
+        *(str(prefetch_stats.get(end, 0)) for end in ENDS),
+        f"{stats['stall_s'] / len(gaps) * 1e3:.1f}", f"{statistics.fmean(gaps) * 1e3:.1f}",
     )  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--read-limit", default="40MB", metavar="SIZE", help="bytes a second")
-    parser.add_argument("--learned", metavar="FILE", help="what train-predictor made")
+    parser.add_argument("--learned", metavar="FILE", help="output file of train-predictor")
     parser.add_argument("--predictors", nargs="+", default=USUAL)
     parser.add_argument("--distances", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
@@ -69,12 +72,12 @@ def main() -> None:
             continue
         for distance in args.distances:
             try:
-                found = run(args.model, f"{name}:{distance}", args)
+                result = run(args.model, f"{name}:{distance}", args)
             except greenroom.errors.UsageError as error:  # one of whole passes has no distance
                 note(str(error))
                 rows.append(row(name, *run(args.model, name, args)))
                 break
-            rows.append(row(f"{name}:{distance}", *found))
+            rows.append(row(f"{name}:{distance}", *result))
     print(f"commit {commit()}; {machine()}; cache {args.cache}, {args.read_limit} a second\n")
     header = ("prefetch", "accuracy", "GOODPRED", "hits", *ENDS, "stall ms", "ms a token")
     print(table(header, rows))

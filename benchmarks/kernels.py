@@ -1,11 +1,11 @@
-"""How near the expert kernels come to the memory's speed, and what a call costs in Python.
+"""Speed of the expert kernels as a share of memory bandwidth, and Python cost of a call.
 
     python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]] [--tokens T ...]
 
 --encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, by both compiled
 kernels, in turns with bf16 and with the floor; medians.
 
-Weights are random and larger than the caches. Every row stands beside a floor measured right
+Weights are random and larger than the caches. Every row has a floor that is measured right
 before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
 is taken, so that other processes on the machine matter less.
 """
@@ -143,7 +143,7 @@ def twin(layer: LayerExperts) -> LayerExperts:
 
 
 def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
-    """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes.
+    """Experts a second in each encoding, compared with bf16 and with reading the bytes.
 
     Everything takes turns: the floor, then each encoding by each kernel, then all again.
     """
@@ -180,8 +180,8 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
                         times[name, chosen].append((now() - start) / TOP_K)
             floor = float(np.median(floors))
             plain = float(np.median(times["bf16", "numba"]))
-            for (name, chosen), taken in times.items():
-                each = float(np.median(taken))
+            for (name, chosen), seconds_of_row in times.items():
+                each = float(np.median(seconds_of_row))
                 speed = layers[name].layout.nbytes / each
                 print(f"{f'{name} {hidden}x{inner}':24}{tokens:7}{chosen:>11}", end="")
                 print(f"{each * 1e6:11.1f}{plain / each:8.2f}", end="")
@@ -205,7 +205,7 @@ def dense_rows(clock: Clock) -> None:
 
 
 def call_rows(clock: Clock) -> None:
-    """Microseconds a call where there is next to nothing to compute."""
+    """Microseconds of a call with almost nothing to compute."""
     experts, chosen = random_layer(64, 64, EXPERTS), make_kernel("numba")
     x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
     weights = torch.ones(1, TOP_K).bfloat16()

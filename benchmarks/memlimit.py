@@ -34,12 +34,12 @@ UNITS = {"": 1, "MB": 10**6, "MIB": 1 << 20, "GB": 10**9, "GIB": 1 << 30}
 
 
 class CgroupError(Exception):
-    """Memory cgroups cannot be made here; the message says why and what would do."""
+    """Memory cgroups cannot be made here; the message has the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The files of one cgroup that matter here; v1 and v2 name them differently."""
+    """The control files of one cgroup; v1 and v2 name them differently."""
 
     folder: Path
     limit: str
@@ -57,7 +57,7 @@ class Cgroup:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run took. `peak_bytes` is the cgroup's: memory and page cache."""
+    """Resources of one run. `peak_bytes` is the cgroup's: memory and page cache."""
 
     limit_bytes: int
     returncode: int
@@ -89,20 +89,24 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
 
 
 def _parents() -> list[tuple[Path, bool]]:
-    """Where a child cgroup could be made, best first; True for v2."""
+    """Possible parents of a child cgroup, best first; True for v2."""
     entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in entries:
         if "memory" in controllers.split(","):
             return [(ROOT / "memory" / path.lstrip("/"), False), (ROOT / "memory", False)]
     for _, controllers, path in entries:
         if not controllers and (ROOT / "cgroup.controllers").exists():
-            own = ROOT / path.lstrip("/")  # v2 wants no processes beside children: a sibling
-            return [(own, True), (own.parent, True)] if own != ROOT else [(own, True)]
+            own_group = ROOT / path.lstrip("/")  # v2 wants no processes beside children: a sibling
+            return (
+                [(own_group, True), (own_group.parent, True)]
+                if own_group != ROOT
+                else [(own_group, True)]
+            )
     return []
 
 
 def _make(parent: Path, v2: bool, limit_bytes: int) -> Cgroup:
-    """OSError where that is not allowed."""
+    """Create a child cgroup; OSError where that is not allowed."""
     folder = parent / f"bench-{os.getpid()}"
     if v2 and "memory" not in (parent / "cgroup.subtree_control").read_text().split():
         (parent / "cgroup.subtree_control").write_text("+memory")

@@ -58,8 +58,8 @@ def watched(group: Cgroup) -> Iterator[Peak]:
         while not done.wait(EVERY_S):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 stat = dict(line.split() for line in _read(group, "memory.stat"))
-                own = int(stat.get("rss", stat.get("anon", 0)))
-                peak.used = max(peak.used, own + _mapped(group))
+                process_bytes = int(stat.get("rss", stat.get("anon", 0)))
+                peak.used = max(peak.used, process_bytes + _mapped(group))
                 peak.cache = max(peak.cache, int(stat.get("cache", stat.get("file", 0))))
 
     thread = threading.Thread(target=sample, daemon=True)
@@ -99,13 +99,13 @@ def inside(group: Cgroup, *arguments: str) -> subprocess.Popen[str]:
 def run(model: str, options: list[str], tokens: int) -> tuple[int, int, Peak]:
     """(bytes that the start-up line says, the closing line's peak, the cgroup's) of one run."""
     with memory_cgroup(NO_LIMIT) as group, watched(group) as peak:
-        asked = ["run", model, "Once upon a time", "--raw", "--json", *options]
-        process = inside(group, *asked, "--max-new-tokens", str(tokens))
+        command_line = ["run", model, "Once upon a time", "--raw", "--json", *options]
+        process = inside(group, *command_line, "--max-new-tokens", str(tokens))
         out, _ = process.communicate()
         if process.returncode:
-            raise SystemExit(f"greenroom {' '.join(asked)} ended with {process.returncode}")
-        found = json.loads(out)
-    return found["memory_bytes"], found["peak_rss_bytes"], peak
+            raise SystemExit(f"greenroom {' '.join(command_line)} ended with {process.returncode}")
+        result = json.loads(out)
+    return result["memory_bytes"], result["peak_rss_bytes"], peak
 
 
 def serve(model: str, options: list[str], tokens: int, port: int) -> tuple[int, Peak]:
@@ -158,10 +158,10 @@ def main(argv: list[str] | None = None) -> int:
             start, close, ran = run(model, options, args.tokens)
             stats, served = serve(model, options, args.tokens, args.port)
             pairs = ((start, ran.used), (close, ran.used), (stats, served.used))
-            apart = max(abs(own / group - 1) for own, group in pairs)
+            deviation = max(abs(process_bytes / group - 1) for process_bytes, group in pairs)
             sizes = (start, close, ran.used, ran.cache, stats, served.used)
             cells = " | ".join(f"{size / MIB:,.0f}" for size in sizes)
-            print(f"| {Path(model).name} | {cells} | {apart:.1%} |", flush=True)
+            print(f"| {Path(model).name} | {cells} | {deviation:.1%} |", flush=True)
     except CgroupError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What prediction and bookkeeping cost a decode token, in microseconds of CPU time.
+"""Cost of prediction and bookkeeping in a decode token, in microseconds of CPU time.
 
     python benchmarks/overhead.py bench-data/moe1.7b-zipf1.0
 
@@ -6,7 +6,7 @@ All experts but one in a thousand are resident, so that there is something to pr
 nearly nothing to wait for. Each variant (what --prefetch takes, without a guard) gets a cache of
 its own of one loaded model, in turns. Thread time is taken inside the calls:
 
-    prediction   predictors, and what the event machine makes of what they say
+    prediction   predictors, and the event machine's handling of their predictions
     bookkeeping  the event machine's other events: steps, chunks, groups
 
 `of a token` is both over the CPU time of all the process's threads for a token; what `off` takes
@@ -40,7 +40,7 @@ SETTLE = 4  # tokens that are not counted
 
 
 class Meter:
-    """Thread time of calls, by what they are for; a call within a call counts as its own."""
+    """Exclusive thread time of calls, by purpose."""
 
     def __init__(self, cache: Greenroom) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -99,16 +99,16 @@ def main() -> None:
     compile_for(policy("next-use"))
     store = RamStore(catalog)
     print(f"commit {commit()}; {machine()}; {capacity} of {catalog.experts} experts in slots\n")
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    times_by_name: dict[str, list[dict[str, float]]] = defaultdict(list)
     for repeat in range(args.repeats):
         turn = repeat % len(args.variants)
         for variant in args.variants[turn:] + args.variants[:turn]:
-            found[variant].append(measured(model, parts, store, variant, args.tokens))
-            note(f"{variant}: {found[variant][-1]}")
+            times_by_name[variant].append(measured(model, parts, store, variant, args.tokens))
+            note(f"{variant}: {times_by_name[variant][-1]}")
     print(table(
         ("prefetch", "ms a token", "CPU ms a token", "prediction µs", "bookkeeping µs",
          "of a token"),
-        [row(variant, found[variant]) for variant in args.variants],
+        [row(variant, times_by_name[variant]) for variant in args.variants],
     ))  # fmt: skip
 
 

@@ -65,15 +65,15 @@ def checksum_rates() -> str:
     import hashlib
 
     data = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
-    found = []
+    sizes_found = []
     for name, work in (
         ("crc32", lambda: zlib.crc32(data)),
         ("blake2b", lambda: hashlib.blake2b(data).digest()),
         ("sha256", lambda: hashlib.sha256(data).digest()),
     ):
         best = min(_seconds(work) for _ in range(7))
-        found.append(f"{name} {data.size / best / 1e9:.2f}")
-    return "checksums, GB/s on one core: " + ", ".join(found)
+        sizes_found.append(f"{name} {data.size / best / 1e9:.2f}")
+    return "checksums, GB/s on one core: " + ", ".join(sizes_found)
 
 
 def _seconds(work: object) -> float:
@@ -102,23 +102,23 @@ def main() -> None:
         if measured.returncode != 0:
             note(f"{kind}: {err.strip()[-300:]}")
             continue
-        made = json.loads(text)
+        pack_report = json.loads(text)
         drop_page_cache([args.model])
-        least = floor_s(args.model, args.out, made["nbytes"])
+        least = floor_s(args.model, args.out, pack_report["nbytes"])
         rows.append(
             [
                 kind,
-                f"{made['nbytes'] / 1e9:.2f}",
+                f"{pack_report['nbytes'] / 1e9:.2f}",
                 f"{measured.wall_s:.1f}",
-                f"{made['seconds']:.1f}",
+                f"{pack_report['seconds']:.1f}",
                 f"{least:.1f}",
-                f"{made['seconds'] / least:.2f}",
-                f"{source / made['seconds'] / 1e9:.2f}",
+                f"{pack_report['seconds'] / least:.2f}",
+                f"{source / pack_report['seconds'] / 1e9:.2f}",
                 f"{measured.cpu_s:.1f}",
-                f"{made['peak_rss_bytes'] / 1e6:.0f}",
+                f"{pack_report['peak_rss_bytes'] / 1e6:.0f}",
             ]
         )
-        note(f"{kind}: {made['seconds']:.1f} s, floor {least:.1f} s")
+        note(f"{kind}: {pack_report['seconds']:.1f} s, floor {least:.1f} s")
         if not args.keep:
             shutil.rmtree(out)
     heads = ["experts", "GB", "all, s", "packing, s", "floor, s", "ratio"]

@@ -1,4 +1,4 @@
-"""The passes of a journal, computed again: `soak_serve.py` and the tests compare their tokens."""
+"""Recompute the passes of a journal; `soak_serve.py` and the tests compare the tokens."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def replay(
             used = {event.source}
         else:
             used = {number for number, _, _ in event.shares}
-            own = [_cache_for(batch, caches, number, before) for number, before, _ in event.shares]
-            given = [ids[n][before : before + count] for n, before, count in event.shares]
-            found = batch(given, own)
+            own_caches = [
+                _cache_for(batch, caches, number, before) for number, before, _ in event.shares
+            ]
+            token_ids = [ids[n][before : before + count] for n, before, count in event.shares]
+            pass_logits = batch(token_ids, own_caches)
             for (number, before, count), cache, logits in zip(
-                event.shares, own, found, strict=True
+                event.shares, own_caches, pass_logits, strict=True
             ):
                 caches[number] = cache
                 if before + count == len(ids[number]):

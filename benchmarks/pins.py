@@ -1,4 +1,4 @@
-"""Pinned sets of tasks beside no pinning, on recordings of real models.
+"""Pinned sets of tasks compared with no pinning, on recordings of real models.
 
     python benchmarks/pins.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--share 5%]
 
@@ -43,15 +43,17 @@ def main() -> None:
     args = parser.parse_args()
     for path in args.traces:
         trace = load(path)
-        made, timed = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
-        shared = sorted({*made.labels} & {*timed.labels})
+        training, timed = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
+        shared = sorted({*training.labels} & {*timed.labels})
         if not shared:
             sys.exit(f"{path}: no label has requests in both halves of the recording")
         chosen = [r for r, label in enumerate(timed.labels) if label in shared]
         timed = timed.select(np.array(chosen))
         requests = stream(timed, "runtime")
-        pins = hot_experts(made, shared, args.share)
-        mixed = hot_experts(replace(made, labels=("all",) * made.requests), ["all"], args.share)
+        pins = hot_experts(training, shared, args.share)
+        mixed = hot_experts(
+            replace(training, labels=("all",) * training.requests), ["all"], args.share
+        )
         sets = {
             "none": [],
             "label": by_label(timed, requests, pins),
@@ -61,15 +63,15 @@ def main() -> None:
         rows = []
         for name in args.policy.split(","):
             for capacity in capacities(args.capacity, int(trace.offsets[-1])):
-                found = {
+                results = {
                     way: replay(
                         requests, trace.offsets, capacity, policy(name), pinned=stay
                     ).miss_ratio
                     for way, stay in sets.items()
                 }
                 rows.append([
-                    name, str(capacity), f"{found['none']:.2%}",
-                    *(f"{found[w]:.2%} ({found[w] / found['none'] - 1:+.1%})" for w in sets
+                    name, str(capacity), f"{results['none']:.2%}",
+                    *(f"{results[w]:.2%} ({results[w] / results['none'] - 1:+.1%})" for w in sets
                       if w != "none"),
                 ])  # fmt: skip
         kinds = f"{len(shared)} labels, {pins.tasks[shared[0]].experts.size} experts pinned"

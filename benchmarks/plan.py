@@ -1,10 +1,10 @@
-"""What a plan says beside what is measured, on settings that it has not seen.
+"""Accuracy of the planner: planned against measured time of settings it was not fitted to.
 
     python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --seconds 50
     python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --table
 
-Three short runs (`SEEN`: two of plain LRU, one with a predictor) and a recording of the model's
-routing are what the plan knows, beside the profile of `greenroom doctor`. Then every setting of a
+Three short runs (`TRAINING`: two of plain LRU, one with a predictor) and a recording of the model's
+routing are the plan's input, with the profile of `greenroom doctor`. Then every setting of a
 grid of cache sizes, policies, predictors and read limits decodes tokens of other prompts, from a
 cache that other tokens have warmed, and its mean time a token is compared with the plan's, and with
 the range that the plan gives.
@@ -46,7 +46,7 @@ from greenroom.runtime.store.throttle import Throttle
 from greenroom.trace import load
 from greenroom.trace.prompts import Prompt
 
-WORDS, TOKENS, SETTLE = 6, 28, 8  # of a prompt, of its answer, and those that are not counted
+PROMPT_LENGTH, TOKENS, SETTLE = 6, 28, 8  # SETTLE: tokens of the answer not counted
 OFF, AHEAD = "off", "next-gate"
 
 
@@ -65,7 +65,7 @@ class Case:
         return Setting(self.policy, self.scope, self.prefetch)
 
 
-SEEN = (
+TRAINING = (
     Case(0.25, "lru", "shared", OFF),
     Case(0.5, "lru", "shared", OFF),
     Case(0.25, "next-use", "shared", AHEAD, 500e6),
@@ -73,7 +73,7 @@ SEEN = (
 
 
 def unseen(limits: list[float]) -> list[Case]:
-    """The grid without what was seen."""
+    """The grid without the settings of TRAINING."""
     shares = (0.125, 0.25, 0.5)
     cases = [
         Case(share, policy, "shared", OFF, limit)
@@ -85,11 +85,11 @@ def unseen(limits: list[float]) -> list[Case]:
     cases += [
         Case(share, "next-use", "shared", AHEAD, limit) for limit in limits for share in shares[1:]
     ]
-    return [case for case in cases if case not in SEEN]
+    return [case for case in cases if case not in TRAINING]
 
 
 def small(share: float, limit: float | None) -> list[Case]:
-    """Of one size: what the plan's choice is compared with."""
+    """Settings of one size, with which the plan's choice is compared."""
     settings = [PLAIN, DEFAULT, replace(DEFAULT, prefetch=OFF), replace(PLAIN, prefetch="auto"),
                 Setting("lcp", "shared", OFF), Setting("next-use", "per-layer", OFF)]  # fmt: skip
     return [Case(share, s.policy, s.scope, s.prefetch, limit) for s in settings]
@@ -97,8 +97,8 @@ def small(share: float, limit: float | None) -> list[Case]:
 
 def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
     """Random words of the model's vocabulary."""
-    words, draw = sorted(stage.tokenizer.get_vocab()), random.Random(seed)
-    texts = (" ".join(draw.choices(words, k=WORDS)) for _ in range(count))
+    vocabulary, draw = sorted(stage.tokenizer.get_vocab()), random.Random(seed)
+    texts = (" ".join(draw.choices(vocabulary, k=PROMPT_LENGTH)) for _ in range(count))
     return [Prompt(text, "random") for text in texts]
 
 
@@ -109,46 +109,46 @@ def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
                         no_guard=case.prefetch != "auto")  # fmt: skip
     stage.attach(config, int(case.share * stage.experts))
     if case.limit:
-        line(stage).bandwidth = math.inf
+        throttle_of(stage).bandwidth = math.inf
     first, second = prompts_of(stage, 2, number)
     stage.play([first], TOKENS, raw=True)
     if case.limit:
-        line(stage).bandwidth = case.limit
+        throttle_of(stage).bandwidth = case.limit
     done = stage.play([second], TOKENS, SETTLE, raw=True)
     stage.learn()
     return {**asdict(case), "number": number, **_row(done, stage)}
 
 
-def line(stage: Harness) -> Throttle:
-    """What holds the reads of a limited store back: part of no interface."""
+def throttle_of(stage: Harness) -> Throttle:
+    """The throttle of a store with a read limit (not part of its interface)."""
     store: Any = stage.model.greenroom.driver._copier._store
-    found: Throttle = store.throttle
-    return found
+    throttle: Throttle = store.throttle
+    return throttle
 
 
 def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
     tokens = len(done.gaps)
     size = stage.setup.catalog.expert_bytes // stage.experts
-    seen = RunMeasurement(
+    measurement = RunMeasurement(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
         done.busy_s, stage.model.greenroom.setup.prefetch != OFF,
     )  # fmt: skip
-    return {"observed": asdict(seen), "miss_ratio": done.miss_ratio, "at": time.time()}
+    return {"observed": asdict(measurement), "miss_ratio": done.miss_ratio, "at": time.time()}
 
 
 def measure(args: argparse.Namespace, cases: list[Case]) -> None:
-    """Run what is not in --out yet, until the time is over."""
+    """Run the cases that --out does not have yet, until the time is over."""
     end = time.perf_counter() + args.seconds
     done = [(_case(row), row["number"]) for row in rows_of(args.out)]
-    wanted = [(case, n) for n in range(args.rounds) for case in [*SEEN, *cases]]
-    wanted = [each for each in dict.fromkeys(wanted) if each not in done]
-    if not wanted:
+    cases_in_turn = [(case, n) for n in range(args.rounds) for case in [*TRAINING, *cases]]
+    cases_in_turn = [each for each in dict.fromkeys(cases_in_turn) if each not in done]
+    if not cases_in_turn:
         return
     stage = Harness(str(args.model), LoadConfig(cache="100%", prefetch=OFF, context=1024))
     try:
         if not args.trace.exists():
             _record(stage, args)
-        for case, number in wanted:
+        for case, number in cases_in_turn:
             if time.perf_counter() > end:
                 break
             row = measured(stage, case, number)
@@ -177,18 +177,18 @@ def _case(row: dict[str, Any]) -> Case:
 
 
 class Planner:
-    """Estimates by what is known: the profile, the recording, the runs of SEEN."""
+    """Estimates from the planner's inputs: the profile, the recording, the runs of TRAINING."""
 
     def __init__(self, model: Model, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-        profile, here = machine_of(args.machine, Progress())
-        seen = [row for row in rows if _case(row) in SEEN]
+        profile, this_machine = machine_of(args.machine, Progress())
+        training_rows = [row for row in rows if _case(row) in TRAINING]
         runs = [
             replace(
                 RunMeasurement.from_json(row["observed"]),
                 predicted=row["prefetch"] != OFF,
                 carried=0.0 if row["limit"] else row["observed"]["carried"],  # not the disk's rate
             )
-            for row in seen
+            for row in training_rows
             if not args.profile_only
         ]
         self.model, self.measured = model, bool(runs)
@@ -197,13 +197,13 @@ class Planner:
         trace = trace.select(range(min(args.requests or trace.requests, trace.requests)))
         self.workload = recorded_workload(trace, model, str(args.trace))
         self._by_limit: dict[float | None, Estimator] = {}
-        print(f"profile of {'this' if here else 'another'} machine; {len(runs)} runs seen")
+        print(f"profile of {'this' if this_machine else 'another'} machine; {len(runs)} runs seen")
 
     def estimator(self, limit: float | None) -> Estimator:
         if limit not in self._by_limit:
             costs = throttled_costs(self.costs, limit, self.model.expert_bytes)
-            made = Estimator(self.model, costs, self.workload, measured=self.measured)
-            self._by_limit[limit] = made
+            own_estimator = Estimator(self.model, costs, self.workload, measured=self.measured)
+            self._by_limit[limit] = own_estimator
         return self._by_limit[limit]
 
     def of(self, case: Case) -> Estimate:
@@ -214,18 +214,19 @@ def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
     """One line a setting; then the median error and the coverage of the ranges."""
     times = defaultdict(list)
     for row in rows:
-        if (case := _case(row)) not in SEEN:
+        if (case := _case(row)) not in TRAINING:
             times[case].append(row["observed"]["seconds"])
     lines, errors, inside = [], [], []
     for case, seconds in times.items():
-        found, took = planner.of(case), statistics.median(seconds)
-        errors.append(found.tpot / took - 1)
-        inside.append(found.low <= took <= found.high)
+        prediction, took = planner.of(case), statistics.median(seconds)
+        errors.append(prediction.tpot / took - 1)
+        inside.append(prediction.low <= took <= prediction.high)
         link = "disk" if case.limit is None else f"{case.limit / 1e6:.0f} MB/s"
         lines.append((
             f"{case.share:.1%}, {link}", f"{case.policy}, {case.scope}", case.prefetch,
-            f"{took * 1e3:.1f}", f"{found.tpot * 1e3:.1f}", f"{errors[-1]:+.1%}",
-            f"{found.low * 1e3:.0f} to {found.high * 1e3:.0f}", "in" if inside[-1] else "out",
+            f"{took * 1e3:.1f}", f"{prediction.tpot * 1e3:.1f}", f"{errors[-1]:+.1%}",
+            f"{prediction.low * 1e3:.0f} to {prediction.high * 1e3:.0f}",
+            "in" if inside[-1] else "out",
         ))  # fmt: skip
     header = ("size", "policy", "prefetch", "measured ms", "planned ms", "error", "range", "")
     off = sorted(abs(error) for error in errors)
@@ -238,19 +239,19 @@ def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
 
 
 def compare(planner: Planner, rows: list[dict[str, Any]], cases: list[Case]) -> str:
-    """The plan's choice beside the best that was measured, paired by round."""
+    """The plan's choice against the best measured setting, paired by round."""
     times: dict[Case, dict[int, float]] = defaultdict(dict)
     for row in rows:
         times[_case(row)][row["number"]] = row["observed"]["seconds"]
     cases = [case for case in cases if times[case]]
-    found = {case: planner.of(case) for case in cases}
-    compared = tuple(sorted(found.values(), key=lambda each: each.tpot))
+    predictions = {case: planner.of(case) for case in cases}
+    compared = tuple(sorted(predictions.values(), key=lambda each: each.tpot))
     best, sure = choose_setting(planner.estimator(cases[0].limit), compared)
-    chosen = next(case for case in cases if found[case] is best)
+    chosen = next(case for case in cases if predictions[case] is best)
     fastest = min(cases, key=lambda case: statistics.fmean(times[case].values()))
     lines = [
         (case.setting.flags(), f"{statistics.fmean(times[case].values()) * 1e3:.1f}",
-         f"{found[case].tpot * 1e3:.1f}",
+         f"{predictions[case].tpot * 1e3:.1f}",
          show_ratio([(times[case][n], times[fastest][n]) for n in times[case]
                      if n in times[fastest]]),
          "chosen" if case == chosen else "")

@@ -1,4 +1,4 @@
-"""Misses served with less: what they gain in time, and what they cost in quality.
+"""Approximated misses: gain in time, and cost in quality.
 
     python benchmarks/precision.py MODEL --text FILE [--cache 25%] [--read-limit 100MB]
     python benchmarks/precision.py --traces TRACE ... [--capacity 12.5%,25%,50%]
@@ -43,7 +43,7 @@ EXPERT = 1 << 20  # bytes of a simulated expert, in four chunks
 
 @dataclass
 class Way:
-    """A pack, options of a run, and what it did in each round."""
+    """A pack, options of a run, and its results in each round."""
 
     pack: str
     options: dict[str, Any]
@@ -53,12 +53,12 @@ class Way:
 
     @property
     def name(self) -> str:
-        words = [f"{key.replace('_', '-')} {value}" for key, value in self.options.items()]
-        return ", ".join(words) or "exact"
+        option_texts = [f"{key.replace('_', '-')} {value}" for key, value in self.options.items()]
+        return ", ".join(option_texts) or "exact"
 
 
 def ways(packs: list[str]) -> Iterator[Way]:
-    """What is compared."""
+    """The compared ways of serving misses."""
     for pack in packs:
         precision = PACKS[pack][1]
         yield Way(pack, {})
@@ -107,15 +107,17 @@ def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
 
 
 def packs_in(root: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """The packs, made where they are not there yet."""
+    """The packs; missing ones are built."""
     from greenroom.hf.pack.packing import pack
 
     folders = {name: root / name for name in args.packs.split(",")}
     for name, folder in folders.items():
         if not folder.is_dir():
             kind, precision = PACKS[name]
-            made = pack(args.model, folder, kind, precision=precision)
-            print(f"{name}: {show_bytes(made.nbytes)}, copies add {show_bytes(made.copy_bytes)}")
+            packed = pack(args.model, folder, kind, precision=precision)
+            print(
+                f"{name}: {show_bytes(packed.nbytes)}, copies add {show_bytes(packed.copy_bytes)}"
+            )
     return folders
 
 
@@ -152,15 +154,15 @@ def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, .
     """A row of KL divergence and perplexity against the exact run."""
     from greenroom.hf.check.quality import quality
 
-    found = quality(
+    result = quality(
         str(folder), args.text.read_text(), cache=args.cache, tokens=args.quality_tokens,
         kernels=args.kernels, lesser=way.options,
     )  # fmt: skip
-    assert found.lesser is not None
+    assert result.lesser is not None
     row = (
-        way.pack, way.name, f"{found.kl_mean:.2g}", f"{found.kl_p99:.2g}",
-        f"{found.perplexity:.5g}", f"{found.original_perplexity:.5g}", f"{found.same_top:.1%}",
-        f"{found.lesser['inexact_share']:.1%}",
+        way.pack, way.name, f"{result.kl_mean:.2g}", f"{result.kl_p99:.2g}",
+        f"{result.perplexity:.5g}", f"{result.original_perplexity:.5g}", f"{result.same_top:.1%}",
+        f"{result.lesser['inexact_share']:.1%}",
     )  # fmt: skip
     print(*row, flush=True)
     return row
@@ -195,12 +197,12 @@ def of_traces(args: argparse.Namespace) -> None:
                 row = [f"{capacity / trace.offsets[-1]:.1%}", f"{ratio:g}"]
                 for options, nested in served.values():
                     config = SchedulerConfig(**options)
-                    found = simulate_events(
+                    result = simulate_events(
                         trace, requests, capacity, policy("lru"), costs, EXPERT, "off",
                         EventOptions(chunk_bytes=EXPERT // 4, config=config, nested=nested),
                     )  # fmt: skip
-                    share = found.as_json().get("inexact_share", 0.0)
-                    row.append(f"{np.median(found.times.gaps) * 1e3:.1f} ({share:.0%})")
+                    share = result.as_json().get("inexact_share", 0.0)
+                    row.append(f"{np.median(result.times.gaps) * 1e3:.1f} ({share:.0%})")
                 rows.append(row)
         print(f"{path.name}: median TPOT in ms (share of evaluations that were not exact)")
         print(text_table(["capacity", "transfer", *served], rows, left=0), flush=True)
@@ -211,7 +213,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--packs", default=",".join(PACKS))
-    parser.add_argument("--folder", type=Path, help="where packs are made, and stay")
+    parser.add_argument("--folder", type=Path, help="folder for packs, which are reused")
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--read-limit", default="100MB")
     parser.add_argument("--prefetch", default="off")

@@ -1,4 +1,4 @@
-"""What predictors from hidden states cost, in microseconds a layer of a one-token pass.
+"""Cost of predictors from hidden states, in microseconds a layer of a one-token pass.
 
     python benchmarks/probes.py                      # a real model's sizes, random weights
     python benchmarks/probes.py --layers 8 --experts 32 --top-k 4 --hidden 160
@@ -40,12 +40,14 @@ class Gate(nn.Module):
 
 def networks(shape: Shape, hidden: int, width: int) -> dict[str, np.ndarray]:
     """Random tensors of a learned predictor."""
-    random, made = np.random.default_rng(0), {"distance": np.array([1])}
+    random, built_predictor = np.random.default_rng(0), {"distance": np.array([1])}
     for layer, experts in enumerate(shape.experts_per_layer):
         sizes = {"up.weight": (width, hidden), "up.bias": (width,)}
         sizes |= {"down.weight": (experts, width), "down.bias": (experts,)}
-        made |= {f"{layer}.{n}": random.standard_normal(s).astype("f") for n, s in sizes.items()}
-    return made
+        built_predictor |= {
+            f"{layer}.{n}": random.standard_normal(s).astype("f") for n, s in sizes.items()
+        }
+    return built_predictor
 
 
 def median(call: Callable[[], object], rounds: int, layers: int, cold: bool) -> float:
@@ -60,11 +62,11 @@ def median(call: Callable[[], object], rounds: int, layers: int, cold: bool) -> 
     return float(np.median(times)) / layers * 1e6
 
 
-def one_pass(made: Predictor, seen: list[LayerRouting]) -> None:
-    made.begin(PassStart(0, 0, 1, False))
-    for each in seen:
-        made.observe(each)
-        made.predict(each.layer)
+def one_pass(built_predictor: Predictor, observed: list[LayerRouting]) -> None:
+    built_predictor.begin(PassStart(0, 0, 1, False))
+    for each in observed:
+        built_predictor.observe(each)
+        built_predictor.predict(each.layer)
 
 
 @torch.inference_mode()
@@ -77,33 +79,33 @@ def main() -> None:
     shape = Shape((args.experts,) * args.layers, args.top_k)
     gates = [Gate(args.experts, args.hidden, args.top_k) for _ in range(args.layers)]
     routers = [Router(gate, nn.Module(), args.experts) for gate in gates]
-    asked = RouterGates(routers)
+    router_gates = RouterGates(routers)
     x = torch.randn(1, args.hidden, dtype=torch.bfloat16)
     plain = median(lambda: [gate(x) for gate in gates], 200, args.layers, False)
     probe = GateInputProbe(routers)
-    heard = median(
+    hook_seconds = median(
         lambda: [(gate(x), probe.take_array(i)) for i, gate in enumerate(gates)],
         200,
         args.layers,
         False,
     )
     probe.detach()
-    print(f"inputs           {heard - plain:8.1f}  (the router itself {plain:.1f})")
+    print(f"inputs           {hook_seconds - plain:8.1f}  (the router itself {plain:.1f})")
     ids, inputs = np.arange(args.top_k)[None], x.float().numpy()
-    seen = [LayerRouting(layer, ids, None, inputs) for layer in range(args.layers)]
-    made: dict[str, Predictor] = {
-        "next-gate": predictor("next-gate").build(PredictorSetup(shape, gates=asked))
+    observed = [LayerRouting(layer, ids, None, inputs) for layer in range(args.layers)]
+    built_predictor: dict[str, Predictor] = {
+        "next-gate": predictor("next-gate").build(PredictorSetup(shape, gates=router_gates))
     }
     for width in (64, 128, 256):
         tensors = networks(shape, args.hidden, width)
-        made[f"learned, {width}"] = predictor("learned").build(
+        built_predictor[f"learned, {width}"] = predictor("learned").build(
             PredictorSetup(shape, tensors=tensors)
         )
-    made["markov"] = predictor("markov").build(PredictorSetup(shape))
+    built_predictor["markov"] = predictor("markov").build(PredictorSetup(shape))
     print("                     warm     cold")
-    for name, it in made.items():
-        one_pass(it, seen)
-        times = [median(lambda it=it: one_pass(it, seen), 60, args.layers, c) for c in (0, 1)]
+    for name, it in built_predictor.items():
+        one_pass(it, observed)
+        times = [median(lambda it=it: one_pass(it, observed), 60, args.layers, c) for c in (0, 1)]
         print(f"{name:<16} {times[0]:8.1f} {times[1]:8.1f}")
 
 

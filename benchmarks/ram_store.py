@@ -1,7 +1,7 @@
 """A store in memory: all experts in one allocation, behind a link of a set bandwidth.
 
-Stands in for any link (a faster disk, PCI Express) on a machine that has room for the model: the
-runtime moves the same chunks by the same rules, and only when they arrive is set.
+Simulates any link (a faster disk, PCI Express) on a machine with room for the model: the
+runtime moves the same chunks by the same rules; only the time of arrival is set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READERS = 4  # threads that fill it: what a disk needs to reach its speed
 
 
 class RamStore:
-    """Experts of a catalog, read from disk once and kept. Thread-safe.
+    """Experts of a catalog, read from disk once into memory. Thread-safe.
 
     A read returns when `throttle` has carried the chunk, less the time in which the reader then
     copies it into a slot (measured at the start), so a chunk is in its slot when it is due. The
@@ -75,14 +75,14 @@ class RamStore:
         return chunk.extent.file, chunk.extent.offset + chunk.start
 
     def _seconds_a_byte(self, chunk_bytes: int) -> float:
-        """What a copy takes, from places that no cache of the processor holds."""
+        """Seconds a byte of a copy from memory that no processor cache holds."""
         nbytes = min(chunk_bytes, self._bytes.size)
-        target, taken = np.zeros(nbytes, np.uint8), []
+        target, seconds = np.zeros(nbytes, np.uint8), []
         for begin in np.linspace(0, self._bytes.size - nbytes, _TIMED_COPIES).astype(int).tolist():
             start = time.perf_counter()
             target[:] = self._bytes[begin : begin + nbytes]
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken) / nbytes
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds) / nbytes
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
         """An expert's chunks, as the disk's store cuts them."""
@@ -95,4 +95,4 @@ class RamStore:
         return self._bytes[at : at + chunk.length]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

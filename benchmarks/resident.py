@@ -1,4 +1,4 @@
-"""Everything resident: decode and prefill of Greenroom and its peers, and where the time goes.
+"""Decode and prefill with everything resident: Greenroom, its peers, and a time breakdown.
 
     python benchmarks/resident.py bench-data [--llama-bench PATH] [--quick]
 
@@ -66,8 +66,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[Result]]:
                     options=args.options if engine == "greenroom" else None,
                 )  # fmt: skip
             results[engine].append(result)
-            said = result.get("error") or f"{decode_rate(result, args.tokens):.1f} tokens/s"
-            note(f"{repeat + 1}/{args.repeats} {engine}: {said}")
+            outcome = result.get("error") or f"{decode_rate(result, args.tokens):.1f} tokens/s"
+            note(f"{repeat + 1}/{args.repeats} {engine}: {outcome}")
     return results
 
 

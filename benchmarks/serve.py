@@ -1,4 +1,4 @@
-"""What serving costs and gains: one user and eight, a second turn, HTTP, and the options.
+"""Cost and gain of serving: one user and eight, a second turn, HTTP, and the options.
 
     python benchmarks/serve.py bench-data [--variant zipf1.5] [--cache 50%] [--parts users turn ...]
 
@@ -43,22 +43,22 @@ Pairs = list[tuple[float, float]]
 
 
 class Answer:
-    """One answer: when each token came."""
+    """The tokens of one request and their times."""
 
     def __init__(self, engine: ContinuousEngine, ids: list[int], new: int) -> None:
         self.times: list[float] = []
         self.ids: list[int] = []
         self._over = threading.Event()
         self.begin = time.perf_counter()
-        engine.submit(Request(tuple(ids), new, GREEDY, end_ids=()), self._told)
+        engine.submit(Request(tuple(ids), new, GREEDY, end_ids=()), self._receive)
 
-    def _told(self, told: Token | Finished) -> None:
-        if isinstance(told, Finished):
-            self.finished = told
+    def _receive(self, event: Token | Finished) -> None:
+        if isinstance(event, Finished):
+            self.finished = event
             self._over.set()
         else:
             self.times.append(time.perf_counter())
-            self.ids.append(told.id)
+            self.ids.append(event.id)
 
     def end(self) -> Answer:
         self._over.wait()
@@ -72,8 +72,8 @@ class Answer:
 
 
 class Bench:
-    """`start(**options)` gives an engine of the checkpoint, which is asked from then on; `stop`
-    ends all of them."""
+    """`start(**options)` starts an engine of the checkpoint and sends later requests to it; `stop`
+    ends all engines."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self._seed = args, 0
@@ -88,7 +88,7 @@ class Bench:
         while self.engine.state()[0] == "loading":
             time.sleep(0.05)
         assert self.engine.state()[0] == "ready", self.engine.state()
-        self.engine.end_ids = ()  # answers have the length that is asked for
+        self.engine.end_ids = ()  # answers have the requested length
         for _ in range(2):  # kernels, and what is resident
             self.ask(8, 64, 8)
         return self.engine
@@ -108,12 +108,12 @@ class Bench:
     def ask(self, users: int, prompt: int, new: int, apart_s: float = 0.0) -> list[Answer]:
         """Answers to fresh prompts of `users` at once, or `apart_s` after one another."""
         assert self.engine is not None
-        asked = []
+        answers_begun = []
         for _ in range(users):
-            asked.append(Answer(self.engine, self.prompt(prompt), new))
+            answers_begun.append(Answer(self.engine, self.prompt(prompt), new))
             if apart_s:
                 time.sleep(apart_s)
-        return [each.end() for each in asked]
+        return [each.end() for each in answers_begun]
 
     def rate(self, users: int) -> float:
         """Tokens a second of all users together, while all of them answer."""
@@ -127,7 +127,7 @@ class Bench:
 
 
 class Clock:
-    """A streamer of `generate` that notes when each token came."""
+    """A streamer for `generate` that records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -140,7 +140,7 @@ class Clock:
 
 
 def run(bench: Bench) -> str:
-    """Both on the same model, cache and prompts."""
+    """`generate` and the engine on the same model, cache and prompts."""
     engine = bench.start(no_prefix_reuse=True)
     pairs: Pairs = []
     new = bench.args.tokens
@@ -202,13 +202,13 @@ def http_(bench: Bench) -> str:
     """CPU seconds of the process for the same answer; the client is a process of its own."""
     engine = bench.start(no_prefix_reuse=True)
     pairs: Pairs = []
-    new, known = bench.args.tokens, len(engine.tokenizer)
+    new, vocabulary = bench.args.tokens, len(engine.tokenizer)
     with torch.no_grad():  # every token of an answer shall have a text
-        engine.model.get_output_embeddings().weight[known:] = 0
+        engine.model.get_output_embeddings().weight[vocabulary:] = 0
     with served_by_http(engine) as client:
         client([1, 2, 3], 4)
         for repeat in range(2 * bench.args.repeats):
-            ids = [token % known for token in bench.prompt(8)]
+            ids = [token % vocabulary for token in bench.prompt(8)]
             spent = {}
             for way in ("http", "engine") if repeat % 2 else ("engine", "http"):
                 begin = time.process_time()
@@ -225,7 +225,7 @@ def http_(bench: Bench) -> str:
 
 @contextmanager
 def served_by_http(engine: ContinuousEngine) -> Iterator[Callable[[list[int], int], None]]:
-    """A server for an engine; gives what sends one request from another process and reads all."""
+    """An HTTP server for an engine; yields a function that sends one request from a process."""
     from greenroom.server.http.request_log import RequestLog
     from greenroom.server.http.service import Service
     from greenroom.server.web.listen import make_server, open_socket
@@ -275,18 +275,18 @@ def client(port: int) -> None:
 def delay(bench: Bench) -> str:
     """Eight prompts, one every 12 ms; the experts that they read, and the last first token."""
     engines = {ms: bench.start(no_prefix_reuse=True, batch_delay=ms) for ms in (0.0, 100.0)}
-    seen: dict[float, list[tuple[float, float, float]]] = {ms: [] for ms in engines}
+    pairs_by_delay: dict[float, list[tuple[float, float, float]]] = {ms: [] for ms in engines}
     for _ in range(bench.args.repeats):
         for ms, engine in engines.items():
             bench.engine = engine
             before = engine.stats()["experts"]["bytes_read"]
             ttfts = [each.ttft_s for each in bench.ask(8, bench.args.prompt, 4, apart_s=0.012)]
             nbytes = engine.stats()["experts"]["bytes_read"] - before
-            seen[ms].append((max(ttfts), statistics.fmean(ttfts), nbytes / 1e6))
-            note(f"delay {ms}: {seen[ms][-1]}")
+            pairs_by_delay[ms].append((max(ttfts), statistics.fmean(ttfts), nbytes / 1e6))
+            note(f"delay {ms}: {pairs_by_delay[ms][-1]}")
     rows = [
         (f"{ms:.0f} ms", *(f"{statistics.median(each):.3g}" for each in zip(*all_, strict=True)))
-        for ms, all_ in seen.items()
+        for ms, all_ in pairs_by_delay.items()
     ]
     head = ("--batch-delay", "last TTFT s", "mean TTFT s", "MB read for the eight")
     return table(head, rows)

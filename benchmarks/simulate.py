@@ -1,4 +1,4 @@
-"""How fast traces are replayed, beside libcachesim's fast path on the same trace.
+"""Speed of trace replay, compared with libcachesim's fast path on the same trace.
 
     python benchmarks/simulate.py TRACE [--capacity 20% 40% 60%] [--repeat 5] [--tokens N]
 
@@ -6,7 +6,7 @@ Pairs are interleaved: libcachesim, then Greenroom, `--repeat` times. A figure i
 million requests a second of CPU time; the ratio is the median of the pairs' ratios. Compilation is
 left out and reported. libcachesim (PyPI) reads an oracleGeneral file of the same requests with
 `TraceReader` and serves them in `process_trace`, nothing pinned; both are single-threaded. `memory`
-is the most that Greenroom allocates while it replays, beside the stream itself.
+is the peak of Greenroom's allocations during a replay, without the stream itself.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A server's engine under load for a long time: nothing but clients may fail, memory stays flat.
+"""A long load test of the server's engine: no request may fail, memory stays flat.
 
     python benchmarks/soak_serve.py MODEL [--minutes 30] [--users 6] [--batch-invariant]
 
-Users send the engine requests of mixed lengths: conversations that go on, prompts that begin alike,
-greedy and sampled answers. Some hang up in the midst, some send what cannot be right, some have too
-little time; the cache of experts is resized all the while. At the end:
+Users send the engine requests of mixed lengths: conversations with several turns, prompts with a
+common prefix, greedy and sampled answers. Some clients disconnect early, some send invalid
+requests, some have too little time; the expert cache is resized meanwhile. At the end:
 
   - every answer that was not given up by its client ended as it should,
   - the process holds no more than 2 % more memory at the end than after a quarter of the time
     (judged in runs of two minutes and more: a shorter one is still filling its caches),
   - every answer is computed again, in the same passes, over a cache of another size: the tokens
-    must be the same (with --batch-invariant: each alone).
+    must be the same (with --batch-invariant: one request at a time).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ BAD = (
 
 
 @dataclass
-class Told:
-    """What one request was told."""
+class Reply:
+    """The tokens and the end of one request, as its client received them."""
 
     hang_up_after: int | None = None
     ids: list[int] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Told:
     ticket: Any = None
     over: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, told: Token | Finished) -> None:
-        if isinstance(told, Finished):
-            self.finished = told
+    def __call__(self, event: Token | Finished) -> None:
+        if isinstance(event, Finished):
+            self.finished = event
             self.over.set()
             return
-        self.ids.append(told.id)
+        self.ids.append(event.id)
         if self.hang_up_after is not None and len(self.ids) >= self.hang_up_after:
             self.ticket.cancel()
 
@@ -72,7 +72,7 @@ class Soak:
     def __init__(self, engine: ContinuousEngine, seconds: float) -> None:
         self.engine, self.until = engine, time.monotonic() + seconds
         self.begin, self.seconds = time.monotonic(), seconds
-        self.answers: dict[int, Told] = {}  # by sequence number
+        self.answers: dict[int, Reply] = {}  # by sequence number
         self.reasons: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.memory: list[tuple[float, int]] = []
@@ -87,7 +87,7 @@ class Soak:
         return time.monotonic() < self.until and self.engine.state()[0] == "ready"
 
     def user(self, seed: int) -> None:
-        """One who asks again and again."""
+        """A user that sends requests until the time is over."""
         rng = random.Random(seed)
         talk: tuple[int, ...] = ()
         while self.going():
@@ -97,45 +97,45 @@ class Soak:
             if not talk or rng.random() < 0.4 or len(talk) > 500:
                 talk = rng.choice([(), *self.systems])
             talk = (*talk, *self.draw(rng, rng.choice(PROMPTS)))
-            told = self._ask(rng, talk)
-            if told is not None:
-                talk = (*talk, *told.ids)
+            reply = self._ask(rng, talk)
+            if reply is not None:
+                talk = (*talk, *reply.ids)
 
-    def _ask(self, rng: random.Random, ids: tuple[int, ...]) -> Told | None:
+    def _ask(self, rng: random.Random, ids: tuple[int, ...]) -> Reply | None:
         new = rng.choice((1, 5, 20, 60))
         sampling = Sampling(temperature=rng.choice((0.0, 0.8)), seed=rng.randrange(1 << 30))
-        told = Told(rng.randrange(1, 20) if rng.random() < 0.15 else None)
+        reply = Reply(rng.randrange(1, 20) if rng.random() < 0.15 else None)
         limit = 0.3 if rng.random() < 0.05 else None
         request = Request(ids, new, sampling, end_ids=(), timeout_s=limit)
         try:
-            told.ticket = ticket = self.engine.submit(request, _when_known(told))
+            reply.ticket = ticket = self.engine.submit(request, when_ticketed(reply))
         except Busy as busy:
             self._count("busy")
             time.sleep(min(busy.retry_after_s, 2.0))
             return None
         if rng.random() < 0.05:
             ticket.cancel()
-        if not told.over.wait(600):
+        if not reply.over.wait(600):
             self._fail("an answer hangs")
             return None
-        assert told.finished is not None
-        self._count(told.finished.reason)
-        if told.finished.error is not None:
-            self._fail(f"an answer ended with {told.finished.error!r}")
+        assert reply.finished is not None
+        self._count(reply.finished.reason)
+        if reply.finished.error is not None:
+            self._fail(f"an answer ended with {reply.finished.error!r}")
         with self._lock:
-            self.answers[ticket.number] = told
-        return told
+            self.answers[ticket.number] = reply
+        return reply
 
     def _bad(self, rng: random.Random) -> None:
-        given: dict[str, Any] = {"max_new_tokens": 4, **rng.choice(BAD)}
+        fields: dict[str, Any] = {"max_new_tokens": 4, **rng.choice(BAD)}
         try:
-            self.engine.submit(Request(**given), lambda told: None)
-            self._fail(f"taken: {given}")
+            self.engine.submit(Request(**fields), lambda reply: None)
+            self._fail(f"taken: {fields}")
         except GreenroomError:
             self._count("refused")
 
     def resizes(self) -> None:
-        """Sizes in turn; memory is looked at where the cache has the first of them again."""
+        """Resize the cache in turns; sample memory whenever it has the first size again."""
         turn = 0
         while self.going():
             try:
@@ -173,13 +173,13 @@ class Soak:
         return statistics.median(last) / statistics.median(second) if second and last else 1.0
 
 
-def _when_known(told: Told) -> Any:
-    """A listener that waits until its ticket is there: an answer may begin before."""
+def when_ticketed(reply: Reply) -> Any:
+    """A callback that waits for the ticket of its request: an answer may begin before."""
 
     def listen(what: Token | Finished) -> None:
-        while told.ticket is None:
+        while reply.ticket is None:
             time.sleep(1e-4)
-        told(what)
+        reply(what)
 
     return listen
 
@@ -196,32 +196,34 @@ def start_one(args: argparse.Namespace, cache: str, journal: Journal | None) -> 
 
 
 def again(args: argparse.Namespace, journal: Journal, soak: Soak) -> int:
-    """Answers whose tokens are others when they are computed again."""
+    """Number of answers whose tokens differ when they are computed again."""
     engine = start_one(args, "35%", None)
     try:
         batch = Batch(engine.model, exact=args.batch_invariant)
-        own, vocabulary = engine.model.generation_config, engine._vocabulary
+        generation_config, vocabulary = engine.model.generation_config, engine._vocabulary
         requests = {n: journal.requests[n] for n in soak.answers}
-        samplers = {n: Sampler(r, own, vocabulary) for n, r in journal.requests.items()}
+        samplers = {
+            n: Sampler(r, generation_config, vocabulary) for n, r in journal.requests.items()
+        }
         if args.batch_invariant:
-            found = {}
+            replayed = {}
             for number, request in requests.items():
-                events = [Pass(((number, a, n),)) for a, n in _alone(request, 128)]
-                alone = Journal(list[PrefixReuse | Pass](events), {number: request})
-                found[number] = replay(batch, alone, {number: samplers[number]})[number]
+                events = [Pass(((number, a, n),)) for a, n in sequential_passes(request, 128)]
+                sequential = Journal(list[PrefixReuse | Pass](events), {number: request})
+                replayed[number] = replay(batch, sequential, {number: samplers[number]})[number]
         else:
-            found = replay(batch, journal, samplers)
+            replayed = replay(batch, journal, samplers)
         wrong = 0
-        for number, told in soak.answers.items():
-            ids = [token.id for token in found[number]]
-            wrong += told.ids != ids[: len(told.ids)]
+        for number, reply in soak.answers.items():
+            ids = [token.id for token in replayed[number]]
+            wrong += reply.ids != ids[: len(reply.ids)]
         return wrong
     finally:
         engine.stop(0)
 
 
-def _alone(request: Request, chunk: int) -> list[tuple[int, int]]:
-    """(begin, tokens) of the passes of a request alone."""
+def sequential_passes(request: Request, chunk: int) -> list[tuple[int, int]]:
+    """(begin, tokens) of the passes of a request that runs without others."""
     prompt = len(request.ids)
     reads = [(a, min(chunk, prompt - a)) for a in range(0, prompt, chunk)]
     return reads + [(prompt + n, 1) for n in range(request.max_new_tokens - 1)]

@@ -1,4 +1,4 @@
-"""Split experts beside whole ones, simulated on recordings at set ratios of transfer to compute.
+"""Split against unsplit experts, simulated at set ratios of transfer to compute.
 
     python benchmarks/split.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--tokens 400]
     python benchmarks/split.py TRACE --ratios 0.5,1,2
@@ -39,9 +39,9 @@ def costs(ratio: float) -> Costs:
 
 def halves(path: Path, tokens: int) -> tuple[Trace, Trace]:
     """The requests of a recording's first tokens, and of as many after them."""
-    whole = load(path).head(2 * tokens)
-    half = np.searchsorted(whole.request_starts, tokens)
-    return whole.select(np.arange(half)), whole.select(np.arange(half, whole.requests))
+    recording = load(path).head(2 * tokens)
+    half = np.searchsorted(recording.request_starts, tokens)
+    return recording.select(np.arange(half)), recording.select(np.arange(half, recording.requests))
 
 
 def main() -> None:
@@ -53,10 +53,10 @@ def main() -> None:
     parser.add_argument("--prefetch", default="noisy-oracle:accuracy=0.8")
     args = parser.parse_args()
     for path in args.traces:
-        made, timed = halves(path, args.tokens)
+        training, timed = halves(path, args.tokens)
         requests = stream(timed, "runtime")
-        before = stream(made, "runtime")
-        layers = layer_statistics(predicted_activity(made, args.prefetch))
+        before = stream(training, "runtime")
+        layers = layer_statistics(predicted_activity(training, args.prefetch))
         rows = []
         for capacity in capacities(args.capacity, int(timed.offsets[-1])):
             for ratio in map(float, args.ratios.split(",")):
@@ -66,7 +66,9 @@ def main() -> None:
                 ways: dict[str, dict[str, Any]] = {
                     "shared": {},
                     "per-layer": {"scope": "per-layer"},
-                    "budgets": {"scope": slots_with_fewest_misses(before, made.offsets, capacity)},
+                    "budgets": {
+                        "scope": slots_with_fewest_misses(before, training.offsets, capacity)
+                    },
                     **{f"split {share}": {"split": share} for share in SHARES},
                     "moepic": {"scope": tuple(c.budget for c in chosen)},
                 }
@@ -74,11 +76,11 @@ def main() -> None:
                     ways["moepic"]["split"] = tuple(c.ratio for c in chosen)
                 cells = []
                 for way in ways.values():
-                    found = simulate_events(
+                    result = simulate_events(
                         timed, requests, capacity, policy("lru"), machine, EXPERT,
                         args.prefetch, EventOptions(chunk_bytes=CHUNK, **way),
                     )  # fmt: skip
-                    cells.append(f"{1e3 * float(np.median(found.times.gaps)):.1f}")
+                    cells.append(f"{1e3 * float(np.median(result.times.gaps)):.1f}")
                 mean = float(np.mean([c.ratio for c in chosen]))
                 rows.append([str(capacity), f"{ratio:g}", *cells, f"{mean:.2f}"])
         print(f"{path.name}: {timed.tokens} tokens, prefetch {args.prefetch}")

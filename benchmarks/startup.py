@@ -1,4 +1,4 @@
-"""How long one waits: `greenroom --help`, and the first token of the demo model.
+"""Start-up time: `greenroom --help`, and the first token of the demo model.
 
     python benchmarks/startup.py [--parts help cold warm] [--own-cache]
 

@@ -3,12 +3,12 @@
     python benchmarks/systems.py TRACE [TRACE ...] [--capacity 25%] [--tokens 400]
     python benchmarks/systems.py TRACE --machine FILE --processor gpu
 
-Without --machine it is one made up here: experts of the size that the recording says (else 12 MiB)
+Without --machine, a built-in example: experts of the size that the recording says (else 12 MiB)
 in host memory, all of them; a bus of 25 GB/s, a GPU that reads an expert at 1 TB/s, a CPU that
 reads it at --host GB/s, and 0.3 ms for the rest of a layer. As `greenroom simulate --system` plays
 them: predictors that run beside a model are replayed from the recording's predictions, else by an
 oracle that is right in 85 % of its guesses. MoEpic's split is what Algorithm 1 chooses on the first
-half of the tokens; all are timed on the second. What a row did without is said below.
+half of the tokens; all are timed on the second. Missing parts are listed below.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPLIT = "moepic"
 
 
 def machine_of(args: argparse.Namespace, nbytes: int) -> Costs:
-    """The costs of the machine that was asked for."""
+    """The costs of the requested machine."""
     if args.machine is not None:
         return Machine.load(args.machine).costs(nbytes, processor=args.processor)
     per_token = nbytes / (args.host * 1e9)
@@ -46,18 +46,18 @@ def machine_of(args: argparse.Namespace, nbytes: int) -> Costs:
 
 def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
     """Each system over the second half of a recording's tokens."""
-    made, trace = halves(path, args.tokens)
+    training, trace = halves(path, args.tokens)
     nbytes = int(trace.meta.get("expert_bytes") or EXPERT)
     costs, experts = machine_of(args, nbytes), int(trace.offsets[-1])
     study = Study.of(trace, "runtime", costs=costs, expert_bytes=nbytes, host=experts)
     rows: list[Row] = []
     for capacity in capacities(args.capacity, experts):
         for name in args.systems.split(","):
-            own = study
+            own_study = study
             if name == SPLIT:  # split experts have no tier in host memory: theirs is the store
                 bus = replace(costs, links=costs.links[-1:], host=None)
-                own = replace(study, host=0, costs=bus)
-            rows += simulate_systems([system(name)], {}, own, [capacity], sweep, made)
+                own_study = replace(study, host=0, costs=bus)
+            rows += simulate_systems([system(name)], {}, own_study, [capacity], sweep, training)
     return rows
 
 
@@ -72,10 +72,10 @@ def main() -> None:
     parser.add_argument("--processor", default=None)
     args = parser.parse_args()
     for path in args.traces:
-        found = rows_of(args, path)
-        base = {row["capacity"]: row for row in found if row["system"] == "llru"}
+        rows_found = rows_of(args, path)
+        base = {row["capacity"]: row for row in rows_found if row["system"] == "llru"}
         lines = []
-        for row in found:
+        for row in rows_found:
             llru = base.get(row["capacity"])
             lines.append([
                 row["system"], str(row["capacity"]), f"{row['miss_ratio']:.1%}",
@@ -86,7 +86,7 @@ def main() -> None:
         header = ["system", "slots", "miss ratio", "TPOT ms", "TTFT ms", "of llru", "on the host",
                   "stalled"]  # fmt: skip
         print(f"{path.name}: {args.tokens} tokens\n\n{text_table(header, lines)}\n", flush=True)
-        for row in found:
+        for row in rows_found:
             if row["without"]:
                 print(f"{row['system']}: without {'; '.join(row['without'])}")
         print()

@@ -1,4 +1,4 @@
-"""Two versions of Greenroom in turns: CPU seconds of the first over those of the second.
+"""Compare two versions of Greenroom in turns: ratio of their CPU seconds.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/versions.py /tmp/before/src src decode bench-data/moe1.7b-zipf1.0 --cache 50%
@@ -84,11 +84,11 @@ def serve(args: argparse.Namespace) -> Turn:
     options = ["--cache", args.cache, "--max-batch", str(args.users), "--context", "512"]
     process = subprocess.Popen([*server, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    url = next(found[0] for line in process.stderr
-               if (found := re.search(r"http://[\w.:]+", line)))  # fmt: skip
+    url = next(both_versions[0] for line in process.stderr
+               if (both_versions := re.search(r"http://[\w.:]+", line)))  # fmt: skip
     threads = ThreadPoolExecutor(args.users)
     threads.submit(process.stderr.read)  # what else it says
-    watched, asked = psutil.Process(process.pid), 0
+    watched, turns_asked = psutil.Process(process.pid), 0
     while httpx2.get(f"{url}/health").json()["status"] != "ready":
         time.sleep(0.1)
 
@@ -101,10 +101,10 @@ def serve(args: argparse.Namespace) -> Turn:
         return int(answer["usage"]["completion_tokens"])
 
     def turn() -> tuple[float, str]:
-        nonlocal asked
+        nonlocal turns_asked
         begin = sum(watched.cpu_times()[:2])
-        tokens = sum(threads.map(ask, range(asked, asked + args.users)))
-        asked += args.users
+        tokens = sum(threads.map(ask, range(turns_asked, turns_asked + args.users)))
+        turns_asked += args.users
         return (sum(watched.cpu_times()[:2]) - begin) / tokens, str(tokens)
 
     return turn
@@ -159,11 +159,11 @@ class Version:
 
 @contextlib.contextmanager
 def versions(*sources: Path) -> Iterator[list[Version]]:
-    found = [Version(each) for each in sources]
+    both_versions = [Version(each) for each in sources]
     try:
-        yield found
+        yield both_versions
     finally:
-        for each in found:
+        for each in both_versions:
             each.end()
 
 
@@ -204,10 +204,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--half-width", type=float, default=0.02)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args, rest = parser.parse_known_args()
-    if rest and args.kind != "command":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.what += rest
+    args, work_arguments = parser.parse_known_args()
+    if work_arguments and args.kind != "command":
+        parser.error(f"unrecognized arguments: {' '.join(work_arguments)}")
+    args.what += work_arguments
     if args.worker:
         worker(args)
     else:

@@ -1,10 +1,10 @@
-"""What the hot set of earlier runs is worth: time to 90 % of the steady hit ratio, cold and warm.
+"""Gain of a warm start: time to 90 % of the steady hit ratio, cold and warm.
 
     python benchmarks/warm_start.py demo bench-data/moe1.7b-zipf1.0 --cache 25%
 
-One run answers a first prompt and leaves what it learned. Then each further prompt, none of which
-that run has seen, is answered twice, in turns: cold (GREENROOM_LEARNED=off) and warm (with what
-the first run left; what it leaves itself is not kept). Tokens are greedy, so both ask for the same
+One run answers a first prompt and stores its hot set. Then each further prompt, all of them new
+to that run, is answered twice, in turns: cold (GREENROOM_LEARNED=off) and warm (with the hot set of
+the first run, which is restored before each answer). Tokens are greedy, so both ask for the same
 experts.
 
 Steady is the hit ratio of decode's second half, the mean of both. It is reached at the first decode
@@ -57,10 +57,12 @@ def run(model: str, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         sampling = SamplingConfig(max_new_tokens=options.tokens, temperature=0)
         loaded.generation_config.eos_token_id = None  # answers of one length
-        made = answer(loaded, tokenizer, prompt, sampling, raw=True, context=options.tokens + 256)
+        loaded_answer = answer(
+            loaded, tokenizer, prompt, sampling, raw=True, context=options.tokens + 256
+        )
     finally:
         loaded.greenroom.detach()
-    return took | {"ttft_s": made.ttft_s, "gaps": made.gaps, "passes": passes}
+    return took | {"ttft_s": loaded_answer.ttft_s, "gaps": loaded_answer.gaps, "passes": passes}
 
 
 def ratio(passes: list[tuple[int, int]], begin: int, end: int) -> float:
@@ -83,14 +85,14 @@ def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
     os.environ.pop(files.SWITCH, None)
     run(model, PROMPTS[0], options)
     left = files.cache_folder() / "learned"
-    kept = shutil.copytree(left, left.with_name("kept"))
+    hot_set_copy = shutil.copytree(left, left.with_name("kept"))
     rows: dict[str, list[list[float]]] = {"cold": [], "warm": []}
     for n, prompt in enumerate(PROMPTS[1:]):
         pair = {}
         for way in ("cold", "warm") if n % 2 else ("warm", "cold"):
             os.environ[files.SWITCH] = "off" if way == "cold" else "on"
             pair[way] = run(model, prompt, options)
-            shutil.copytree(kept, left, dirs_exist_ok=True)
+            shutil.copytree(hot_set_copy, left, dirs_exist_ok=True)
         steady = statistics.mean(
             ratio(one["passes"], options.tokens // 2, options.tokens) for one in pair.values()
         )
@@ -100,10 +102,10 @@ def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
         [
             Path(model).name,
             way,
-            *(f"{statistics.median(column):.3g}" for column in zip(*found, strict=True)),
-            ", ".join(f"{each[3]:g}" for each in found),
+            *(f"{statistics.median(column):.3g}" for column in zip(*figures_found, strict=True)),
+            ", ".join(f"{each[3]:g}" for each in figures_found),
         ]
-        for way, found in rows.items()
+        for way, figures_found in rows.items()
     ]
 
 

@@ -3,10 +3,10 @@
     python benchmarks/worker.py greenroom bench-data/moe1.7b-zipf1.0 --memory 1.6GiB
 
 Engines: `greenroom`; `transformers` and `transformers:eager|grouped_mm|batched_mm` (everything in
-memory); `accelerate` (transformers with weights left on disk, `--memory` is the bytes it may
-keep). All of them answer the same seeded random tokens: a short warm-up, then `--repeats` times a
-prompt of `--prompt` tokens and `--tokens` passes of one random token each. Random tokens, not
-sampled ones, so that every engine is asked for the same work.
+memory); `accelerate` (transformers with weights left on disk, `--memory` is the bytes for them).
+All of them answer the same seeded random tokens: a short warm-up, then `--repeats` times a prompt
+of `--prompt` tokens and `--tokens` passes of one random token each. Random tokens, not sampled
+ones, so that every engine is asked for the same work.
 
 Prints: `prefill_s` (one a repeat), `token_s` (one a decode pass), `load_s`, `peak_rss_bytes`, and
 for Greenroom its own counters over the decode passes alone (`decode`) and over all (`all`).
@@ -29,7 +29,7 @@ import torch
 
 
 def load(engine: str, folder: str, args: argparse.Namespace, scratch: str) -> Any:
-    """The model, ready to be called. `scratch` is where accelerate puts what it offloads."""
+    """The loaded model. `scratch` is the folder for accelerate's offloaded weights."""
     if engine == "greenroom":
         import greenroom
 
@@ -95,8 +95,7 @@ def counters(model: Any) -> Counter[str]:
 
 
 def fill(passes: Passes, prompts: int = 12) -> None:
-    """Have every expert that a prompt of 512 tokens may want in memory: prompts, until one reads
-    nothing."""
+    """Fill the cache with prompts of 512 tokens, until one of them reads nothing."""
     for _ in range(prompts):
         before = counters(passes.model)["bytes_read"]
         passes.prefill(512)

@@ -1,4 +1,4 @@
-"""What all tests share: no network, no progress bars, no thread left behind."""
+"""Settings and fixtures of all tests: no network, no progress bars, no thread left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.core.compiling.compile_folder import folder
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
+os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is stored
 # Two workers with two threads each would wait for each other longer than tiny models compute: up to
 # 4 ms an operation. Tests of several threads ask for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +25,7 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(folder().parents[1]))
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
-SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
+SETTINGS = "_hypothesis_internal_use_settings"  # attribute with the settings of a test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,15 +45,17 @@ def threads() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def all_is_collected_in_the_end() -> Iterator[None]:
-    """Some libraries count their instances as Python ends."""
+    """Unfreeze the collector at the end: some libraries count their instances as Python ends."""
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_not_collected() -> None:
-    """Every `load` collects garbage: a quarter of a second among the libraries' million objects.
-    What is there when a file begins is looked at once."""
+    """Freeze the objects that exist when a file begins.
+
+    Every `load` collects garbage: a quarter of a second among the libraries' million objects.
+    """
     gc.collect()
     gc.freeze()
 
@@ -71,6 +73,6 @@ def no_threads_left() -> Iterator[None]:
 
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that takes the same however many tests have run in it: budgets count it."""
+    """Fix the process's memory at 400 MiB: budgets count it, and earlier tests make it grow."""
     for module in ("memory.budget", "load.describe", "load.attach"):
         monkeypatch.setattr(f"greenroom.hf.{module}.rss_bytes", lambda: 400 << 20)

@@ -164,7 +164,7 @@ def tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _qwen35(named: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """As llama.cpp's converter changes them: norms plus one, A as it is, heads in tiles."""
+    """Convert tensors as llama.cpp does: norms plus one, A as it is, heads in tiles."""
     keys = config.linear_num_key_heads
     per_key = config.linear_num_value_heads // keys
     first = 2 * keys * config.linear_key_head_dim  # rows of queries and keys

@@ -36,7 +36,7 @@ from greenroom.core.layout import Catalog
 from greenroom.hf.model.reference import align_weights
 
 VOCAB = 320
-CLOCK = 20260101  # the seed of everything here
+CLOCK = 20260101  # the seed of all weights
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -93,12 +93,12 @@ QWEN4 = {
     "make_ngram_vocab_size_divisible_by": 8,
     "split_ngram_parts": 2,
 }
-STANDARD = (  # keys of COMMON for which some have names of their own
+STANDARD = (  # keys of COMMON that some architectures name differently
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "num_experts_per_tok",
 )  # fmt: skip
 
-# What each architecture needs beside COMMON; None takes a key of COMMON away.
+# Options of each architecture in addition to COMMON; None removes a key of COMMON.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {**EIGHT, "head_dim": 8, "num_dense_layers": 1, "layer_types": None},
     "aria_text": {"moe_num_experts": 8},
@@ -242,7 +242,7 @@ SAM |= {"downsample_channels": [8, 16], "global_attn_indexes": [0], "mlp_dim": 1
 OCR = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 OCR |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
 
-# What the config of a whole multimodal model needs beside that of its text part.
+# Options of a multimodal model's config in addition to its text part's.
 COMPOSITE: dict[str, dict[str, Any]] = {
     "aria": {
         "vision_config": {**PICTURE, "model_type": "idefics3_vision"},
@@ -318,7 +318,7 @@ PARTS: dict[str, str] = {"qwen3_omni_moe": "thinker_config"}
 # Whose experts transformers keeps in another form than the socket's; tests compare their outputs.
 OTHERWISE = {"dbrx", "jetmoe"}
 
-# Models that come with a vision tower: what the config of their text part needs beside COMMON.
+# Models with a vision tower: options of their text part in addition to COMMON.
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma4": ARCHITECTURES["gemma4_text"],
     "minimax_m3_vl": ARCHITECTURES["minimax_m3_vl_text"],
@@ -497,7 +497,7 @@ def _cached(name: str, arguments: str) -> Path:
 
 
 def cached_tiny(name: str, **arguments: Any) -> Path:
-    """As `tiny`, but made once a process for the same arguments: do not change the files."""
+    """A checkpoint of `tiny`, written once a process for the same arguments: read-only."""
     return _cached(name, json.dumps(arguments, sort_keys=True))
 
 

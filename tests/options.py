@@ -1,4 +1,4 @@
-"""Marks for tests that need an option of the scheduler: without its file they skip themselves."""
+"""A pytest mark that skips tests of a scheduler option whose file was deleted."""
 
 from __future__ import annotations
 

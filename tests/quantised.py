@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints, made by each format's own reference tool.
+"""Tiny quantised checkpoints, each written by its format's reference tool.
 
 folder = fp8(tmp_path)          # transformers' Fp8Quantize
 folder = mxfp4(tmp_path)        # compressed-tensors' own: transformers' needs a GPU
@@ -33,7 +33,7 @@ def plain(folder: Path, name: str, **overrides: Any) -> Tensors:
 
 
 def save(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> Path:
-    """Write the tensors, and the quantization_config beside them."""
+    """Write the tensors, and the quantization_config into config.json."""
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     path = folder / "config.json"
     config = json.loads(path.read_text())

@@ -41,7 +41,7 @@ def fenced(path: Path) -> Iterator[str]:
 
 
 def arguments_of(line: str) -> list[str]:
-    """A command's words, without what follows it in a shell and without its comment."""
+    """The arguments of a command line, without pipes, further commands and comments."""
     line_words = shlex.split(line, comments=True)
     ends = [n for n, word in enumerate(line_words) if word in ("|", "&&", ";", "&", ">")]
     return line_words[: min(ends, default=len(line_words))]
@@ -52,7 +52,7 @@ def commands(path: Path) -> list[str]:
 
 
 def known_options(arguments: list[str]) -> set[str]:
-    """The options of the command that these words begin with, and of those above it."""
+    """Options of the command that these arguments name, and of its parent commands."""
     at: argparse.ArgumentParser = parser()
     options = set(at._option_string_actions)
     for word in arguments:

@@ -1,4 +1,4 @@
-"""What torch and OpenMP are told."""
+"""Environment variables that Greenroom sets for torch and OpenMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported when: pure folders need no torch, and asking for help costs nothing."""
+"""Import rules: pure folders need no torch, and --help imports nothing slow."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from greenroom.core.config.scheduler import SchedulerConfig
 
 
 def config_of(at: Approximation) -> SchedulerConfig:
-    """The options that ask for these thresholds, with copies in int4 unless they say otherwise."""
+    """Scheduler options for these thresholds; copies are int4 where no precision is set."""
     precision = "int4" if at.precision == "off" else at.precision
     return SchedulerConfig(
         miss_precision=precision if at.low else "off",

@@ -1,8 +1,8 @@
 """Each option of the scheduler can be deleted: `make without-options`.
 
-Of each row of the table a copy of the project is made, without its files, its own tests and its
-lines in the table. Linting, types, import rules and the tests must pass there; tests that need the
-option skip themselves (tests/options.py). TESTS="tests/core tests/cli" runs only these.
+For each option the project is copied without the option's files, tests and lines in the table.
+Linting, types, import rules and the tests must pass in the copy; tests that need the option skip
+themselves (tests/options.py). TESTS="tests/core tests/cli" runs only these folders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def copy_without(name: str, folder: Path) -> None:
-    """The tracked and the new files of the project, but for one option."""
+    """Copy the tracked and the new files of the project, without one option."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for each in filter(None, files.split("\0")):
@@ -47,10 +47,10 @@ def copy_without(name: str, folder: Path) -> None:
 
 
 def check(folder: Path) -> int:
-    """The exit code of the first check that fails there; 0 where all pass."""
+    """Run the checks in a copy; the exit code of the first that fails, or 0."""
     python = sys.executable
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
-    if (ROOT / ".mypy_cache").is_dir():  # what has not changed is not looked at again
+    if (ROOT / ".mypy_cache").is_dir():  # unchanged files are not checked again
         shutil.copytree(ROOT / ".mypy_cache", folder / ".mypy_cache")
     tests = os.environ.get("TESTS", "tests").split()
     for command in (

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_report --out DIR                  # all parts that are not complete yet
     python benchmarks/gpu_report --out DIR --part kernels   # one part
-    python benchmarks/gpu_report --out DIR --smoke          # a rehearsal on a CPU: no figures
+    python benchmarks/gpu_report --out DIR --smoke          # a dry run on a CPU: no figures
 
 Parts are tests, kernels, models and demo; each ends within --minutes. What was not reached is
 noted, and the same command goes on there: results.jsonl in DIR has every cell that is complete.
@@ -27,8 +27,8 @@ import page
 import shapes
 from ledger import FAILED, FINAL, NOT_MEASURED, Ledger
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 MINUTES = 9.0
 CLOSING_S = 20.0  # of a part's time: for what runs to end, and the summary
 LEAST_S = 5.0  # no worker is started for less
@@ -38,7 +38,7 @@ CRASHES = 6  # of a part's workers, before it is given up
 
 @dataclass(frozen=True)
 class Options:
-    """What a part is told; `until` is a time of the clock."""
+    """Options of a part; `until` is a time of the clock."""
 
     out: Path
     scratch: Path
@@ -49,7 +49,7 @@ class Options:
 
 def worker_command(part: str, options: Options) -> list[str]:
     """The command that measures a part's open cells, one after another."""
-    command = [sys.executable, str(HERE / "worker.py"), part, "--out", str(options.out)]
+    command = [sys.executable, str(FOLDER / "worker.py"), part, "--out", str(options.out)]
     command += ["--scratch", str(options.scratch), "--run", options.run]
     command += ["--until", str(options.until)]
     return [*command, "--smoke"] if options.smoke else command
@@ -58,13 +58,13 @@ def worker_command(part: str, options: Options) -> list[str]:
 def environment(smoke: bool) -> dict[str, str]:
     """The environment of the workers: this repository's code, offline, nothing learned."""
     path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {
+    variables = {
         "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "GREENROOM_LEARNED": "off",
         "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
     if smoke:
-        given |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    return {**os.environ, **given}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    return {**os.environ, **variables}
 
 
 def measure(part: str, options: Options, ledger: Ledger) -> None:
@@ -107,7 +107,7 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def ended(code: int) -> str:
-    """How a worker ended, in words."""
+    """A description of how a worker ended."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -123,7 +123,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=shapes.PARTS, default=shapes.PARTS)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="the most that a part takes")
     parser.add_argument("--scratch", type=Path, help="folder for the models, 12 GB (default: /tmp)")
-    parser.add_argument("--smoke", action="store_true", help="a rehearsal on a CPU, tiny")
+    parser.add_argument("--smoke", action="store_true", help="a dry run on a CPU, tiny")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""What the tier is compared with: transformers with all experts on the GPU, and plain copies.
+"""Baselines of the tier: transformers with all experts on the GPU, and plain copies.
 
 `Stock` gives every layer transformers' own stacked weights. `Copies` keeps the first experts of a
 layer on the GPU and copies every other one from pinned memory when a step needs it, one after

@@ -1,4 +1,4 @@
-"""One model on the device, attached to a cache of experts or not, and what its passes take."""
+"""Times of the passes of one model on the device, with or without an expert cache."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]
 
 
 def _top(averages: Any, field: str) -> list[list[Any]]:
-    """[operation, microseconds a token, calls a token] of those that take the most."""
-    found = sorted(averages, key=lambda each: -getattr(each, field))[:TOP]
+    """[operation, microseconds a token, calls a token] of the longest operations."""
+    longest = sorted(averages, key=lambda each: -getattr(each, field))[:TOP]
     return [
         [each.key[:120], round(getattr(each, field) / PROFILED, 2), each.count / PROFILED]
-        for each in found
+        for each in longest
         if getattr(each, field) > 0
     ]

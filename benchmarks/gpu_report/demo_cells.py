@@ -35,5 +35,5 @@ class Cells:
         seconds = time.perf_counter() - begin
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no output")
-        said = json.loads(done.stdout.strip().splitlines()[-1])
-        return {"seconds": seconds, "text": said["text"]}
+        report = json.loads(done.stdout.strip().splitlines()[-1])
+        return {"seconds": seconds, "text": report["text"]}

@@ -1,7 +1,7 @@
-"""The kernel table: every encoding and shape by graph replay, beside transformers' grouped_mm.
+"""The kernel table: every encoding and shape by graph replay, and transformers' grouped_mm.
 
-What is timed are the launches alone: routing and words are on the device before. `host_ms` is a
-step as a model takes it, Python included.
+Only the launches are timed: routing and kernel arguments are already on the device. `host_ms` is
+the time of a model's step, Python included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 SLOT_BYTES = 8 << 30  # of a layer: many times any cache
 COPIED = 4 << 30  # bytes of the copy that measures memory
 SETS = {1: 16, 16: 4}  # tokens -> choices of experts that take turns; one of more tokens
@@ -76,8 +76,8 @@ class Cells:
                 used += len(chosen)
 
             def launches(steps: Any = steps) -> None:
-                for step, words in steps:
-                    step.project(words)
+                for step, arguments in steps:
+                    step.project(arguments)
                     kernel.combine(step)
 
             seconds, timed = machine.device_seconds(launches, self._device)
@@ -119,7 +119,7 @@ class Cells:
             compiled(0, 1, smoke=True)
             return {"processes": 1, "seconds": time.perf_counter() - begin}
         count = max(1, min(COMPILERS, os.cpu_count() or 1))
-        command = [sys.executable, str(HERE / "warm.py")]
+        command = [sys.executable, str(FOLDER / "warm.py")]
         running = [subprocess.Popen([*command, str(n), str(count)]) for n in range(count)]
         codes = [each.wait(max(1.0, self._args.until - time.time())) for each in running]
         if any(codes):
@@ -131,22 +131,23 @@ class Cells:
         tool = next(filter(None, map(shutil.which, SANITIZERS)), None)
         if tool is None or self._smoke:
             raise NotHere("compute-sanitizer is not installed" if tool is None else "a rehearsal")
-        command = [tool, "--tool", "memcheck", sys.executable, str(HERE / "warm.py"), "small"]
-        given = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command = [tool, "--tool", "memcheck", sys.executable, str(FOLDER / "warm.py"), "small"]
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         limit = max(1.0, min(SANITIZER_S, self._args.until - time.time()))
         try:
             done = subprocess.run(
-                command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True,
                 timeout=limit, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise NotHere(f"compute-sanitizer took longer than {limit:.0f} s") from error
         print(done.stdout, flush=True)
         lines = [line for line in done.stdout.splitlines() if "=====" in line]
-        said = next((line for line in lines if "ERROR SUMMARY" in line), "")
-        if done.returncode or not said:
+        summary = next((line for line in lines if "ERROR SUMMARY" in line), "")
+        if done.returncode or not summary:
             raise NotHere(f"compute-sanitizer: {(lines or ['no output'])[-1].strip('= ')}")
-        return {"summary": said.strip("= "), "lines": lines[:40]}
+        return {"summary": summary.strip("= "), "lines": lines[:40]}
 
 
 def memory(device: torch.device, nbytes: int) -> dict[str, Any]:
@@ -173,10 +174,10 @@ def distance(kernel: Any, layer: Layer, x: Any, weights: Any, choice: Any) -> fl
     """Relative distance of a step from eager; RuntimeError where it is wrong."""
     got = whole_step(kernel, layer, x, weights, choice).double()
     want = whole_step(EagerKernel(), layer, x, weights, choice).double()
-    found = float((got - want).norm() / want.norm())
-    if not found <= FAR:
-        raise RuntimeError(f"{x.shape[0]} tokens: the result is {found:.3g} from eager")
-    return found
+    relative = float((got - want).norm() / want.norm())
+    if not relative <= FAR:
+        raise RuntimeError(f"{x.shape[0]} tokens: the result is {relative:.3g} from eager")
+    return relative
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "gguf_mxfp4": 17}  # of 32 inputs, the sc
 
 
 def engine_of(device: torch.device) -> Engine:
-    """What makes memory on the device."""
+    """The engine that allocates memory on the device."""
     return Cuda(device.index or 0) if device.type == "cuda" else Engine()
 
 
@@ -138,7 +138,7 @@ class Layer:
         return cls(shape, LayerExperts(module, layout, slots), capacity, layout.nbytes)
 
     def slots_of(self, experts: list[int]) -> list[int]:
-        """Where experts lie."""
+        """Slots of experts."""
         return [expert % self.capacity for expert in experts]
 
 

@@ -1,7 +1,7 @@
 """The results file: one JSON line a cell, appended as cells begin and end.
 
-The last line of a cell counts. So a run that is stopped anywhere goes on where it was, and another
-run can read what there is.
+The last line of a cell counts. So a run that is stopped anywhere resumes there, and another run can
+read the results so far.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Row = dict[str, Any]
 
 
 class NotHere(Exception):
-    """A measurement that this machine cannot make; the message says why."""
+    """A measurement that this machine cannot make; the message has the reason."""
 
 
 class CutShort(Exception):
-    """A measurement that the deadline ended; `values` are what there is of it."""
+    """A measurement that the deadline ended; `values` are the results so far."""
 
     def __init__(self, values: Row) -> None:
         super().__init__("the time was up")
@@ -61,20 +61,20 @@ class Ledger:
         return {(row["part"], row["cell"]): row for row in self._lines()}
 
     def values(self, part: str, cell: str) -> dict[str, Any]:
-        """What a cell gave; empty unless it is done."""
+        """The results of a cell; empty unless it is done."""
         row = self.rows().get((part, cell), {})
         return row.get("values", {}) if row.get("status") == DONE else {}
 
     def open_cells(self, part: str, cells: Iterable[str], run: str) -> list[str]:
         """The cells that this run has still to measure: neither final nor tried by it."""
         rows = self.rows()
-        found = []
+        unfinished = []
         for cell in cells:
             row = rows.get((part, cell), {})
             tried = row.get("run") == run and row.get("status") != BEGUN
             if row.get("status") not in FINAL and not tried:
-                found.append(cell)
-        return found
+                unfinished.append(cell)
+        return unfinished
 
     def begun(self, part: str, run: str) -> list[str]:
         """Cells that this run began and did not end."""

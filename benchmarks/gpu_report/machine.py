@@ -19,7 +19,7 @@ WARM, LIMIT_S, MOST = 3, 0.3, 30  # calls before any is timed; seconds and calls
 
 
 def missing() -> str:
-    """Why nothing can be measured here; empty where it can."""
+    """The reason why this machine cannot be measured; empty where it can."""
     if not torch.cuda.is_available():
         return "no CUDA device answers; --smoke is a rehearsal on a CPU"
     try:
@@ -30,38 +30,38 @@ def missing() -> str:
 
 
 def device(smoke: bool) -> torch.device:
-    """Where everything is computed."""
+    """The device of all computation."""
     return torch.device("cpu") if smoke else torch.device("cuda", 0)
 
 
 def described(smoke: bool) -> dict[str, Any]:
-    """What the figures cannot be read without."""
-    found: dict[str, Any] = {
+    """A description of the machine and its software, for the report."""
+    description: dict[str, Any] = {
         "python": platform.python_version(), "cores": os.cpu_count(), "smoke": smoke,
         "commit": commit(), "cuda": torch.version.cuda, "packages": {},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }  # fmt: skip
     for name in PACKAGES:
         try:
-            found["packages"][name] = version(name)
+            description["packages"][name] = version(name)
         except PackageNotFoundError:
-            found["packages"][name] = None
+            description["packages"][name] = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        description |= {
             "gpu": properties.name, "gpu_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "capability": list(torch.cuda.get_device_capability(0)),
         }  # fmt: skip
-    return found
+    return description
 
 
 def commit() -> str:
-    """The commit that is measured, with a + if the tree differs from it."""
+    """The measured commit, with a + if the working tree differs from it."""
     command = ["git", "describe", "--always", "--dirty=+"]
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"

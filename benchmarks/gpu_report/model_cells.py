@@ -1,4 +1,4 @@
-"""Models of a few layers: the tier at several residencies, beside transformers and plain copies.
+"""Models of a few layers: the tier at several residencies, transformers and plain copies.
 
 Routing is a synthetic trace's, forced upon the routers. All misses of the tier are served from host
 memory, which has read every expert before.
@@ -20,7 +20,7 @@ from bench import Bench, clocked, plain_copy, profiled, tier_copy
 from ledger import Ledger
 from playing import decoding, prefill
 from safetensors.torch import load_file
-from weights import made
+from weights import make_checkpoint
 
 from greenroom.core.config.scheduler import SchedulerConfig
 
@@ -65,7 +65,7 @@ class Cells:
             self._bench = self._experts = None
             gc.collect()
             shape = shapes.models(self._smoke)[name]
-            folder = made(self._args.scratch / name, shape, self._layers)
+            folder = make_checkpoint(self._args.scratch / name, shape, self._layers)
             self._bench, self._name = Bench(folder, shape, self._device, self._smoke), name
         return self._bench
 
@@ -74,8 +74,10 @@ class Cells:
         if self._experts is None:
             prefix = "model.layers.0.mlp.experts."
             tensors = load_file(bench.folder / "layer-0.safetensors")
-            own = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            self._experts = Experts.read(own, bench.shape.experts, self._device)
+            experts_tensors = {
+                k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)
+            }
+            self._experts = Experts.read(experts_tensors, bench.shape.experts, self._device)
         return self._experts
 
     def _decoding(self, bench: Bench) -> Any:
@@ -83,33 +85,33 @@ class Cells:
 
     def _prefills(self, bench: Bench) -> dict[str, float]:
         """Tokens a second of a prompt that is read in blocks, by the size of a block."""
-        found = {}
+        figures = {}
         for block in self._blocks:
             trace = prefill(bench.shape, self._layers, self._prompt, block)
-            found[str(block)] = self._prompt / sum(bench.passes(trace, warm=1))
-        return found
+            figures[str(block)] = self._prompt / sum(bench.passes(trace, warm=1))
+        return figures
 
     def _transformers(self, bench: Bench) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for kind in (shapes.GROUPED, "eager"):
             with stock(bench.model, bench.names, self._stacked(bench), kind):
                 times = bench.passes(self._decoding(bench))[self._warm :]
-                found[kind] = {"token_ms": statistics.median(times) * 1e3}
+                figures[kind] = {"token_ms": statistics.median(times) * 1e3}
                 if kind == shapes.GROUPED:
-                    found[kind]["prefill"] = self._prefills(bench)
-        return found
+                    figures[kind]["prefill"] = self._prefills(bench)
+        return figures
 
     def _copies(self, bench: Bench, ratio: float) -> dict[str, Any]:
         resident = max(1, int(bench.shape.experts * ratio))
         with copies(bench.model, bench.names, self._stacked(bench), resident) as counts:
             times = bench.passes(self._decoding(bench))[self._warm :]
-            found = {
+            figures = {
                 "token_ms": statistics.median(times) * 1e3,
                 "hits": 1 - counts["copied"] / counts["requests"],
             }
             if ratio == 0.25:
-                found["prefill"] = self._prefills(bench)
-        return found
+                figures["prefill"] = self._prefills(bench)
+        return figures
 
     def _tier(self, bench: Bench, ratio: float, co_compute: bool, prefills: bool) -> dict[str, Any]:
         config = SchedulerConfig(co_compute="auto" if co_compute else "off")
@@ -124,7 +126,7 @@ class Cells:
                     spent[name] = 0.0
                 times = [play(number) for number in range(self._warm, self._warm + self._tokens)]
             stats = part.stats()
-            found: dict[str, Any] = {
+            figures: dict[str, Any] = {
                 "token_ms": statistics.median(times) * 1e3,
                 "mean_ms": float(np.mean(times)) * 1e3,
                 "bytes_a_token": stats.links[1]["bytes"] / self._tokens,
@@ -135,7 +137,7 @@ class Cells:
                 "on_host": (stats.co_compute or {}).get("on_host", 0),
                 "wall_s": time.perf_counter() - begin,
             }
-            found |= {f"{name}_ms": s / self._tokens * 1e3 for name, s in spent.items()}
+            figures |= {f"{name}_ms": s / self._tokens * 1e3 for name, s in spent.items()}
             if prefills:
-                found["prefill"] = self._prefills(bench)
-        return found
+                figures["prefill"] = self._prefills(bench)
+        return figures

@@ -14,7 +14,7 @@ Rows = dict[tuple[str, str], Row]
 
 
 def write(out: Path, smoke: bool) -> None:
-    """Write what the ledger in this folder has."""
+    """Write the page of the ledger in this folder."""
     rows = Ledger(out).rows()
     nested: dict[str, dict[str, Row]] = {}
     for (part, cell), row in rows.items():
@@ -32,45 +32,45 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def values(rows: Rows, part: str, cell: str) -> dict[str, Any]:
-    """What a cell gave; empty unless it is done."""
+    """The results of a cell; empty unless it is done."""
     row = rows.get((part, cell), {})
     return row["values"] if row.get("status") == DONE else {}
 
 
 def _head(rows: Rows) -> str:
-    here = values(rows, MACHINE, "here")
-    if not here:
+    machine = values(rows, MACHINE, "here")
+    if not machine:
         return "# A first run on a GPU"
-    packages = ", ".join(f"{name} {v}" for name, v in here["packages"].items() if v)
-    gpu = here.get("gpu", "no GPU")
+    packages = ", ".join(f"{name} {v}" for name, v in machine["packages"].items() if v)
+    gpu = machine.get("gpu", "no GPU")
     rehearsal = "\n\n**A rehearsal on a CPU: none of these figures means anything.**"
     return (
-        f"# A first run on a GPU\n\n{gpu}, {here['cores']} cores,"
-        f" {here['memory_bytes'] / 1e9:.0f} GB of host memory; commit {here['commit']};"
-        f" Python {here['python']}, {packages}" + (rehearsal if here["smoke"] else "")
+        f"# A first run on a GPU\n\n{gpu}, {machine['cores']} cores,"
+        f" {machine['memory_bytes'] / 1e9:.0f} GB of host memory; commit {machine['commit']};"
+        f" Python {machine['python']}, {packages}" + (rehearsal if machine["smoke"] else "")
     )
 
 
 def _tests(rows: Rows) -> str:
-    found, failures = [], []
+    rows_shown, failures = [], []
     for cell in shapes.cells("tests", smoke=False):
         if run := rows.get(("tests", cell), {}).get("values"):  # of a run that was cut short too
             counts = [run[outcome] for outcome in ("passed", "failed", "skipped")]
             cut = "" if run["complete"] else "cut short"
-            found.append([cell, *counts, f"{run['seconds']:.0f}", cut])
+            rows_shown.append([cell, *counts, f"{run['seconds']:.0f}", cut])
             for each in run["failures"]:
                 last = each["reason"].splitlines()[-1:] or [""]
                 failures.append(f"- `{each['test']}`: {last[0]}")
-    if not found:
+    if not rows_shown:
         return ""
     header = ["tests", "passed", "failed", "skipped", "s", ""]
     return "\n\n".join(
-        ["## Tests\n\n" + table(header, found), *filter(None, ["\n".join(failures)])]
+        ["## Tests\n\n" + table(header, rows_shown), *filter(None, ["\n".join(failures)])]
     )
 
 
 def _kernels(rows: Rows, smoke: bool) -> str:
-    memory, found = values(rows, "kernels", "memory"), []
+    memory, rows_shown = values(rows, "kernels", "memory"), []
     grouped: dict[tuple[str, int], float] = {}
     names = [c.split(":") for c in shapes.cells("kernels", smoke) if ":" in c]
     for name, encoding in names:
@@ -78,24 +78,24 @@ def _kernels(rows: Rows, smoke: bool) -> str:
             if encoding == shapes.GROUPED:
                 grouped[name, row["tokens"]] = row["us"]
             base = grouped.get((name, row["tokens"]))
-            found.append([
+            rows_shown.append([
                 name, encoding, row["tokens"], f"{row['us']:.1f}", f"{row['gb_s']:.0f}",
                 f"{row['gb_s'] / memory['copy_gb_s']:.0%}" if memory else "",
                 f"{row['tflop_s']:.1f}", f"{base / row['us']:.2f}" if base else "",
                 f"{row['host_ms'] * 1e3:.0f}" if "host_ms" in row else "", row["timed"],
                 f"{row['distance']:.1e}" if "distance" in row else "",
             ])  # fmt: skip
-    if not found:
+    if not rows_shown:
         return ""
     header = ["shape", "encoding", "tokens", "us a step", "GB/s", "of memory", "TFLOP/s",
               "x grouped_mm", "us with Python", "timed by", "from eager"]  # fmt: skip
-    said = ""
+    note_text = ""
     if memory:
-        said = (f"Device memory: a copy {memory['copy_gb_s']:.0f} GB/s (read and written),"
+        note_text = (f"Device memory: a copy {memory['copy_gb_s']:.0f} GB/s (read and written),"
                 f" a sum {memory['read_gb_s']:.0f} GB/s.\n\n")  # fmt: skip
     checked = values(rows, "kernels", "sanitizer").get("summary")
     after = f"\n\ncompute-sanitizer, small steps: {checked}" if checked else ""
-    return f"## Kernels\n\n{said}{table(header, found)}{after}"
+    return f"## Kernels\n\n{note_text}{table(header, rows_shown)}{after}"
 
 
 def _models(rows: Rows, smoke: bool) -> str:
@@ -110,10 +110,12 @@ def _model(rows: Rows, name: str, smoke: bool) -> str:
     def of(cell: str) -> dict[str, Any]:
         return values(rows, "models", f"{name}:{cell}")
 
-    link, compute, found = of("link").get("gb_s"), of("tier 100%").get("token_ms"), []
+    link, compute, rows_shown = of("link").get("gb_s"), of("tier 100%").get("token_ms"), []
     prefills: dict[str, dict[str, float]] = {}
     for kind, run in of("transformers").items():
-        found.append([f"transformers {kind}, all resident", f"{run['token_ms']:.2f}", *[""] * 7])
+        rows_shown.append(
+            [f"transformers {kind}, all resident", f"{run['token_ms']:.2f}", *[""] * 7]
+        )
         if "prefill" in run:
             prefills[f"transformers {kind}"] = run["prefill"]
     for cell in shapes.cells("models", smoke):
@@ -123,21 +125,21 @@ def _model(rows: Rows, name: str, smoke: bool) -> str:
             continue
         moved = run["bytes_a_token"] / link / 1e6 if link and "bytes_a_token" in run else None
         floor = max(compute, moved) if compute is not None and moved is not None else None
-        found.append([
+        rows_shown.append([
             what, f"{run['token_ms']:.2f}", _text(floor), _text(moved),
             f"{run['token_ms'] / floor:.2f}" if floor else "", f"{run['hits']:.1%}",
             *(_text(run.get(key)) for key in ("ids_ms", "launches_ms", "stalls_ms")),
         ])  # fmt: skip
         if "prefill" in run:
             prefills[what] = run["prefill"]
-    if not found:
+    if not rows_shown:
         return ""
     header = ["", "ms a token", "floor", "bytes / link", "x floor", "hits", "ids ms",
               "launches ms", "stalls ms"]  # fmt: skip
     parts = [f"### {name}"]
     if link:
         parts.append(f"A plain copy from pinned memory: {link:.1f} GB/s.")
-    parts.append(table(header, found))
+    parts.append(table(header, rows_shown))
     if prefills:
         blocks = list(next(iter(prefills.values())))
         lines = [
@@ -152,7 +154,7 @@ def _text(number: float | None) -> str:
 
 
 def _demo(rows: Rows) -> str:
-    runs = {run: found for run in shapes.RUNS if (found := values(rows, "demo", run))}
+    runs = {run: rows_shown for run in shapes.RUNS if (rows_shown := values(rows, "demo", run))}
     if not runs:
         return ""
     first, text = next((name, run["text"]) for name, run in runs.items())
@@ -162,7 +164,7 @@ def _demo(rows: Rows) -> str:
                      min(len(text), len(run["text"])))  # fmt: skip
         same = "the same" if run["text"] == text else f"differs after {alike} characters"
         lines.append([name, f"{run['seconds']:.1f}", same])
-    return f"## Demo\n\n{table(['device, kernels', 's', f'text, beside {first}'], lines)}"
+    return f"## Demo\n\n{table(['device, kernels', 's', f'text compared with {first}'], lines)}"
 
 
 def _missing(rows: Rows) -> str:
@@ -185,9 +187,9 @@ def plots(rows: Rows, out: Path, smoke: bool) -> None:
     figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 4), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):
         for encoding in (shapes.GROUPED, *shapes.ENCODINGS):
-            found = values(rows, "kernels", f"{name}:{encoding}").get("rows", [])
-            if found:
-                axis.plot([r["tokens"] for r in found], [r["us"] for r in found], "o-",
+            rows_shown = values(rows, "kernels", f"{name}:{encoding}").get("rows", [])
+            if rows_shown:
+                axis.plot([r["tokens"] for r in rows_shown], [r["us"] for r in rows_shown], "o-",
                           label=encoding)  # fmt: skip
         axis.set(title=name, xlabel="tokens", ylabel="us a step", xscale="log", yscale="log")
         axis.set_xticks(tokens, [str(t) for t in tokens])
@@ -197,10 +199,10 @@ def plots(rows: Rows, out: Path, smoke: bool) -> None:
     figure, axes = pyplot.subplots(1, len(shapes.models(smoke)), figsize=(9, 4), squeeze=False)
     for name, axis in zip(shapes.models(smoke), axes[0], strict=True):
         for kind in ("tier", "copies"):
-            found = [(float(s.rstrip("%")), run["token_ms"]) for s in shapes.SHARES
+            rows_shown = [(float(s.rstrip("%")), run["token_ms"]) for s in shapes.SHARES
                      if (run := values(rows, "models", f"{name}:{kind} {s}"))]  # fmt: skip
-            if found:
-                axis.plot(*zip(*found, strict=True), "o-", label=kind)
+            if rows_shown:
+                axis.plot(*zip(*rows_shown, strict=True), "o-", label=kind)
         axis.set(title=name, xlabel="experts on the GPU, %", ylabel="ms a token", ylim=(0, None))
         if axis.lines:
             axis.legend()

@@ -44,7 +44,7 @@ SMALL_MODELS = {
 }
 
 ENCODINGS = ("plain", "int8", "int4", "mxfp4", "fp8", "q8_0", "q4_0", "gguf_mxfp4")
-GROUPED = "grouped_mm"  # transformers' kernel over bfloat16, beside the encodings
+GROUPED = "grouped_mm"  # transformers' kernel over bfloat16, the baseline of the encodings
 FP8_BLOCK = 128  # outputs and inputs that share a scale
 SHARES = ("100%", "50%", "25%", "12.5%")  # of the experts that are in the GPU's memory
 BLOCKS = (512, 1024, 2048, 4096)  # tokens of a prompt that are read in one pass

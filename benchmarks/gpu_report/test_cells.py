@@ -1,4 +1,4 @@
-"""The tests of tests/gpu: in processes, then those that fill the GPU's memory, alone."""
+"""The tests of tests/gpu: in parallel, then sequentially those that fill the GPU's memory."""
 
 from __future__ import annotations
 
@@ -42,31 +42,35 @@ class Cells:
         with tempfile.TemporaryDirectory(dir=self._args.scratch) as folder:
             outcomes = Path(folder) / "outcomes"
             path = [str(Path(__file__).parent), os.environ["PYTHONPATH"]]
-            given = {"OUTCOMES": str(outcomes), "PYTHONPATH": os.pathsep.join(path)}
+            environment = {"OUTCOMES": str(outcomes), "PYTHONPATH": os.pathsep.join(path)}
             if not smoke:
-                given["GREENROOM_TEST_GPU"] = "1"
+                environment["GREENROOM_TEST_GPU"] = "1"
             command = [sys.executable, "-m", "pytest", *target, *options, "-p", "outcomes"]
             left, begin = max(1.0, self._args.until - time.time()), time.perf_counter()
             try:
                 done = subprocess.run(
-                    command, env={**os.environ, **given}, cwd=ROOT, timeout=left, text=True,
+                    command, env={**os.environ, **environment}, cwd=ROOT, timeout=left, text=True,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
                 )  # fmt: skip
                 code, output = done.returncode, done.stdout
             except subprocess.TimeoutExpired as cut:
-                said: Any = cut.stdout or b""
+                cut_output: Any = cut.stdout or b""
                 code, output = (
                     None,
-                    said if isinstance(said, str) else said.decode(errors="replace"),
+                    cut_output
+                    if isinstance(cut_output, str)
+                    else cut_output.decode(errors="replace"),
                 )
             print(output, flush=True)
             lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         if not lines:
             raise RuntimeError((output.strip().splitlines() or ["pytest said nothing"])[-1])
-        found = summed([json.loads(line) for line in lines], code, time.perf_counter() - begin)
+        test_counts = summed(
+            [json.loads(line) for line in lines], code, time.perf_counter() - begin
+        )
         if code is None:
-            raise CutShort(found)
-        return found
+            raise CutShort(test_counts)
+        return test_counts
 
 
 def summed(rows: list[dict[str, Any]], code: int | None, seconds: float) -> dict[str, Any]:

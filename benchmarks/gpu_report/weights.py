@@ -12,8 +12,8 @@ from shapes import Shape
 COMPLETE = "complete"  # a file that is written last
 
 
-def made(folder: Path, shape: Shape, layers: int) -> Path:
-    """The checkpoint in this folder; written unless it is there."""
+def make_checkpoint(folder: Path, shape: Shape, layers: int) -> Path:
+    """The checkpoint in this folder; written if it does not exist."""
     if not (folder / COMPLETE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint(folder, shape, layers)
@@ -58,13 +58,13 @@ def checkpoint(folder: Path, shape: Shape, layers: int) -> Path:
         named = {f"model.layers.{number}.{name}.weight": t for name, t in layer.items()}
         save_file(named, folder / f"layer-{number}.safetensors")
         files |= dict.fromkeys(named, f"layer-{number}.safetensors")
-    rest = {
+    rest_tensors = {
         "model.embed_tokens.weight": random(shape.vocabulary, shape.hidden),
         "lm_head.weight": random(shape.vocabulary, shape.hidden),
         "model.norm.weight": random(shape.hidden),
     }
-    save_file(rest, folder / "rest.safetensors")
-    files |= dict.fromkeys(rest, "rest.safetensors")
+    save_file(rest_tensors, folder / "rest.safetensors")
+    files |= dict.fromkeys(rest_tensors, "rest.safetensors")
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -5,8 +5,8 @@
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl  # there
     PYTHONPATH=site make gpu-report PYTHON=python3                          # there
 
-What torch needs itself, torch, Triton and NumPy are taken to be there, in versions that fit one
-another. Run it in an environment that `make setup` made: what packages need is read from there.
+Torch, its requirements, Triton and NumPy are assumed to be installed there, in versions that fit.
+Run it in an environment of `make setup`: the requirements of packages are read from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-THERE = ("torch", "triton", "numpy")
+PREINSTALLED = ("torch", "triton", "numpy")
 TESTS = ("pytest", "pytest-timeout", "pytest-xdist")
 PYTHON = "3.12"
 PLATFORMS = (
@@ -38,63 +38,62 @@ Needs = dict[str, SpecifierSet]
 
 def needed(roots: Iterable[Requirement], python: str = PYTHON) -> Needs:
     """Every package that these need, by its name, with what is asked of its version."""
-    found: Needs = {}
+    needs_by_name: Needs = {}
     waiting = list(roots)
     while waiting:
         one = waiting.pop()
         name = canonicalize_name(one.name)
-        first = name not in found
-        found[name] = found.get(name, SpecifierSet()) & one.specifier
+        first = name not in needs_by_name
+        needs_by_name[name] = needs_by_name.get(name, SpecifierSet()) & one.specifier
         if first:
             waiting += [each for each in map(Requirement, requires(name) or ()) if of(each, python)]
-    return found
+    return needs_by_name
 
 
 def of(one: Requirement, python: str) -> bool:
-    """Whether a requirement holds on the GPU machine, without extras."""
-    there = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
-    return one.marker is None or one.marker.evaluate(there)
+    """Does a requirement apply on the GPU machine, without extras?"""
+    markers = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    return one.marker is None or one.marker.evaluate(markers)
 
 
-def wanted(python: str = PYTHON) -> Needs:
-    """What Greenroom and its tests need beside torch, Triton, NumPy and what those bring."""
+def requirements(python: str = PYTHON) -> Needs:
+    """Requirements of Greenroom and its tests, without torch, Triton, NumPy and their own."""
     project = (ROOT / "pyproject.toml").read_text()
     listed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     assert listed is not None
     roots = [Requirement(each) for each in re.findall(r'"(.+?)"', listed[1])]
     every = needed([*roots, *map(Requirement, TESTS)], python)
-    brought = needed([Requirement("torch")], python).keys() | set(THERE)
-    return {name: asked for name, asked in every.items() if name not in brought}
+    brought = needed([Requirement("torch")], python).keys() | set(PREINSTALLED)
+    return {name: specifier for name, specifier in every.items() if name not in brought}
 
 
 def lacking(needs: Needs, have: str) -> list[str]:
-    """The packages that a machine with `pip list --format=freeze` has not, or in a version that
-    does not do."""
-    there = dict(line.split("==", 1) for line in have.split() if "==" in line)
-    versions = {canonicalize_name(name): version for name, version in there.items()}
+    """Packages that `pip list --format=freeze` lacks, or has in a version that does not fit."""
+    installed = dict(line.split("==", 1) for line in have.split() if "==" in line)
+    versions = {canonicalize_name(name): version for name, version in installed.items()}
     return sorted(
         name
-        for name, asked in needs.items()
-        if name not in versions or not asked.contains(versions[name], prereleases=True)
+        for name, specifier in needs.items()
+        if name not in versions or not specifier.contains(versions[name], prereleases=True)
     )
 
 
 def pinned(names: Iterable[str]) -> list[str]:
     """`name==version` of each, by the constraints; SystemExit where one is not there."""
     lines = (ROOT / "constraints.txt").read_text().split()
-    known = {canonicalize_name(line.split("==")[0]): line for line in lines}
-    if missing := [name for name in names if name not in known]:
+    versions_by_name = {canonicalize_name(line.split("==")[0]): line for line in lines}
+    if missing := [name for name in names if name not in versions_by_name]:
         raise SystemExit(f"constraints.txt has no version of {', '.join(missing)}")
-    return [known[name] for name in names]
+    return [versions_by_name[name] for name in names]
 
 
 def command(names: Sequence[str], out: Path, python: str) -> list[str]:
     """pip's command that downloads exactly these."""
-    given: list[Any] = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    given += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    pip_command: list[Any] = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip_command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for platform in PLATFORMS:
-        given += ["--platform", platform]
-    return [*map(str, given), "--dest", str(out), *names]
+        pip_command += ["--platform", platform]
+    return [*map(str, pip_command), "--dest", str(out), *names]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--have", type=Path, help="what the machine has: pip list --format=freeze")
     parser.add_argument("--python", default=PYTHON, help=f"its Python (default: {PYTHON})")
     args = parser.parse_args(arguments)
-    names = lacking(wanted(args.python), args.have.read_text() if args.have else "")
+    names = lacking(requirements(args.python), args.have.read_text() if args.have else "")
     if not names:
         print("the machine has everything")
         return

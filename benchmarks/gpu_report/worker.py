@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def measured(ledger: Ledger, args: argparse.Namespace, part: Any, cell: str) -> bool:
-    """Measure one cell and write what came of it; False where it failed."""
+    """Measure one cell and write its results; False where it failed."""
     ledger.write(args.part, cell, BEGUN, args.run)
     print(f"{args.part}, {cell}", flush=True)
     begin = time.time()

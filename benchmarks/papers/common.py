@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, traces, drawing and tables."""
+"""Shared helpers of this folder: options, traces, drawing and tables."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def options(doc: str | None, traces: bool = True) -> argparse.ArgumentParser:
 
 
 def limit(args: argparse.Namespace) -> int:
-    """Tokens that may be taken of a recording."""
+    """Largest number of tokens of a recording."""
     return min(args.limit, 3000) if args.quick else int(args.limit)
 
 
 def recordings(args: argparse.Namespace) -> dict[str, Trace]:
-    """The recordings that were asked for, whole."""
+    """The requested recordings, with all of their tokens."""
     return {name: load(args.traces / f"{name}.npz") for name in args.models}
 
 

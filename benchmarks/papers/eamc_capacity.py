@@ -37,9 +37,9 @@ def main(args: argparse.Namespace) -> None:
     capacities = CAPACITIES[::3] if args.quick else CAPACITIES
     fig, panels = figure(1, len(args.models), 0.6 + 2.35 * len(args.models), 2.9)
     rows = []
-    for (model, whole), axes in zip(recordings(args).items(), panels.flat, strict=True):
-        drawn = np.random.default_rng(args.seed).permutation(whole.requests)
-        trace = heads(whole, TOKENS, drawn[: max(limit(args) // TOKENS, 1)])
+    for (model, recording), axes in zip(recordings(args).items(), panels.flat, strict=True):
+        drawn = np.random.default_rng(args.seed).permutation(recording.requests)
+        trace = heads(recording, TOKENS, drawn[: max(limit(args) // TOKENS, 1)])
         requests, slots = stream(trace, "natural"), experts_of(trace) // 4
 
         def ratio(name: str) -> float:
@@ -48,15 +48,15 @@ def main(args: argparse.Namespace) -> None:
         lru = ratio("lru")
         axes.axhline(lru, color=COLOURS["LRU"], linestyle="--", linewidth=1.2, label="LRU")
         for matching, dash in (("request", "-"), ("iteration", (0, (2, 1)))):
-            found = [ratio(f"moe-infinity:matching={matching},capacity={c}") for c in capacities]
-            axes.plot(capacities, found, "o", ms=3.5, linestyle=dash, color=COLOURS["MoE-Infinity"],
-                      label=f"by {matching}")  # fmt: skip
-            best = int(np.argmin(found))
+            ratios = [ratio(f"moe-infinity:matching={matching},capacity={c}") for c in capacities]
+            axes.plot(capacities, ratios, "o", ms=3.5, linestyle=dash,
+                      color=COLOURS["MoE-Infinity"], label=f"by {matching}")  # fmt: skip
+            best = int(np.argmin(ratios))
             small = max(round(0.03 * trace.requests), 1)
             near = int(np.argmin(np.abs(np.array(capacities) - small)))
-            rows.append([MODELS[model], trace.requests, matching, percent(lru), percent(found[0]),
-                         f"{percent(found[near])} ({capacities[near]})", percent(found[-1]),
-                         f"{percent(found[best])} ({capacities[best]})"])  # fmt: skip
+            rows.append([MODELS[model], trace.requests, matching, percent(lru), percent(ratios[0]),
+                         f"{percent(ratios[near])} ({capacities[near]})", percent(ratios[-1]),
+                         f"{percent(ratios[best])} ({capacities[best]})"])  # fmt: skip
         axes.set_title(MODELS[model], fontsize=8.5)
         axes.set(xlabel="EAMs in the collection", xlim=(0, 125))
         axes.legend(fontsize=7.5)

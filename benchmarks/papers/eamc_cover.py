@@ -45,42 +45,42 @@ def unit(eams: np.ndarray) -> np.ndarray:
 def cover(similar: np.ndarray, least: float) -> int:
     """How many EAMs a greedy cover takes; `similar` [n, n] are cosines."""
     near = similar >= least - 1e-6
-    gain, left, taken = near.sum(axis=1), np.ones(len(near), np.bool_), 0
+    gain, left, chosen_count = near.sum(axis=1), np.ones(len(near), np.bool_), 0
     while left.any():
         new = near[gain.argmax()] & left
         gain = gain - near[:, new].sum(axis=1)
         left &= ~new
-        taken += 1
-    return taken
+        chosen_count += 1
+    return chosen_count
 
 
 def worst_case(layers: int, experts: int) -> float:
     """log10 of the EAMs that one-token, top-1 routing needs for 75 %."""
-    apart = layers - ceil(0.75 * layers)
-    reach = sum(comb(layers, i) * (experts - 1) ** i for i in range(apart + 1))
+    different_layers = layers - ceil(0.75 * layers)
+    reach = sum(comb(layers, i) * (experts - 1) ** i for i in range(different_layers + 1))
     return layers * log10(experts) - log10(reach)
 
 
 def main(args: argparse.Namespace) -> None:
     fig, panels = figure(1, 2, 7.6, 3.3)
     rows = []
-    for model, whole in recordings(args).items():
-        trace, total = whole.head(limit(args)), experts_of(whole)
+    for model, recording in recordings(args).items():
+        trace, total = recording.head(limit(args)), experts_of(recording)
         for axes, eams in zip(
             panels[0],
             (requests_of(trace), windows_of(trace, 500 if args.quick else 5000, args.seed)),
             strict=True,
         ):
             similar = eams @ eams.T
-            found = [cover(similar, least) / len(eams) for least in GRID]
-            axes.plot(GRID, found, "o-", ms=3.5, color=BY_MODEL[model], label=MODELS[model])
-            at = dict(zip(GRID, found, strict=True))
+            shares = [cover(similar, least) / len(eams) for least in GRID]
+            axes.plot(GRID, shares, "o-", ms=3.5, color=BY_MODEL[model], label=MODELS[model])
+            at = dict(zip(GRID, shares, strict=True))
             rows.append([
                 MODELS[model],
                 "request" if axes is panels[0, 0] else f"{WINDOW} tokens", len(eams),
                 f"{2 * total:,}", round(at[0.75] * len(eams)),
                 f"{total * log(total) / 2:,.0f}", round(at[0.98] * len(eams)),
-                f"10^{worst_case(whole.layers, int(whole.experts_per_layer[0])):.0f}",
+                f"10^{worst_case(recording.layers, int(recording.experts_per_layer[0])):.0f}",
             ])  # fmt: skip
     for axes, title in zip(panels[0], ("whole requests", f"windows of {WINDOW} tokens"),
                            strict=True):  # fmt: skip

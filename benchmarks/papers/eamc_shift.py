@@ -46,11 +46,11 @@ def excess(trace: Trace, before: np.ndarray, same: np.ndarray, after: np.ndarray
     return (new - old) / old.mean()
 
 
-def recovery(found: np.ndarray) -> int:
+def recovery(per_request: np.ndarray) -> int:
     """The first request from which the mean of WINDOW is small; all of them where none is."""
-    means = np.convolve(found, np.ones(WINDOW) / WINDOW, "valid")
-    small = np.flatnonzero(means <= NEAR)
-    return int(small[0]) if small.size else len(found)
+    window_means = np.convolve(per_request, np.ones(WINDOW) / WINDOW, "valid")
+    small = np.flatnonzero(window_means <= NEAR)
+    return int(small[0]) if small.size else len(per_request)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -61,18 +61,19 @@ def main(args: argparse.Namespace) -> None:
         random = np.random.default_rng(args.seed)
         groups = {name: random.permutation(of) for name, of in kinds(trace, number).items()}
         for name, base in POLICIES.items():
-            found = np.array([
+            per_request = np.array([
                 excess(trace, groups[a][:number], groups[b][:number],
                        groups[b][number : 2 * number], base)
                 for a in groups for b in groups if a != b
             ])  # fmt: skip
-            took = [recovery(one) for one in found]
-            axes.plot(found.mean(axis=0), color=COLOURS[name], label=name)
-            axes.fill_between(range(found.shape[1]), *np.percentile(found, (25, 75), axis=0),
-                              color=COLOURS[name], alpha=0.15, linewidth=0)  # fmt: skip
+            took = [recovery(one) for one in per_request]
+            axes.plot(per_request.mean(axis=0), color=COLOURS[name], label=name)
+            axes.fill_between(range(per_request.shape[1]),
+                              *np.percentile(per_request, (25, 75), axis=0), color=COLOURS[name],
+                              alpha=0.15, linewidth=0)  # fmt: skip
             rows.append([MODELS[model], len(groups), name, f"{min(took)}-{np.mean(took):.0f}-"
-                         f"{max(took)}", f"{100 * found[:, 0].mean():.0f} %",
-                         f"{100 * found[:, -5:].mean():.1f} %"])  # fmt: skip
+                         f"{max(took)}", f"{100 * per_request[:, 0].mean():.0f} %",
+                         f"{100 * per_request[:, -5:].mean():.1f} %"])  # fmt: skip
         axes.axhline(0, color="#888888", linewidth=0.8)
         axes.set(title=MODELS[model], xlabel="requests after the change")
     panels[0, 0].set_ylabel("misses more than without")

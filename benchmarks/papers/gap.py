@@ -1,4 +1,4 @@
-"""The share of the gap between LRU and OPT that each policy closes on requests it was not tuned on.
+"""Share of the gap between LRU and OPT that each policy closes on held-out requests.
 
     python benchmarks/papers/gap.py --traces DIR [--models NAME ...] [--policies "auto;llru"]
 
@@ -44,14 +44,16 @@ def half_of(trace: Trace, half: str, seed: int | None) -> Trace:
 
 def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, list[float]]]) -> None:
     """Add each policy's share of the gap, once for each order of the requests."""
-    whole = load(path)
-    experts = int(whole.offsets[-1])
+    recording = load(path)
+    experts = int(recording.offsets[-1])
     shuffles = [args.seed + n for n in range(1, args.orders)]
     for seed in [None] if args.quick else [None, *shuffles]:
-        trace = half_of(whole, args.half, seed)
+        trace = half_of(recording, args.half, seed)
         requests = stream(trace.head(limit(args)), "natural")
         for share in SHARES:
-            misses = partial(_misses, requests, whole.offsets, args.seed, experts * share // 100)
+            misses = partial(
+                _misses, requests, recording.offsets, args.seed, experts * share // 100
+            )
             floor = misses("opt", "none")
             for pin in args.pin:
                 lru = misses("lru", pin)
@@ -72,11 +74,11 @@ def rows_of(
     """A row a policy, best first; per cent."""
     rows = []
     for name, cells in gaps.items():
-        means = {cell: float(np.mean(values)) for cell, values in cells.items()}
+        cell_means = {cell: float(np.mean(values)) for cell, values in cells.items()}
         shown = [
-            " / ".join(f"{100 * means[t, share, pin]:.1f}" for share in SHARES) for t in traces
+            " / ".join(f"{100 * cell_means[t, share, pin]:.1f}" for share in SHARES) for t in traces
         ]
-        mean = float(np.mean([means[t, share, pin] for t in traces for share in SHARES]))
+        mean = float(np.mean([cell_means[t, share, pin] for t in traces for share in SHARES]))
         rows.append((mean, [name, *shown, f"{100 * mean:.1f}"]))
     return [row for _, row in sorted(rows, reverse=True)]
 

@@ -55,8 +55,8 @@ def cruel(policy: Policy, layers: int, experts: int, rounds: int) -> Trace:
             row[:] = rows[i - 1]
             row[missing // experts] = missing % experts
         for layer in range(layers):
-            asked = np.array([layer * experts + row[layer]], np.int64)
-            cache.serve(asked, i * layers + layer, pin="none")
+            requested = np.array([layer * experts + row[layer]], np.int64)
+            cache.serve(requested, i * layers + layer, pin="none")
     return _trace(f"cruel to {policy.name}", rows, experts)
 
 

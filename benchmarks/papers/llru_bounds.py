@@ -1,7 +1,7 @@
 """LLRU paper, section 3: the lower bounds of Theorems 3.1 to 3.4 and the collectors of 3.5.
 
 Each instance is the one of its proof (`instances.py`). The figure has the ratio to OPT
-beside the bound; the table what each theorem says at one size. Expected cover times are exact
+and the bound; the table has each theorem's bound at one size. Expected cover times are exact
 (lines) and drawn (dots).
 """
 
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
     sizes = np.array([layers * EXPERTS - 1 for layers in LAYERS])
     second.set_title("3.2, 3.3  Deterministic policies")
     for name in ("LRU", "LLRU", "LFU"):
-        found = [
+        results = [
             beyond_start(
                 instances.cruel(policy(ONLINE[name]), n, EXPERTS, rounds),
                 ONLINE[name],
@@ -88,9 +88,14 @@ def main(args: argparse.Namespace) -> None:
             )
             for n in LAYERS
         ]
-        second.plot(sizes, found, "o-", ms=3.5, color=COLOURS[name], label=f"{name}, cruel trace")
+        second.plot(sizes, results, "o-", ms=3.5, color=COLOURS[name], label=f"{name}, cruel trace")
         rows.append(
-            ["3.2", f"16 layers of 4, {name}", f"at least {sizes[-1] - 16 + 1}", f"{found[-1]:.1f}"]
+            [
+                "3.2",
+                f"16 layers of 4, {name}",
+                f"at least {sizes[-1] - 16 + 1}",
+                f"{results[-1]:.1f}",
+            ]
         )
     cycling = [
         beyond_start(instances.all_cycle(n, EXPERTS, rounds), "lru", n * EXPERTS - 1)
@@ -107,7 +112,7 @@ def main(args: argparse.Namespace) -> None:
     times = np.array([instances.expected_cover_time(EXPERTS, n) for n in LAYERS])
     bound = np.array([instances.cover_bound(EXPERTS, n) for n in LAYERS]) / EXPERTS
     for name, base in ONLINE.items():
-        found = [
+        results = [
             beyond_start(
                 instances.uniform(n, EXPERTS, 4 * rounds, args.seed),
                 base,
@@ -116,10 +121,12 @@ def main(args: argparse.Namespace) -> None:
             )
             for n in LAYERS
         ]
-        third.plot(LAYERS, found, "o-", ms=3.5, color=COLOURS[name], label=name)
-        rows.append(["3.4", f"1 layer of 4, {name}", f"at least {bound[0]:.2f}", f"{found[0]:.2f}"])
+        third.plot(LAYERS, results, "o-", ms=3.5, color=COLOURS[name], label=name)
         rows.append(
-            ["3.4", f"16 layers of 4, {name}", f"at least {bound[-1]:.2f}", f"{found[-1]:.2f}"]
+            ["3.4", f"1 layer of 4, {name}", f"at least {bound[0]:.2f}", f"{results[0]:.2f}"]
+        )
+        rows.append(
+            ["3.4", f"16 layers of 4, {name}", f"at least {bound[-1]:.2f}", f"{results[-1]:.2f}"]
         )
     third.plot(LAYERS, times / EXPERTS, "--", color="#888888", label="E(T) / n")
     third.plot(LAYERS, bound, ":", color=COLOURS["OPT"], label="bound")

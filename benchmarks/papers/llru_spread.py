@@ -41,7 +41,7 @@ LEAST = 64  # tokens of a request that takes part
 
 
 def some(trace: Trace, number: int, seed: int) -> list[Trace]:
-    """That many requests, drawn among those that are long enough, each alone."""
+    """Random requests of sufficient length, each as a trace of its own."""
     long = np.flatnonzero(np.diff(trace.request_starts) >= LEAST)
     drawn = np.random.default_rng(seed).permutation(long)[:number]
     return [trace.select([r]) for r in drawn]
@@ -60,8 +60,8 @@ def over_opt(trace: Trace, share: float, seed: int) -> dict[str, float]:
     return {name: misses(requests, trace, k, name, seed) / floor for name in ONLINE}
 
 
-def whole(model: str, trace: Trace, tokens: int, seed: int) -> list[list[object]]:
-    """LLRU beside LRU on the whole recording, in both orders."""
+def whole_recording(model: str, trace: Trace, tokens: int, seed: int) -> list[list[object]]:
+    """LLRU compared with LRU on the whole recording, in both orders."""
     rows = []
     for order in ("natural", "rounds"):
         requests, cells = stream(trace, order, tokens), []
@@ -78,12 +78,12 @@ def main(args: argparse.Namespace) -> None:
     fig, panels = figure(2, len(args.models), 1.2 + 1.75 * len(args.models), 4.6)
     spread, long = [], []
     for column, (model, trace) in enumerate(recordings(args).items()):
-        long += whole(model, trace, limit(args), args.seed)
+        long += whole_recording(model, trace, limit(args), args.seed)
         requests = some(trace, number, args.seed)
         for axes, (text, share) in zip(panels[:, column], SHARES.items(), strict=True):
-            found = [over_opt(one, share, args.seed) for one in requests]
+            ratios = [over_opt(one, share, args.seed) for one in requests]
             boxes = axes.boxplot(
-                [[one[name] for one in found] for name in ONLINE], widths=0.6, patch_artist=True,
+                [[one[name] for one in ratios] for name in ONLINE], widths=0.6, patch_artist=True,
                 medianprops={"color": "#222222"}, flierprops={"markersize": 3},
             )  # fmt: skip
             for box, name in zip(boxes["boxes"], ONLINE, strict=True):
@@ -96,12 +96,12 @@ def main(args: argparse.Namespace) -> None:
                 axes.tick_params(labelbottom=False)
             if column == 0:
                 axes.set_ylabel(f"misses / OPT, k = {text}")
-            mean = {name: np.mean([one[name] for one in found]) for name in ONLINE}
+            mean = {name: np.mean([one[name] for one in ratios]) for name in ONLINE}
             against = {
-                name: np.mean([1 - one["LLRU"] / one[name] for one in found]) for name in ONLINE
+                name: np.mean([1 - one["LLRU"] / one[name] for one in ratios]) for name in ONLINE
             }
             spread.append([
-                MODELS[model], len(found), text, *(f"{mean[name]:.2f}" for name in ONLINE),
+                MODELS[model], len(ratios), text, *(f"{mean[name]:.2f}" for name in ONLINE),
                 percent(against["LRU"]), percent(against["LRU-Dist"]),
             ])  # fmt: skip
     save(fig, args, "llru-spread")

@@ -33,7 +33,7 @@ DASHES = {"OPT": (0, (1, 1.2)), "LRU-Dist": (0, (4, 1.5)), "Marking": (0, (2, 1)
 
 
 def longest(trace: Trace) -> Trace:
-    """The longest request, alone."""
+    """The longest request, as a trace of its own."""
     return trace.select([int(np.argmax(np.diff(trace.request_starts)))])
 
 
@@ -63,10 +63,10 @@ def at(curve: MissCurve, capacities: np.ndarray) -> np.ndarray:
     return curve.misses[np.searchsorted(curve.capacities, capacities)]
 
 
-def row(model: str, trace: Trace, order: str, found: dict[str, MissCurve]) -> list[object]:
-    """What the paper says of the figure, in numbers, over the sizes at which LLRU was replayed."""
-    sizes = found["LLRU"].capacities
-    misses = {name: at(curve, sizes) for name, curve in found.items()}
+def row(model: str, trace: Trace, order: str, miss_curves: dict[str, MissCurve]) -> list[object]:
+    """The paper's statements on the figure in numbers, over the sizes of LLRU's replays."""
+    sizes = miss_curves["LLRU"].capacities
+    misses = {name: at(curve, sizes) for name, curve in miss_curves.items()}
     gain = 1 - misses["LLRU"] / misses["LRU"]
     online = np.array([misses[name] for name in ("Marking", "LRU-Dist", "LRU")])
     best = (misses["LLRU"] <= online.min(axis=0)).mean()
@@ -83,15 +83,15 @@ def row(model: str, trace: Trace, order: str, found: dict[str, MissCurve]) -> li
 def main(args: argparse.Namespace) -> None:
     rows = []
     fig, panels = figure(2, 2, 7.6, 5.6)
-    for model, whole, axes in zip(
+    for model, recording, axes in zip(
         args.models, recordings(args).values(), panels.flat, strict=False
     ):
-        trace = longest(whole).head(60 if args.quick else TOKENS)
+        trace = longest(recording).head(60 if args.quick else TOKENS)
         for order in ("rounds", "natural"):
-            found = curves(trace, order, 8 if args.quick else POINTS, args.seed)
-            rows.append(row(model, trace, order, found))
+            miss_curves = curves(trace, order, 8 if args.quick else POINTS, args.seed)
+            rows.append(row(model, trace, order, miss_curves))
             if order == "rounds":
-                for name, curve in found.items():
+                for name, curve in miss_curves.items():
                     axes.plot(
                         curve.capacities, curve.misses / 1000, color=COLOURS[name],
                         linestyle=DASHES.get(name, "-"), label=name,

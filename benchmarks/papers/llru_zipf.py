@@ -1,4 +1,4 @@
-"""LLRU paper, figure 6: OPT with one cache for all layers beside OPT with a cache for each layer.
+"""LLRU paper, figure 6: OPT with one cache for all layers against a cache for each layer.
 
 Zipf traces, one expert a layer. (a) parameter a = 2, k = 16 slots, 1 to 15 layers of 1 to 15
 experts; (b) k = 64 slots, 32 layers of 8 experts, a from 0 to 8. OPT-Dist has k // layers slots a
@@ -41,11 +41,11 @@ def misses(requests: Stream, offsets: np.ndarray, capacity: int, scope: str) -> 
 
 def grid(args: argparse.Namespace, tokens: int, seeds: int) -> np.ndarray:
     """[15 experts, 15 layers] mean ratios."""
-    found = np.ones((15, 15))
+    grid_ratios = np.ones((15, 15))
     for layers in range(1, 16):
         for experts in range(1, 16):
             if layers * experts > 16:
-                found[experts - 1, layers - 1] = np.mean([
+                grid_ratios[experts - 1, layers - 1] = np.mean([
                     ratio(
                         ZipfConfig(layers=layers, experts=experts, tokens=tokens, a=2.0,
                                    seed=args.seed + s),
@@ -53,7 +53,7 @@ def grid(args: argparse.Namespace, tokens: int, seeds: int) -> np.ndarray:
                     )
                     for s in range(seeds)
                 ])  # fmt: skip
-    return found
+    return grid_ratios
 
 
 def line(args: argparse.Namespace, exponents: np.ndarray, tokens: int, seeds: int) -> np.ndarray:

@@ -3,7 +3,7 @@
     python benchmarks/papers/moepic.py --traces DIR [--models NAME ...] [--capacity 25%] [--ratio 2]
 
 As benchmarks/split.py: an expert computes in 1 ms, the rest of a layer in 1 ms, and an expert is
-carried in --ratio ms; the first half of the tokens is what Algorithm 1 looks at, the second half is
+carried in --ratio ms; Algorithm 1 is given the first half of the tokens, the second half is
 timed. `w/o SP` guesses at random: each guess is right as often as chance is. The scheduler learns
 that such guesses are not worth a transfer and begins next to none of them, so this is a run without
 prefetching (the last column says how many were begun). `w/o LCP` evicts at random, `w/o CCA` has
@@ -49,35 +49,44 @@ def timed(
 
 
 def ways(chosen: list[LayerAllocation]) -> dict[str, Any]:
-    """What Algorithm 1 chose, as options of a simulation."""
-    found: dict[str, Any] = {"scope": tuple(c.budget for c in chosen)}
+    """The choice of Algorithm 1, as options of a simulation."""
+    options: dict[str, Any] = {"scope": tuple(c.budget for c in chosen)}
     if any(round(8 * c.ratio) < 8 for c in chosen):
-        found["split"] = tuple(c.ratio for c in chosen)
-    return found
+        options["split"] = tuple(c.ratio for c in chosen)
+    return options
 
 
 def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def ablation(trace: Trace, capacity: int, machine: Costs, args: Any, whole: Any, name: str) -> None:
+def ablation(
+    trace: Trace, capacity: int, machine: Costs, args: Any, layer_curves: Any, name: str
+) -> None:
     """Table 3."""
     chance = trace.top_k / float(trace.experts_per_layer.mean())
     guesses = f"noisy-oracle:accuracy={chance:.3f}"
     equal = {"scope": "per-layer", "split": 0.5}
     rows, first = [], None
     for label, prefetch, evicts, way in (
-        ("MoEpic", args.prefetch, "lcp", whole),
-        ("w/o SP", guesses, "lcp", whole),
-        ("w/o LCP", args.prefetch, "random", whole),
+        ("MoEpic", args.prefetch, "lcp", layer_curves),
+        ("w/o SP", guesses, "lcp", layer_curves),
+        ("w/o LCP", args.prefetch, "random", layer_curves),
         ("w/o CCA", args.prefetch, "lcp", equal),
     ):
-        found = timed(trace, capacity, machine, prefetch, evicts, args.seed, **way)
-        pair = float(np.mean(found.times.ttft)), float(np.mean(found.times.gaps))
+        result = timed(trace, capacity, machine, prefetch, evicts, args.seed, **way)
+        pair = float(np.mean(result.times.ttft)), float(np.mean(result.times.gaps))
         first = first or pair
         factors = [f"{a / b:.2f}" for a, b in zip(pair, first, strict=True)]
         rows.append(
-            [label, ms(pair[0]), factors[0], ms(pair[1]), factors[1], found.as_json()["prefetches"]]
+            [
+                label,
+                ms(pair[0]),
+                factors[0],
+                ms(pair[1]),
+                factors[1],
+                result.as_json()["prefetches"],
+            ]
         )
     table(args, name, ["", "TTFT ms", "x", "TPOT ms", "x", "prefetches begun"], rows)
 
@@ -87,12 +96,12 @@ def ratios(trace: Trace, capacity: int, machine: Costs, args: Any, name: str) ->
     rows = []
     for share in EIGHTHS:
         split = {"split": share} if share < 1 else {}
-        found = timed(
+        result = timed(
             trace, capacity, machine, args.prefetch, "lcp", args.seed, scope="per-layer", **split
         )
-        rows.append([f"{share:g}", ms(float(found.times.gaps.mean()))])
-    alone = timed(trace, capacity, machine, "off", "lcp", args.seed, scope="per-layer")
-    rows.append(["cache only", ms(float(alone.times.gaps.mean()))])
+        rows.append([f"{share:g}", ms(float(result.times.gaps.mean()))])
+    cache_only = timed(trace, capacity, machine, "off", "lcp", args.seed, scope="per-layer")
+    rows.append(["cache only", ms(float(cache_only.times.gaps.mean()))])
     table(args, name, ["theta", "TPOT ms"], rows)
 
 
@@ -103,17 +112,17 @@ def granularity(
     latency, rows = TokenLatency.of(machine, EXPERT, trace.top_k), []
     for zeta in ZETAS:
         chosen = configure(layers, float(capacity), latency, zeta=zeta)
-        found = timed(trace, capacity, machine, args.prefetch, "lcp", args.seed, **ways(chosen))
+        result = timed(trace, capacity, machine, args.prefetch, "lcp", args.seed, **ways(chosen))
         expected = latency.head + sum(latency.attention + latency.moe + c.exposed for c in chosen)
-        rows.append([f"{zeta:g}", ms(float(found.times.gaps.mean())), ms(expected)])
+        rows.append([f"{zeta:g}", ms(float(result.times.gaps.mean())), ms(expected)])
     table(args, name, ["zeta", "TPOT ms", "Algorithm 1 expects"], rows)
 
 
 def main(args: argparse.Namespace) -> None:
     machine, tokens = costs(args.ratio), 60 if args.quick else args.tokens
     for model in args.models:
-        made, trace = halves(args.traces / f"{model}.npz", tokens)
-        layers = layer_statistics(predicted_activity(made, args.prefetch))
+        training, trace = halves(args.traces / f"{model}.npz", tokens)
+        layers = layer_statistics(predicted_activity(training, args.prefetch))
         latency = TokenLatency.of(machine, EXPERT, trace.top_k)
         for capacity in capacities(args.capacity, int(trace.offsets[-1])):
             chosen = configure(layers, float(capacity), latency)

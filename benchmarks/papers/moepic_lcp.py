@@ -64,16 +64,16 @@ def main(args: argparse.Namespace) -> None:
         ["Qwen1.5-MoE (paper)", name, *(f"{x:.1f} %" for x in hits)] for name, hits in PAPER.items()
     ]
     best = []
-    for (model, whole), axes in zip(recordings(args).items(), panels.flat, strict=False):
-        trace = whole.head(limit(args))
+    for (model, recording), axes in zip(recordings(args).items(), panels.flat, strict=False):
+        trace = recording.head(limit(args))
         requests, slots = stream(trace, "natural"), sixths(trace)
         for name, base in ROWS.items():
-            found = [hit_ratio(requests, trace, c, base, args.seed) for c in slots]
+            hit_ratios = [hit_ratio(requests, trace, c, base, args.seed) for c in slots]
             rows.append(
                 [
                     f"{MODELS[model]} ({slots[0]} to {slots[-1]} of {trace.experts_per_layer[0]})",
                     name,
-                    *map(percent, found),
+                    *map(percent, hit_ratios),
                 ]
             )
         half = slots[2]

@@ -1,4 +1,4 @@
-"""Accuracy of the predictors that know nothing but routing, by distance (ProMoE, figure 8).
+"""Accuracy of the predictors from routing alone, by distance (ProMoE, figure 8).
 
 Accuracy: the share of the experts used that were among the top-k predicted, a mean over layers.
 Every predictor begins with nothing and learns as it runs; the first half of a recording's requests
@@ -44,11 +44,15 @@ def token_by_token(trace: Trace) -> Trace:
 
 
 class Early:
-    """A predictor of which only what it says before a pass begins is heard."""
+    """A predictor of which only the predictions before a pass count."""
 
-    def __init__(self, whole: Predictor) -> None:
-        self.name, self.distance = whole.name, None
-        self.begin, self.observe, self._predict = whole.begin, whole.observe, whole.predict
+    def __init__(self, every_pass: Predictor) -> None:
+        self.name, self.distance = every_pass.name, None
+        self.begin, self.observe, self._predict = (
+            every_pass.begin,
+            every_pass.observe,
+            every_pass.predict,
+        )
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         return self._predict(layer) if layer < 0 else []
@@ -57,10 +61,10 @@ class Early:
 class Timed:
     """A predictor that is timed."""
 
-    def __init__(self, whole: Predictor) -> None:
-        self.name, self.distance, self.seconds = whole.name, whole.distance, 0.0
+    def __init__(self, every_pass: Predictor) -> None:
+        self.name, self.distance, self.seconds = every_pass.name, every_pass.distance, 0.0
         for call in ("begin", "observe", "predict"):
-            setattr(self, call, self._timed(getattr(whole, call)))
+            setattr(self, call, self._timed(getattr(every_pass, call)))
 
     def _timed(self, call):
         def timed(argument):
@@ -73,14 +77,14 @@ class Timed:
 
 
 def replay(it: Predictor, trace: Trace, shape: Shape) -> np.ndarray:
-    """[tokens, layers, width] what the predictor says of a trace, as a recording would have it."""
-    beside, said = ForecastRecorder({"it": it}, shape), []
+    """[tokens, layers, width] predictions for a trace, in the form of a recording."""
+    recorder, predicted = ForecastRecorder({"it": it}, shape), []
     for at, steps in passes(trace, stream(trace, "runtime")):
-        beside.begin(at)
+        recorder.begin(at)
         for step in steps:
-            beside.layer(LayerRouting(step.layer, step.chosen))
-        said.append(beside.end()["it"])
-    return np.concatenate(said)
+            recorder.layer(LayerRouting(step.layer, step.chosen))
+        predicted.append(recorder.end()["it"])
+    return np.concatenate(predicted)
 
 
 def measure(it: Predictor, trace: Trace) -> float:

@@ -1,10 +1,10 @@
-"""ProMoE, figure 5: how skewed the experts' popularity is, and what LRU hits for it.
+"""ProMoE, figure 5: skew of the experts' popularity, and the hit ratio of LRU.
 
 (a) the share of all uses that goes to the most used experts of a layer, a mean over layers: of the
 whole recording (solid), and of single requests (dotted, a mean over them). (b) the hit ratio of LRU
 over the share of the experts that are cached, as many slots in every layer, natural order, nothing
 pinned. Switch and NLLB, the paper's skewed models, are not among the recordings: a Zipf trace
-(a = 1, 128 experts, top-1) stands in for them.
+(a = 1, 128 experts, top-1) replaces them.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def hits(trace: Trace, shares: tuple[float, ...] | np.ndarray) -> np.ndarray:
 def main(args: argparse.Namespace) -> None:
     fig, panels = figure(1, 2, 7.6, 3.6)
     left, right = panels[0]
-    known = {model: trace.head(limit(args)) for model, trace in recordings(args).items()}
+    traces = {model: trace.head(limit(args)) for model, trace in recordings(args).items()}
     synthetic = zipf(ZipfConfig(layers=12, experts=128, tokens=limit(args) // 4, seed=args.seed))
     rows, grid = [], np.linspace(0.02, 1, 50)
-    for model, trace in {**known, "zipf": synthetic}.items():
+    for model, trace in {**traces, "zipf": synthetic}.items():
         name = MODELS.get(model, "Zipf, a = 1 (synthetic)")
         colour = BY_MODEL.get(model, "#888888")
         cdf, experts = overall(trace), int(trace.experts_per_layer[0])
         at = np.arange(experts + 1) / experts
         dash = "-" if model in MODELS else (0, (5, 2))
         left.plot(at, np.append(0, cdf), color=colour, linestyle=dash, label=name)
-        found = hits(trace, SHARES)
+        hit_shares = hits(trace, SHARES)
         right.plot(grid, hits(trace, grid), color=colour, linestyle=dash)
         if model in MODELS:
             left.plot(at, np.append(0, within(trace)), color=colour, linestyle=":")
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         rows.append([
             name, trace.tokens, *(percent(cdf[i - 1]) if i else "-" for i in top),
             percent(within(trace)[top[1] - 1]) if model in MODELS else "-",
-            *(percent(h) for h in found),
+            *(percent(h) for h in hit_shares),
         ])  # fmt: skip
     left.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=0.8, zorder=0)
     right.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=0.8, zorder=0)

@@ -3,14 +3,14 @@
     python benchmarks/replay/ablation.py bench-data/olmoe-8 olmoe-1b-7b.npz
     python benchmarks/replay/ablation.py ... --simulated 40       # by the simulator alone
 
-    base          experts are computed by id; one that is missing is asked for when its turn comes
-    + prefetch    a predictor's experts are fetched ahead, whole: a demand waits for all of one
+    base          experts are computed by id; a missing one is requested when its turn comes
+    + prefetch    a predictor's experts are prefetched whole: a demand waits for all of one
     + chunks      a transfer is cut, and a demand waits for one chunk of it at most
-    + preemption  all that a step misses is asked for as soon as its gate has chosen
-    + reordering  what is resident is computed first, then what comes, in the order of arrival
+    + preemption  all misses of a step are requested as soon as its gate has chosen
+    + reordering  resident experts are computed first, then the others in the order of arrival
 
-The last is what a run does. All have the same cache: the experts of a step are served at once and
-pinned, so the base does not thrash as ProMoE's does, and reordering has less left to gain. Cells,
+The last variant is Greenroom's default. All have the same cache: the experts of a step are served
+at once and pinned, so the base does not thrash as ProMoE's does, and reordering gains less. Cells,
 sessions and pairs are those of speed.py and prefill.py.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 from compare import simulated
-from prefill import alone, with_prompt
+from prefill import resident_prompt_s, with_prompt
 from rig import Rig, arguments
 from speed import REACTIVE, Session, misses, ratio_of, run, sessions
 
@@ -39,7 +39,7 @@ from greenroom.core.transfers.queue import Entry, Urgency
 from greenroom.hf.attach import attach
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
-WHOLE = 1 << 30  # bytes: no expert is cut
+UNCUT = 1 << 30  # bytes: no expert is cut
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("base", False, WHOLE, False, False),
-    Variant("+ prefetch", True, WHOLE, False, False),
+    Variant("base", False, UNCUT, False, False),
+    Variant("+ prefetch", True, UNCUT, False, False),
     Variant("+ chunks", True, CHUNK_BYTES, False, False),
     Variant("+ preemption", True, CHUNK_BYTES, True, False),
     Variant("+ reordering", True, CHUNK_BYTES, True, True),
@@ -92,7 +92,7 @@ class Ablated(Scheduler):
         return None
 
     def _demand_next(self, step: Step, turn: int, actions: list[Action]) -> None:
-        """Demand the expert whose turn it is, where it is missing and nothing was asked for."""
+        """Demand the next expert in order, where it is missing and was not requested yet."""
         piece = int(step.array[turn]) if turn < step.array.size else -1
         if piece in step.missing and piece in self._later:
             self._add(piece, self._later.pop(piece))
@@ -101,9 +101,9 @@ class Ablated(Scheduler):
 
 @contextmanager
 def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator[None]:
-    """Caches attached meanwhile are those of a variant."""
+    """Context in which attached caches use the scheduler of a variant."""
 
-    def made(
+    def make_scheduler(
         pieces: Any, capacity: int, policy: Any, config: Any = None, costs: None = None,
         expert_bytes: int = 0, **settings: Any,
     ) -> Ablated:  # fmt: skip
@@ -113,14 +113,17 @@ def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator
 
     usual, rig.ram = rig.ram, stores[variant.chunk_bytes]
     try:
-        with patch.object(attach, "build_scheduler", made), patch("compare.Scheduler", made):
+        with (
+            patch.object(attach, "build_scheduler", make_scheduler),
+            patch("compare.Scheduler", make_scheduler),
+        ):
             yield
     finally:
         rig.ram = usual
 
 
 class Recut:
-    """A store in memory whose experts come in other chunks."""
+    """A store in memory that gives experts in chunks of another size."""
 
     def __init__(self, store: RamStore) -> None:
         self._store = store
@@ -130,10 +133,10 @@ class Recut:
 
     def chunks(self, expert_id: int) -> Any:
         """One chunk an extent."""
-        whole = {id(c.extent): c.extent for c in self._store.chunks(expert_id)}
+        extents = {id(c.extent): c.extent for c in self._store.chunks(expert_id)}
         return tuple(
             self._store.chunks(expert_id)[0]._replace(extent=e, start=0, length=e.length)
-            for e in whole.values()
+            for e in extents.values()
         )
 
 
@@ -146,7 +149,7 @@ def compare_all(
     args: Any, costs: Any = None,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """The runs of every variant, one a session; simulated where there are costs."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for repeat, session in enumerate(chosen):
         turn = repeat % len(VARIANTS)
         for variant in VARIANTS[turn:] + VARIANTS[:turn]:
@@ -159,27 +162,27 @@ def compare_all(
                         rig, session, capacity, costs, args.policy, predictor
                     )
                     record = {"seconds": [seconds], "stall_s": stall, "misses": missed}
-            found[variant.name].append(record)
+            records[variant.name].append(record)
             note(f"{variant.name}: {statistics.fmean(record['seconds']) * 1e3:.0f} ms")
-    return {variant.name: found[variant.name] for variant in VARIANTS}
+    return {variant.name: records[variant.name] for variant in VARIANTS}
 
 
 def rows(where: str, runs: dict[str, list[dict[str, Any]]], passes: int) -> Iterator[tuple]:
     base, before = runs[VARIANTS[0].name], None
-    for name, found in runs.items():
-        pairs = [(sum(a["seconds"]), sum(b["seconds"])) for a, b in zip(base, found, strict=True)]
+    for name, records in runs.items():
+        pairs = [(sum(a["seconds"]), sum(b["seconds"])) for a, b in zip(base, records, strict=True)]
         steps = [
             (sum(a["seconds"]), sum(b["seconds"]))
-            for a, b in zip(before or found, found, strict=True)
+            for a, b in zip(before or records, records, strict=True)
         ]
-        total = sum(sum(r["seconds"]) for r in found) / (passes * len(found))
-        stall = sum(r["stall_s"] for r in found) / (passes * len(found))
-        first = found is base
+        total = sum(sum(r["seconds"]) for r in records) / (passes * len(records))
+        stall = sum(r["stall_s"] for r in records) / (passes * len(records))
+        first = records is base
         yield (
             where, name, f"{total * 1e3:.0f}", f"{stall * 1e3:.0f}",
             "" if first else show_ratio(steps), "" if first else show_ratio(pairs),
         )  # fmt: skip
-        before = found
+        before = records
 
 
 def main() -> None:
@@ -197,7 +200,7 @@ def main() -> None:
     parser.set_defaults(guard=False)
     args = parser.parse_args()
     rig = Rig(args.model, args.trace, kernels=args.kernels, threads=args.threads)
-    stores = {CHUNK_BYTES: rig.ram, WHOLE: Recut(rig.ram)}
+    stores = {CHUNK_BYTES: rig.ram, UNCUT: Recut(rig.ram)}
     print(f"commit {commit()}; {machine()}", flush=True)
     print(f"kernels {args.kernels}, threads {args.threads}, policy {args.policy}\n")
     capacity = int(rig.catalog.experts * args.share)
@@ -205,7 +208,7 @@ def main() -> None:
     decode = sessions(rig.trace, args.tokens, args.fill, args.settle, repeats)
     prompt = prompts(sessions(rig.trace, args.prompt, 1, 0, repeats))
     resident = rig.resident()
-    prompt_s = alone(rig, prompt[:4])
+    prompt_s = resident_prompt_s(rig, prompt[:4])
     shown: list[tuple] = []
     for where, chosen, computing in (("decode", decode, resident[0]), ("prompt", prompt, prompt_s)):
         passes = len(chosen[0].counted)
@@ -221,8 +224,8 @@ def main() -> None:
         runs = compare_all(rig, stores, chosen, capacity, bandwidth, args, costs)
         if args.out:
             with args.out.open("a") as file:
-                for name, found in runs.items():
-                    for r in found:
+                for name, records in runs.items():
+                    for r in records:
                         record = {"regime": where, "variant": name, **r}
                         file.write(json.dumps(record) + "\n")
         shown += rows(where, runs, passes)

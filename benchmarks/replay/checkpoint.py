@@ -9,7 +9,7 @@ numbered anew), so that a token's time is that of its layers. What the experts c
 the routing of a replay is forced (forced.py), and its times depend on shapes alone.
 
 Weights depend on the layer alone: checkpoints of fewer layers are hard links to the same files, and
-what exists with the right size is kept, so the script can be run again after an interruption. One
+files of the right size are not written again, so the script can resume after an interruption. One
 layer is in memory at a time.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from checkpoints import Weights, make_tokenizer, progress, refuse_another_shape, whole, write
+from checkpoints import Weights, is_complete, make_tokenizer, progress, refuse_another_shape, write
 
 LAYERS = 16
 
@@ -76,7 +76,7 @@ TINY = Shape(hidden=64, experts=64, top_k=8, expert_size=32, vocabulary=2048, he
 
 
 def folder_of(root: Path, layers: int) -> Path:
-    """Where a checkpoint lies: `<root>/olmoe-<layers>`."""
+    """Folder of a checkpoint: `<root>/olmoe-<layers>`."""
     return root / f"olmoe-{layers}"
 
 
@@ -124,15 +124,17 @@ def make(root: Path, layers: int, shape: Shape = FULL) -> Path:
     for layer in range(layers):
         name = f"layer-{layer:02d}.safetensors"
         others = (path for path in root.glob(f"olmoe-*/{name}"))
-        known = next((path for path in [folder / name, *others] if whole(path, index)), None)
-        progress(f"layer {layer + 1} of {layers}{' (kept)' if known else ''}")
-        if known is None:
+        existing = next(
+            (path for path in [folder / name, *others] if is_complete(path, index)), None
+        )
+        progress(f"layer {layer + 1} of {layers}{' (kept)' if existing else ''}")
+        if existing is None:
             write(folder / name, weights := layer_weights(shape, layer))
             index.update(dict.fromkeys(weights, name))
-        elif known != folder / name:
+        elif existing != folder / name:
             (folder / name).unlink(missing_ok=True)
-            os.link(known, folder / name)
-    if not whole(folder / "rest.safetensors", index):
+            os.link(existing, folder / name)
+    if not is_complete(folder / "rest.safetensors", index):
         write(folder / "rest.safetensors", weights := rest_weights(shape))
         index.update(dict.fromkeys(weights, "rest.safetensors"))
     make_tokenizer(folder)

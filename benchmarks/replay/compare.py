@@ -1,9 +1,9 @@
-"""Simulated against measured: the same requests, policy and capacity in a run and a simulation.
+"""Simulated against measured time: the same requests, policy and capacity in both.
 
     python benchmarks/replay/compare.py bench-data/olmoe-8 olmoe-1b-7b.npz
 
-The cost model is that of a short run: what a token takes with everything resident, its experts
-apart, and what a missing expert takes beyond its bytes' time on the line. Then sessions as in
+The cost model is that of a short run: the time of a token with everything resident, that of its
+experts, and the latency of a missing expert beyond its bytes' time on the link. Then sessions as in
 speed.py are run and simulated: without prefetching the misses must be the same.
 """
 

@@ -1,4 +1,4 @@
-"""Routing forced from a recording: the runtime meets its locality at a real model's sizes.
+"""Routing forced from a recording: its locality at a real model's sizes.
 
     recording = prepared(load("olmoe-1b-7b.npz"), layers=8)
     with forced(model, recording) as routing:
@@ -26,7 +26,7 @@ from greenroom.trace.trace import starts_of
 
 
 def prepared(trace: Trace, layers: int, vocabulary: int) -> Trace:
-    """What a replay plays: the first layers, fixed gate weights, token ids below the vocabulary.
+    """A recording cut for a replay: first layers, fixed gate weights, ids below the vocabulary.
 
     Ids are numbered anew, so that those that were alike or distinct stay so; without any, every
     token is another one until the vocabulary is used up. UsageError where it does not fit.
@@ -56,19 +56,19 @@ def cut(trace: Trace, tokens: int) -> Trace:
     lengths = np.diff(trace.request_starts)
     trace = trace.select(np.flatnonzero(lengths >= tokens))
     starts = trace.request_starts
-    kept = (starts[:-1, None] + np.arange(tokens)).ravel()
-    wanted = (
+    positions = (starts[:-1, None] + np.arange(tokens)).ravel()
+    forced_experts = (
         trace.pass_starts[:-1] - np.repeat(starts[:-1], np.diff(starts))[trace.pass_starts[:-1]]
     )
-    passes = wanted < tokens
-    lengths = np.minimum(np.diff(trace.pass_starts), tokens - wanted)[passes]
+    passes = forced_experts < tokens
+    lengths = np.minimum(np.diff(trace.pass_starts), tokens - forced_experts)[passes]
     assert trace.weights is not None
     assert trace.token_ids is not None
     return replace(
         trace,
-        experts=trace.experts[kept],
-        weights=trace.weights[kept],
-        token_ids=trace.token_ids[kept],
+        experts=trace.experts[positions],
+        weights=trace.weights[positions],
+        token_ids=trace.token_ids[positions],
         request_starts=starts_of(np.full(trace.requests, tokens)),
         pass_starts=starts_of(lengths),
         pass_prefill=trace.pass_prefill[passes],
@@ -113,7 +113,7 @@ def batched(trace: Trace, size: int) -> Trace:
 
 
 class Routing:
-    """The routers' choices, and the passes that they are for."""
+    """The routers' forced choices, and their passes."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         assert trace.weights is not None
@@ -161,7 +161,7 @@ class Routing:
 
 @contextmanager
 def forced(model: Any, trace: Trace, layers: Sequence[str] | None = None) -> Iterator[Routing]:
-    """Have the model route as the trace says, for as long as this lasts.
+    """Context in which the model's routers choose the experts of the trace.
 
     `layers` are the names of the experts modules, of a model that Greenroom is not attached to.
     """

@@ -1,11 +1,11 @@
-"""What the link's own copies cost the computation: passes alone beside passes with a busy link.
+"""Cost of the link's copies for the computation: passes with an idle and a busy link.
 
     python benchmarks/replay/link.py bench-data/olmoe-8 olmoe-1b-7b.npz
 
-A link of this machine is a thread that copies. So a replay at some ratio of transfer to compute
-means what it says only where these copies leave the computation alone: both go through the same
+A link of this machine is a thread that copies. So a replay at a ratio of transfer to compute is
+valid only where these copies do not slow the computation: both go through the same
 memory. Every expert is resident; two lanes carry random experts into slots of no use, at each
-bandwidth; pairs of passes of the same token, alone and with the link, are interleaved.
+bandwidth; pairs of passes of the same token, with an idle and a busy link, are interleaved.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def main() -> None:
             for repeat in range(args.repeats):
                 first = repeat * (args.passes + 1)
                 passes = range(first, first + args.passes + 1)
-                alone = routing.play(passes)[1:]
+                idle_link = routing.play(passes)[1:]
                 with Traffic(rig, bandwidth * 1e9) as traffic:
                     busy = routing.play(passes)
                     rates.append(sum(traffic.bytes) / sum(busy))
-                pairs += list(zip(busy[1:], alone, strict=True))
+                pairs += list(zip(busy[1:], idle_link, strict=True))
             slower, low, high = ratio(pairs)
             row = {
                 "bandwidth": bandwidth * 1e9, "carried": float(np.median(rates)),

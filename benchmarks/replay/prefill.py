@@ -39,7 +39,7 @@ def with_prompt(session: Session) -> Session:
     )
 
 
-def alone(rig: Rig, chosen: list[Session]) -> float:
+def resident_prompt_s(rig: Rig, chosen: list[Session]) -> float:
     """Seconds of a prompt with everything resident: median over the prompts."""
     rig.attach(rig.catalog.experts)
     rig.fill()
@@ -75,7 +75,7 @@ def main() -> None:
         with_prompt(session)
         for session in sessions(rig.trace, args.prompt, args.fill, 0, args.repeats)
     ]
-    computing = alone(rig, chosen)
+    computing = resident_prompt_s(rig, chosen)
     note(f"a prompt with everything resident: {computing * 1e3:.0f} ms")
     disk = rig.disk() if None in args.ratios else None
     rows = []
@@ -88,25 +88,25 @@ def main() -> None:
             runs = measure(rig, args, chosen, capacity, bandwidth)
             carrying = missed / (bandwidth or disk)
             where = f"{share:.1%}, {'disk' if each is None else f'ratio {each:g}'}"
-            for variant, found in runs.items():
+            for variant, records in runs.items():
                 pairs = [
                     (a["seconds"][0], b["seconds"][0])
-                    for a, b in zip(runs[args.variants[0]], found, strict=True)
+                    for a, b in zip(runs[args.variants[0]], records, strict=True)
                     if variant != args.variants[0]
                 ]
                 took, stall = (
-                    statistics.median(value(r) for r in found)
+                    statistics.median(value(r) for r in records)
                     for value in (lambda r: r["seconds"][0], lambda r: r["stall_s"])
                 )
                 rows.append((
                     where, variant, f"{took * 1e3:.0f}", f"{stall * 1e3:.0f}",
-                    f"{statistics.fmean(r['bytes'] for r in found) / 1e9:.2f}",
+                    f"{statistics.fmean(r['bytes'] for r in records) / 1e9:.2f}",
                     f"{computing * 1e3:.0f}", f"{carrying * 1e3:.0f}",
                     f"{took / max(computing, carrying):.2f}", show_ratio(pairs),
                 ))  # fmt: skip
                 if args.out:
                     with args.out.open("a") as file:
-                        for r in found:
+                        for r in records:
                             file.write(json.dumps({
                                 "prompt": args.prompt, "share": share, "ratio": each,
                                 "variant": variant, "computing_s": computing,
@@ -123,12 +123,12 @@ def measure(
     rig: Rig, args: Any, chosen: list[Session], capacity: int, bandwidth: float | None
 ) -> dict[str, list[dict[str, Any]]]:
     """The runs of every variant, one a prompt."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for repeat, session in enumerate(chosen):
         turn = repeat % len(args.variants)
         for variant in args.variants[turn:] + args.variants[:turn]:
-            found[variant].append(run(rig, session, capacity, bandwidth, args, variant))
-    return {variant: found[variant] for variant in args.variants}
+            records[variant].append(run(rig, session, capacity, bandwidth, args, variant))
+    return {variant: records[variant] for variant in args.variants}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A change of load in a run (MoE-Infinity, table 3): requests until all is as it was.
+"""A change of load in a run (MoE-Infinity, table 3): requests until the cache has recovered.
 
     python benchmarks/replay/recovery.py bench-data/olmoe-8 olmoe-1b-7b.npz
 
 A session serves requests of one kind (labels of the recording), then others of another kind; its
-twin serves the same others after requests of their own kind. What the first misses more of a
-request is the excess; recovered is the first request from which the mean excess of WINDOW requests
-is at most NEAR of what the twin misses. The requests before the change are served with nothing
-computed; those after it are decoded token by token.
+twin serves the same others after requests of their own kind. The excess is the share of a request
+that the first misses and the twin does not; recovered is the first request from which the mean
+excess of WINDOW requests is at most NEAR of what the twin misses. The requests before the change
+are served with nothing computed; those after it are decoded token by token.
 
 papers/eamc_shift.py asks the same of the policies alone, over whole recordings.
 """
@@ -37,7 +37,7 @@ def kinds(trace: Trace, number: int) -> dict[str, np.ndarray]:
 
 
 def session(trace: Trace, before: np.ndarray, after: np.ndarray, tokens: int) -> Session:
-    """All tokens of the requests after the change are counted."""
+    """A session in which all tokens of the requests after the change are counted."""
     filling = len(before) * tokens
     return Session(trace.select(np.append(before, after)), filling, filling)
 
@@ -62,11 +62,11 @@ def served(
     return np.array(missed), np.array(seconds)
 
 
-def recovered(found: np.ndarray) -> int:
+def recovered(per_request: np.ndarray) -> int:
     """The first request from which the mean of WINDOW is small; all of them where none is."""
-    means = np.convolve(found, np.ones(WINDOW) / WINDOW, "valid")
-    small = np.flatnonzero(means <= NEAR)
-    return int(small[0]) if small.size else len(found)
+    window_means = np.convolve(per_request, np.ones(WINDOW) / WINDOW, "valid")
+    small = np.flatnonzero(window_means <= NEAR)
+    return int(small[0]) if small.size else len(per_request)
 
 
 def main() -> None:
@@ -85,14 +85,14 @@ def main() -> None:
     short, random = cut(rig.trace, args.tokens), np.random.default_rng(args.seed)
     groups = {name: random.permutation(of) for name, of in kinds(short, args.requests).items()}
     names, n = [*groups], args.requests
-    capacity, alone = int(rig.catalog.experts * args.share), rig.resident()[0]
-    found: dict[str, list[tuple[np.ndarray, float, float]]] = {v: [] for v in args.variants}
+    capacity, resident_s = int(rig.catalog.experts * args.share), rig.resident()[0]
+    per_request: dict[str, list[tuple[np.ndarray, float, float]]] = {v: [] for v in args.variants}
     for before, kind in pairwise([*names, names[0]]):
         after = groups[kind][n : 2 * n]
         changed = session(short, groups[before][:n], after, args.tokens)
         same = session(short, groups[kind][:n], after, args.tokens)
         carried = misses(same, capacity, args.policy) * rig.expert_bytes / (n * args.tokens)
-        bandwidth = carried / (args.ratio * alone)
+        bandwidth = carried / (args.ratio * resident_s)
         for variant in args.variants:
             new, old = (
                 served(rig, each, capacity, bandwidth, args.policy, variant)
@@ -100,7 +100,7 @@ def main() -> None:
             )
             excess = (new[0] - old[0]) / old[0].mean()
             slower = float(new[1].sum() / old[1].sum() - 1)
-            found[variant].append((excess, slower, float(old[1].mean()) / args.tokens))
+            per_request[variant].append((excess, slower, float(old[1].mean()) / args.tokens))
             record = {
                 "from": before, "to": kind, "variant": variant, "excess": excess.tolist(),
                 "slower": slower, "misses": old[0].tolist(),
@@ -114,16 +114,17 @@ def main() -> None:
         "excess of the first", "of the last three", "slower over all",
     )  # fmt: skip
     print(f"{len(names)} changes: {' -> '.join([*names, names[0]])}\n")
-    print(table(header, [row(variant, each) for variant, each in found.items()]))
+    print(table(header, [row(variant, each) for variant, each in per_request.items()]))
 
 
-def row(variant: str, found: list[tuple[np.ndarray, float, float]]) -> tuple[Any, ...]:
-    took = [recovered(excess) for excess, *_ in found]
-    mean = np.mean([excess for excess, *_ in found], axis=0)
+def row(variant: str, per_request: list[tuple[np.ndarray, float, float]]) -> tuple[Any, ...]:
+    took = [recovered(excess) for excess, *_ in per_request]
+    mean = np.mean([excess for excess, *_ in per_request], axis=0)
     return (
-        variant, f"{statistics.fmean(tpot for _, _, tpot in found) * 1e3:.0f}",
+        variant, f"{statistics.fmean(tpot for _, _, tpot in per_request) * 1e3:.0f}",
         f"{min(took)}-{statistics.fmean(took):.1f}-{max(took)}", f"{mean[0]:.0%}",
-        f"{mean[-3:].mean():.1%}", f"{statistics.fmean(slower for _, slower, _ in found):.1%}",
+        f"{mean[-3:].mean():.1%}",
+        f"{statistics.fmean(slower for _, slower, _ in per_request):.1%}",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """A loaded model whose cache can be exchanged: one load, many variants of it.
 
-The experts are in memory (`RamStore`) behind a line of any bandwidth, or on the disk. `attach`
-gives the model a new, empty cache; `warm` fills it with what a part of the recording asks for,
-without computing anything, while predictors look on.
+The experts are in memory (`RamStore`) behind a throttled link, or on the disk. `attach`
+gives the model a new, empty cache; `warm` fills it with the experts of a part of the recording
+without computing anything; predictors observe the routing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CALIBRATED = 8  # passes
 
 
 class Rig:
-    """One model and one recording cut to its layers; `trace` is what can be played on it."""
+    """One model and one recording cut to its layers; `trace` is the part for replays."""
 
     def __init__(
         self, folder: Path, recording: Path, *, kernels: str = "auto", threads: int = 1
@@ -60,9 +60,9 @@ class Rig:
         self.setup = replace(self.model.greenroom.setup, fingerprint="")
         self.catalog = self.setup.catalog
         layers, vocabulary = len(self.catalog.layers), self.model.config.vocab_size
-        whole = prepared(load(recording), layers, vocabulary)
-        self.trace = whole.select(range(whole.requests - LESSONS))  # what is played
-        self.lessons = whole.select(range(whole.requests - LESSONS, whole.requests))
+        all_layers = prepared(load(recording), layers, vocabulary)
+        self.trace = all_layers.select(range(all_layers.requests - LESSONS))  # what is played
+        self.lessons = all_layers.select(range(all_layers.requests - LESSONS, all_layers.requests))
         self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
         self.ram = RamStore(self.catalog)
         self._learned: dict[str, Any] = {}  # what a predictor knows beforehand
@@ -78,8 +78,8 @@ class Rig:
     ) -> attach.Greenroom:  # fmt: skip
         """A new, empty cache; without a bandwidth its experts come from the disk.
 
-        A predictor sees `session`, which is what will be played, from its beginning; one that
-        learns has learned from other requests of the recording.
+        A predictor observes `session`, the requests to be played, from its beginning; one that
+        learns was trained on other requests of the recording.
         """
         self.model.greenroom.detach()
         chosen = choose(policy, capacity, self.catalog.experts)
@@ -90,17 +90,17 @@ class Rig:
         )  # fmt: skip
         store = None if bandwidth is None else self.ram
         self.ram.throttle.bandwidth = bandwidth or INFINITE
-        self.model.greenroom = made = attach.Greenroom(self.model, parts, store)
-        if made.driver.predictions.foresight is not None:
+        self.model.greenroom = attached = attach.Greenroom(self.model, parts, store)
+        if attached.driver.predictions.foresight is not None:
             assert session is not None
-            made.driver.predictions.foresight = Placed(
+            attached.driver.predictions.foresight = Placed(
                 self.predictor(prefetch, session), self.catalog.offsets
             )
-        return made
+        return attached
 
     def predictor(self, prefetch: str, session: Trace) -> Predictor:
-        """One for a session. What it learns beforehand is learned once."""
-        made = foresight_of(session, prefetch).predictor
+        """A predictor for a session; its training is done once and restored afterwards."""
+        learner = foresight_of(session, prefetch).predictor
         if prefetch not in self._learned:
             taught = foresight_of(self.lessons, prefetch).predictor
             if "trace" not in named_predictor(prefetch).kind.needs:
@@ -110,11 +110,11 @@ class Rig:
                         taught.observe(LayerRouting(step.layer, step.chosen))
             self._learned[prefetch] = taught.state()
         if self._learned[prefetch]:
-            made.restore(self._learned[prefetch])
-        return made
+            learner.restore(self._learned[prefetch])
+        return learner
 
     def warm(self, trace: Trace) -> None:
-        """Have the cache serve a trace, as fast as a line of memory allows, computing nothing."""
+        """Serve a trace from the cache at memory speed, without computing."""
         driver, offsets = self.model.greenroom.driver, self.catalog.offsets
         with self._unpaced():
             for at, steps in passes(trace, stream(trace, "runtime")):
@@ -129,7 +129,7 @@ class Rig:
                 driver.end_pass()
 
     def fill(self) -> None:
-        """Have every expert in a cache that has a slot for each, or all but what it lacks."""
+        """Load every expert into a cache with a slot for each, or as many as it has slots."""
         driver, offsets = self.model.greenroom.driver, self.catalog.offsets
         with self._unpaced():
             for layer in range(len(offsets) - 1):
@@ -148,23 +148,24 @@ class Rig:
         experts, an expert). Medians over passes."""
         nearly = self.attach(self.catalog.experts - 1)  # see `experts_s`
         self.fill()
-        together = batched(cut(self.trace, passes + 2), batch).select([0])
-        with forced(self.model, together) as routing:
+        batches = batched(cut(self.trace, passes + 2), batch).select([0])
+        with forced(self.model, batches) as routing:
             routing.play(range(2))
             return experts_s(nearly, routing, range(2, passes + 2))
 
     def latency(self, bandwidth: float, slots: int = 8, experts: int = 24) -> float:
-        """Seconds that a missing expert takes beyond its bytes' time on the line, and beyond what
-        a step with one that is there takes. Slots that were never written to do not count."""
+        """Seconds of a missing expert beyond its bytes' time on the link and a step without misses.
+
+        Slots that were never written to do not count."""
         driver = self.attach(slots, bandwidth=bandwidth).driver
-        missing, there = [], []
+        missing, present = [], []
         for expert in range(experts):
-            for taken in (missing, there):
+            for side in (missing, present):
                 start = time.perf_counter()
                 driver.step(0, np.array([expert]), _nothing)
-                taken.append(time.perf_counter() - start)
+                side.append(time.perf_counter() - start)
         carried = self.expert_bytes / bandwidth
-        beyond = statistics.median(missing[slots:]) - statistics.median(there[slots:])
+        beyond = statistics.median(missing[slots:]) - statistics.median(present[slots:])
         return max(0.0, beyond - carried)
 
     def costs(self, bandwidth: float, token_s: float, experts_s: float, expert_s: float) -> Costs:
@@ -177,25 +178,25 @@ class Rig:
 
 
 def experts_s(
-    made: attach.Greenroom, routing: Routing, passes: range
+    attached: attach.Greenroom, routing: Routing, passes: range
 ) -> tuple[float, float, float]:
     """Medians over passes of a token: seconds of all of it, of its experts, and of an expert.
 
     A cache with a slot for every expert computes whole layers as one, in which experts have no time
     of their own: the cache must have at least one slot less.
     """
-    assert made.capacity < made.setup.catalog.experts
+    assert attached.capacity < attached.setup.catalog.experts
     seconds, of_experts, of_one = [], [], []
     for number in passes:
-        computed, before = made.driver.meter.computed_s, made.stats().expert_requests
+        computed, before = attached.driver.meter.computed_s, attached.stats().expert_requests
         seconds += routing.play(range(number, number + 1))
-        of_experts.append(made.driver.meter.computed_s - computed)
-        of_one.append(of_experts[-1] / (made.stats().expert_requests - before))
+        of_experts.append(attached.driver.meter.computed_s - computed)
+        of_one.append(of_experts[-1] / (attached.stats().expert_requests - before))
     return statistics.median(seconds), statistics.median(of_experts), statistics.median(of_one)
 
 
 class Placed(Foresight):
-    """Foresight that is told where in the recording a pass begins, also after a `warm`."""
+    """Foresight with the position of each pass in the recording, also after a `warm`."""
 
     place = 0
 
@@ -206,11 +207,11 @@ class Placed(Foresight):
 
 
 def _nothing(experts: Any, slots: Any) -> None:
-    """Computes no group."""
+    """Compute no group."""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that every script of this folder has."""
+    """The shared options of this folder's scripts."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="what checkpoint.py made: bench-data/olmoe-8")
     parser.add_argument("trace", type=Path, help="a recording: olmoe-1b-7b.npz")

@@ -1,4 +1,4 @@
-"""Whole experts, split ones and budgets of layers, measured: the disk, or a line of a set speed.
+"""Measure unsplit experts, split experts and budgets of layers, on disk or a throttled link.
 
     greenroom pack bench-data/moe1.7b-zipf1.0 -o bench-data/packs/zipf1.0-s8 --experts same \\
         --segments 8
@@ -7,12 +7,12 @@
     python benchmarks/replay/segments.py ... --out segments.jsonl --table
 
 The pack has the recording's shape (16 layers of 64 experts, top-8), and routes as the recording
-says (forced.py). Experts are read from the disk, and no faster than the line of a cell, whose
-bandwidth makes
+says (forced.py). Experts are read from the disk through the throttle of a cell, whose bandwidth
+makes
 
-    (bytes that whole experts miss a token / bandwidth) / (a token with everything resident)
+    (bytes of unsplit experts missed a token / bandwidth) / (a token with everything resident)
 
-what --ratios ask for; `disk` leaves the disk as it is. All ways have the same memory and the same
+equal to each of --ratios; `disk` sets no throttle. All ways have the same memory and the same
 predictor (a noisy oracle; --prefetch off for none):
 
     whole    whole experts, one pool
@@ -21,8 +21,8 @@ predictor (a noisy oracle; --prefetch off for none):
     half     one pool, every expert cut in the middle
     all      budgets and ratios by Algorithm 1
 
-What they are made from are other requests of the recording. A run is a session as in speed.py; runs
-are appended to --out, ways of a cell in an order that turns with each repetition. A call goes on
+They are computed from other requests of the recording. A run is a session as in speed.py; runs
+are appended to --out, ways of a cell in an order that turns with each repetition. A call resumes
 where the last one ended, and ends after --seconds. Ratios are over pairs of the same pass.
 """
 
@@ -81,7 +81,7 @@ class Cell:
         return f"{self.share}/{self.ratio}/{self.way}/{self.number}"
 
 
-class Hall:
+class LoadedPack:
     """The pack, loaded once, and the recording; `attach` gives it another cache."""
 
     def __init__(self, args: Any) -> None:
@@ -91,15 +91,17 @@ class Hall:
         self.setup = replace(self.model.greenroom.setup, fingerprint="", guard=False)
         self.catalog = self.setup.catalog
         layers = len(self.catalog.layers)
-        whole = prepared(load(args.trace), layers, self.model.config.vocab_size)
-        self.trace = whole.select(range(whole.requests - LESSONS))
-        self.lessons = cut(whole.select(range(whole.requests - LESSONS, whole.requests)), 64)
+        recording = prepared(load(args.trace), layers, self.model.config.vocab_size)
+        self.trace = recording.select(range(recording.requests - LESSONS))
+        self.lessons = cut(
+            recording.select(range(recording.requests - LESSONS, recording.requests)), 64
+        )
         self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
 
     def attach(
         self, capacity: int, way: dict[str, Any], bandwidth: float, session: Session | None = None
     ) -> tuple[Greenroom, FakeStore]:
-        """A new, empty cache of this way behind a line; `session` is what will be played."""
+        """Attach a new, empty cache of this way behind a throttle; `session` will be played."""
         self.model.greenroom.detach()
         catalog, cut_at = self.catalog, None
         if "split" in way:
@@ -112,38 +114,38 @@ class Hall:
             capacity=capacity, policy=chosen.name, prefetch=ANY if ahead else OFF,
         )  # fmt: skip
         store = FakeStore(DiskStore(catalog), bandwidth=bandwidth)
-        made = self.model.greenroom = Greenroom(self.model, parts, store)
-        if made.driver.predictions.foresight is not None:
+        attached = self.model.greenroom = Greenroom(self.model, parts, store)
+        if attached.driver.predictions.foresight is not None:
             assert session is not None
             predictor = foresight_of(session.trace, self.args.prefetch).predictor
-            made.driver.predictions.foresight = Placed(predictor, catalog.offsets)
-        return made, store
+            attached.driver.predictions.foresight = Placed(predictor, catalog.offsets)
+        return attached, store
 
-    def warm(self, made: Greenroom, session: Session) -> None:
-        """Have the cache serve what comes before the counted passes, computing nothing."""
+    def warm(self, attached: Greenroom, session: Session) -> None:
+        """Serve the passes before the counted ones from the cache, without computing."""
         trace, offsets = session.trace.head(session.filling), self.catalog.offsets
         for at, steps in passes(trace, stream(trace, "runtime")):
-            made.driver.begin_pass(at._replace(request=at.request - trace.requests - 1))
+            attached.driver.begin_pass(at._replace(request=at.request - trace.requests - 1))
             for step in steps:
                 first = offsets[step.layer]
-                made.driver.step(
+                attached.driver.step(
                     step.layer, step.experts - first, lambda *_: None, step.rows, step.weights
                 )
-            made.driver.end_pass()
+            attached.driver.end_pass()
 
     @cached_property
     def resident(self) -> tuple[float, float]:
         """Seconds of a token with everything resident, and those of its experts."""
-        made, _ = self.attach(self.catalog.experts - 1, {}, INFINITE)
+        attached, _ = self.attach(self.catalog.experts - 1, {}, INFINITE)
         for layer, (a, b) in enumerate(pairwise(self.catalog.offsets)):
-            made.driver.step(layer, np.arange(b - a), lambda *_: None)
+            attached.driver.step(layer, np.arange(b - a), lambda *_: None)
         short = cut(self.trace, 20).select([0])
         with forced(self.model, short) as routing:
             routing.play(range(4))
-            return experts_s(made, routing, range(4, 20))[:2]
+            return experts_s(attached, routing, range(4, 20))[:2]
 
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
-        """Every way at this size, on this line."""
+        """Every way at this size and bandwidth."""
         token, experts = self.resident
         layers, n = (
             layer_statistics(predicted_activity(self.lessons, self.args.prefetch)),
@@ -169,14 +171,14 @@ class Hall:
         """One session of one way: seconds of each counted pass, and the counters over them."""
         capacity = int(self.catalog.experts * cell.share)
         way = self.ways(capacity, min(bandwidth, disk))[cell.way]
-        made, store = self.attach(capacity, way, INFINITE, session)
-        self.warm(made, session)
+        attached, store = self.attach(capacity, way, INFINITE, session)
+        self.warm(attached, session)
         store.throttle.bandwidth = bandwidth
         with forced(self.model, session.trace) as routing:
             routing.play(session.settling)
-            made.reset_stats()
+            attached.reset_stats()
             seconds = routing.play(session.counted)
-        stats = made.stats()
+        stats = attached.stats()
         thetas = np.atleast_1d(way.get("split", 1.0))
         return {
             "key": cell.key, "share": cell.share, "ratio": cell.ratio, "way": cell.way,
@@ -196,36 +198,36 @@ def cells(args: Any) -> Iterator[Cell]:
                     yield Cell(share, ratio, way, number)
 
 
-def measure(args: Any, known: dict[str, Any]) -> None:
-    """Runs that are not known yet, until the time is over."""
+def measure(args: Any, known_records: dict[str, Any]) -> None:
+    """Run the cells that have no record yet, until the time is over."""
     until = time.monotonic() + args.seconds
-    todo = [cell for cell in cells(args) if cell.key not in known]
+    todo = [cell for cell in cells(args) if cell.key not in known_records]
     if not todo:
         return
-    hall = Hall(args)
-    if "resident" not in known:
-        note(f"a token with everything resident: {hall.resident[0] * 1e3:.1f} ms")
-        files = [Path(file) for file in hall.catalog.files]
+    pack = LoadedPack(args)
+    if "resident" not in known_records:
+        note(f"a token with everything resident: {pack.resident[0] * 1e3:.1f} ms")
+        files = [Path(file) for file in pack.catalog.files]
         disk = greenroom.runtime.measure.bandwidth.disk_bandwidth(
             files, 4 << 20, 2, True, seconds=3
         )
-        save(args, {"key": "resident", "seconds": hall.resident, "disk": disk})
-        known |= read(args)
-    hall.__dict__["resident"] = tuple(known["resident"]["seconds"])
-    disk = known["resident"]["disk"]
-    chosen = sessions(hall.trace, args.tokens, args.fill, args.settle, args.repeats)
+        save(args, {"key": "resident", "seconds": pack.resident, "disk": disk})
+        known_records |= read(args)
+    pack.__dict__["resident"] = tuple(known_records["resident"]["seconds"])
+    disk = known_records["resident"]["disk"]
+    chosen = sessions(pack.trace, args.tokens, args.fill, args.settle, args.repeats)
     for cell in todo:
         if time.monotonic() > until:
             break
         session, bandwidth = chosen[cell.number], INFINITE
         if cell.ratio:
-            capacity = int(hall.catalog.experts * cell.share)
+            capacity = int(pack.catalog.experts * cell.share)
             missed = misses(session, capacity, args.policy) / len(session.counted)
-            bandwidth = missed * hall.expert_bytes / (cell.ratio * hall.resident[0])
-        record = hall.run(cell, session, bandwidth, disk)
+            bandwidth = missed * pack.expert_bytes / (cell.ratio * pack.resident[0])
+        record = pack.run(cell, session, bandwidth, disk)
         note(f"{cell.key}: {statistics.fmean(record['seconds']) * 1e3:.1f} ms")
         save(args, record)
-    hall.model.greenroom.detach()
+    pack.model.greenroom.detach()
 
 
 def save(args: Any, record: dict[str, Any]) -> None:
@@ -241,23 +243,25 @@ def read(args: Any) -> dict[str, Any]:
     return {record["key"]: record for record in records}
 
 
-def report(known: dict[str, Any]) -> str:
+def report(known_records: dict[str, Any]) -> str:
     """A row a cell: each way's mean time a token, and its ratio to whole experts'."""
-    found: dict[Any, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for key, record in known.items():
+    by_cell: dict[Any, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for key, record in known_records.items():
         if key != "resident":
-            found[record["share"], record["ratio"]][record["way"]].append(record)
+            by_cell[record["share"], record["ratio"]][record["way"]].append(record)
     rows = []
-    for (share, ratio), ways in sorted(found.items()):
+    for (share, ratio), ways in sorted(by_cell.items()):
         by_number = {way: {r["key"].split("/")[-1]: r for r in runs} for way, runs in ways.items()}
-        whole = by_number.get("whole", {})
+        unsplit_runs = by_number.get("whole", {})
         line = [f"{share:.1%}", f"{ratio:g}" if ratio else DISK]
         for way in WAYS:
             pairs = [
                 pair
                 for number, run in by_number.get(way, {}).items()
-                if number in whole
-                for pair in zip(*(blocks(r["seconds"]) for r in (run, whole[number])), strict=True)
+                if number in unsplit_runs
+                for pair in zip(
+                    *(blocks(r["seconds"]) for r in (run, unsplit_runs[number])), strict=True
+                )
             ]
             mean = [s for run in by_number.get(way, {}).values() for s in run["seconds"]]
             shown = f"{statistics.fmean(mean) * 1e3:.0f}" if mean else "-"
@@ -275,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("pack", type=Path, help="made with --segments")
-    add("trace", type=Path, help="a recording of as many layers and experts")
+    add("trace", type=Path, help="a unsplit_runs of as many layers and experts")
     add("--out", type=Path, required=True)
     add("--seconds", type=float, default=3600.0, help="begin no further run after this long")
     add("--table", action="store_true", help="read --out only")

@@ -5,12 +5,12 @@
     python benchmarks/replay/speed.py ... --ratios --bandwidths 2 --shares 0.1 0.2 0.3 0.5 0.7
     python benchmarks/replay/speed.py ... --batch 8 --shares 0.25 --ratios 1
 
-The model has a real model's shapes and a recording's routing (forced.py); its experts wait in
-memory behind a line whose bandwidth makes the ratio
+The model has a real model's shapes and a recording's routing (forced.py); its experts are in
+memory behind a throttled link, whose bandwidth makes the ratio
 
     (bytes that the reactive run misses a token / bandwidth) / (a token with everything resident)
 
-what the cell asks for, or on the disk (its bandwidth is measured at the start), or on a line of a
+equal to the cell's, or on the disk (its bandwidth is measured at the start), or behind a link of a
 set bandwidth. Bytes come from the replay of the same requests by the same policy at the same
 capacity; the time of a token is measured at the start. With --batch so many requests are decoded
 together, and a token is a pass of one of each.
@@ -19,10 +19,10 @@ A run is a session: some requests fill an empty cache with nothing computed, the
 decoded token by token; its first passes (--settle) are not counted. Variants of a cell follow one
 another, in an order that turns with each repetition, over the same tokens: `x reactive` is over
 pairs of the same pass (blocks of 4 passes are resampled for the interval). One thread computes, so
-that the link's copies have a core of their own: link.py measures what they cost all the same.
+that the link's copies have a core of their own: link.py measures their remaining cost.
 
-Beside each: what no run can beat, the longer of computing and carrying (`floor`); the share of the
-reactive stall that was hidden, of what can be; and the share of what the best oracle gains.
+Further columns: `floor`, the longer of computing and transfers, a lower bound; the hidden share of
+the reactive stall that can be hidden; and the share of the best oracle's gain.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ USUAL = [REACTIVE, "markov", "noisy-oracle:2", "oracle:2"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A share of experts resident, and transfer over compute, or the line's GB/s (neither: the
+    """A share of experts resident, and transfer over compute, or the link's GB/s (neither: the
     disk)."""
 
     share: float
@@ -95,12 +95,12 @@ def sessions(
 def misses(session: Session, capacity: int, policy: str) -> int:
     """Requests of the counted passes that a replay finds absent."""
     requests, experts = stream(session.trace, "runtime"), int(session.trace.offsets[-1])
-    found = replay(
+    replayed = replay(
         requests, session.trace.offsets, capacity, choose(policy, capacity, experts), detail=True
     )
-    assert found.missed is not None
+    assert replayed.missed is not None
     a_pass = np.repeat(requests.token, np.diff(requests.starts))
-    return int(found.missed[a_pass >= session.first].sum())
+    return int(replayed.missed[a_pass >= session.first].sum())
 
 
 def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args: Any,
@@ -128,9 +128,10 @@ def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args
 def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
     """Every run, one record each."""
     layers = len(rig.catalog.layers)
-    alone, of_experts, _ = rig.resident(batch=args.batch)
+    resident_s, of_experts, _ = rig.resident(batch=args.batch)
     note(
-        f"a token with everything resident: {alone * 1e3:.0f} ms, {of_experts / alone:.0%} experts"
+        f"a token with everything resident: {resident_s * 1e3:.0f} ms,"
+        f" {of_experts / resident_s:.0%} experts"
     )
     disk = rig.disk() if None in args.ratios else None
     chosen = sessions(rig.trace, args.tokens, args.fill, args.settle, args.repeats, args.batch)
@@ -143,7 +144,7 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
         for cell in cells + [Cell(share, None, each) for each in args.bandwidths]:
             bandwidth = None if cell.line is None else cell.line * 1e9
             if cell.ratio is not None:
-                bandwidth = missed / (cell.ratio * alone)
+                bandwidth = missed / (cell.ratio * resident_s)
             for repeat, session in enumerate(chosen):
                 turn = repeat % len(args.variants)
                 for variant in args.variants[turn:] + args.variants[:turn]:
@@ -152,7 +153,7 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
                         **asdict(cell), "batch": args.batch,
                         "variant": variant, "repeat": repeat, "layers": layers,
                         "kernels": args.kernels, "threads": args.threads, "policy": args.policy,
-                        "capacity": capacity, "bandwidth": bandwidth or disk, "alone_s": alone,
+                        "capacity": capacity, "bandwidth": bandwidth or disk, "alone_s": resident_s,
                         "expected_misses": expected[repeat], "load": os.getloadavg()[0],
                         **run(rig, session, capacity, bandwidth, args, variant),
                     }  # fmt: skip
@@ -215,8 +216,8 @@ def best_of(variants: dict[str, Runs]) -> Runs | None:
 
 
 def share_hidden(reactive: Runs, runs: Runs, carrying: float) -> str:
-    """Of the reactive stall, what did not remain, over what the computing of the variant's own
-    runs left to be hidden: carrying less computing must be waited for in any case."""
+    """Hidden share of the reactive stall that can be hidden: transfers longer than the variant's
+    computation cause a stall in any case."""
     before, after = per_token(reactive, "stall_s"), per_token(runs, "stall_s")
     hideable = before - max(0.0, carrying - (tpot(runs) - after))
     return f"{(before - after) / hideable:.0%}" if hideable > 0 else "-"
@@ -226,10 +227,10 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
     """The figures of a variant of a cell."""
     reactive, oracle = variants.get(REACTIVE), best_of(variants)
     first = (reactive or runs)[0]
-    alone, bandwidth = first["alone_s"], first["bandwidth"]
+    resident_s, bandwidth = first["alone_s"], first["bandwidth"]
     missed = per_token(reactive, "bytes") if reactive else None
     carrying = missed / bandwidth if missed is not None else None
-    floor = max(alone, carrying) if carrying is not None else None
+    floor = max(resident_s, carrying) if carrying is not None else None
     faster = gain = hidden = "-"
     if reactive and variant != REACTIVE:
         pairs = []
@@ -243,7 +244,7 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
             hidden = share_hidden(reactive, runs, carrying)
     p50, p95 = np.percentile([s for r in runs for s in r["seconds"]], (50, 95)) * 1e3
     off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == REACTIVE else 0
-    show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
+    show = [None if x is None else f"{x * 1e3:.0f}" for x in (resident_s, carrying, floor)]
     return [
         *(f"{ms:.0f}" for ms in (tpot(runs) * 1e3, p50, p95, per_token(runs, "stall_s") * 1e3)),
         f"{per_token(runs, 'bytes') / 1e6:.0f}",

@@ -1,10 +1,10 @@
-"""The slow, obvious cache: what the compiled one must equal."""
+"""A slow, simple cache: the compiled cache must give the same results."""
 
 from __future__ import annotations
 
 
 class ReferenceCache:
-    """One dictionary a group, requests one by one; `policy` is lru, fifo or lfu."""
+    """A cache with one set of residents a group; `policy` is lru, fifo or lfu."""
 
     def __init__(self, offsets: list[int], sizes: list[int], policy: str) -> None:
         self.offsets, self.sizes, self.policy = offsets, sizes, policy

@@ -47,7 +47,7 @@ def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, la
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
-    """What the slowest device has of a step of 8, against drawing a device for each."""
+    """Share of a step of 8 on the busiest device, compared with a random device for each."""
     rng = np.random.default_rng(1)
     home = home_devices(range(0, 16 * 64 + 1, 64), devices)
     drawn, hashed = [], []
@@ -102,7 +102,7 @@ def test_every_device_has_its_own_link_and_its_own_groups():
     assert sorted((a.piece, a.link, a.slot % 2) for a in actions) == [(0, 0, 0), (1, 1, 1)]
     (more, group) = s.on(Landed(0, 1, 1))
     assert (group.experts.tolist(), group.device, more.piece, more.link) == ([1], 1, 3, 1)
-    (more, group) = s.on(Landed(0, 0, 0))  # beside the other device's
+    (more, group) = s.on(Landed(0, 0, 0))  # while the other device computes its group
     assert (group.experts.tolist(), group.device, more.piece, more.link) == ([0], 0, 2, 0)
     assert s.on(Landed(0, 3, 1)) == []  # its device is computing
     (group,) = [a for a in s.on(Computed(1)) if isinstance(a, ComputeGroup)]

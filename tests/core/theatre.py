@@ -1,4 +1,4 @@
-"""A small model of two layers, and what drives a scheduler in tests of its events."""
+"""A small model of two layers, and a simulated driver for tests of the scheduler's events."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class Theatre:
         self.moving.append(action)
 
     def _spare(self, action: StartChunk) -> None:
-        """Nothing is written to a slot that is being computed from."""
+        """Check that no transfer writes to a slot of a running group."""
         assert not any(action.slot in group.slots for group in self.groups.values())
 
     def _at_home(self, action: StartChunk) -> None:
-        """A piece goes to its own device, on that device's own link."""
+        """Check that a piece goes to its home device, on that device's link."""
         home = int(self.s.pieces.home_device[action.piece])
         assert action.link in self.s.transfers.queue.paths[home]
         kinds = kinds_of(self.s.placement.cache)
@@ -125,7 +125,7 @@ class Theatre:
         assert action.slot % kinds == home
 
     def _after_its_top(self, experts: np.ndarray, part: int) -> None:
-        """A bottom goes on where the top has ended, which is still in its slot."""
+        """Check that a bottom segment runs after its top segment, which is still in its slot."""
         if part:
             assert {*experts.tolist()} <= {*self.computed}
             at = np.searchsorted(self.s.step.experts, experts)
@@ -134,7 +134,7 @@ class Theatre:
             ] == experts.tolist()
 
     def _check(self) -> None:
-        """What lies in the buffer and is not moving is there, whole."""
+        """Check that every complete entry of the buffer has all of its bytes in its slot."""
         for piece, entry in self.s.placement.buffer.borrowed.items():
             assert self.s.placement.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
             if entry.state is BorrowState.COMPLETE:
@@ -191,7 +191,7 @@ class Theatre:
 
 
 def carry_out(s: Scheduler, actions: list[Action], transfers_first: bool = False) -> list[Action]:
-    """Do what is ordered, in that order or transfers first, until a step is over; all of it."""
+    """Carry out actions, in order or transfers first, until the step is over; return them all."""
     done: list[Action] = []
     waiting: list[Action] = []
     while True:

@@ -28,8 +28,8 @@ def test_the_list_is_all_that_is_imported(report, tmp_path: Path) -> None:
     """An environment of these packages, torch's and Triton's alone runs the report's imports."""
     wheels = report("wheels")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    there = wheels.needed(map(wheels.Requirement, wheels.THERE), python)
-    for name in {**wheels.wanted(python), **there}:
+    there = wheels.needed(map(wheels.Requirement, wheels.PREINSTALLED), python)
+    for name in {**wheels.requirements(python), **there}:
         own = distribution(name)
         for entry in {path.parts[0] for path in own.files or () if path.parts[0] != ".."}:
             target = tmp_path / entry
@@ -46,7 +46,7 @@ def test_the_list_is_all_that_is_imported(report, tmp_path: Path) -> None:
 
 def test_only_what_a_machine_lacks_is_listed(report) -> None:
     wheels = report("wheels")
-    needs = wheels.wanted()
+    needs = wheels.requirements()
     assert {"transformers", "numba", "llvmlite", "pytest-xdist"} <= set(needs)
     assert not {"torch", "numpy", "triton", "sympy"} & set(needs)
     have = "\n".join(wheels.pinned(sorted(needs))).replace("==5.23.0", "==5.17.0")
@@ -56,7 +56,7 @@ def test_only_what_a_machine_lacks_is_listed(report) -> None:
 
 def test_every_version_comes_from_the_constraints(report, tmp_path) -> None:
     wheels = report("wheels")
-    names = wheels.pinned(sorted(wheels.wanted()))
+    names = wheels.pinned(sorted(wheels.requirements()))
     assert all("==" in name for name in names)
     line = wheels.command(names, tmp_path, "3.12")
     assert line[-len(names) :] == names

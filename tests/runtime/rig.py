@@ -28,7 +28,7 @@ from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.store.disk import DiskStore
 
-PATIENCE = 60.0  # seconds; what runs here takes a fraction of one
+PATIENCE = 60.0  # seconds; each test takes a fraction of a second
 
 
 def threads() -> set[int | None]:
@@ -40,7 +40,7 @@ def descriptors() -> int:
 
 
 def in_time(*works: Callable[[], None]) -> None:
-    """Run each in a thread of its own; fails, with all stacks, where one does not end in time."""
+    """Run each function in its own thread; fail with all stacks if one does not end in time."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -63,8 +63,11 @@ def in_time(*works: Callable[[], None]) -> None:
 
 
 class Rig:
-    """`predictor` prefetches into `ahead` slots; with two links host memory lies between them, of
-    which a tier has `tier_slots` slots; `faults` are FakeStore's."""
+    """A driver, its store, scheduler and slots, over the file of a catalog.
+
+    `predictor` prefetches into `ahead` slots. With two links, host memory lies between them and a
+    tier has `tier_slots` slots of it. `faults` are FakeStore's.
+    """
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class Rig:
         self.layer, self.computed = 0, []
 
     def holds(self, slot: int, piece: int) -> bool:
-        """Whether a slot holds a piece, whole."""
+        """Does a slot hold all bytes of a piece?"""
         layout = self.catalog.layouts[self.catalog.layer_of(piece)]
         parts = (("up", piece), ("down", piece + 0.5))
         return all(bool((self.slots.tensor(slot, layout[n]) == v).all()) for n, v in parts)
@@ -180,7 +183,7 @@ class Rig:
 
 
 class Ahead:
-    """A predictor that says what it is told to, for the layer after each."""
+    """A predictor that returns a function's choice for the layer after each."""
 
     name, distance = "scripted", 1
 

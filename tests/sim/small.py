@@ -63,16 +63,16 @@ def starts(lengths: list[int]) -> np.ndarray:
 def steps(trace: Trace, stream: Stream) -> list[TraceStep]:
     """A stream in runtime order as the event machine takes it."""
     tokens = np.diff(trace.pass_starts)
-    steps_found = []
+    trace_steps = []
     for s in range(stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
         rows = stream.rows[part] if stream.rows.size else None
         number = int(stream.token[s])
-        steps_found.append(
+        trace_steps.append(
             TraceStep(number, int(stream.layer[s]), stream.pieces[part].astype(np.int64), rows,
                       int(tokens[number]))
         )  # fmt: skip
-    return steps_found
+    return trace_steps
 
 
 @dataclass

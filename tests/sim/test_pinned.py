@@ -34,7 +34,7 @@ def test_the_experts_that_a_task_uses_most():
 @pytest.mark.parametrize("name", ["lru", "next-use", "moe-infinity"])
 @pytest.mark.parametrize("capacity", [5, 9, 14])
 def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
-    """The same steps served one by one, kept sets changed in between."""
+    """The same steps served one by one, with changes of the pinned set in between."""
     trace = labelled(capacity)
     requests, pins = stream(trace, "runtime"), hot_experts(labelled(capacity), tasks, 0.2)
     changes = dict(pinned_by_step(trace, requests, pins))

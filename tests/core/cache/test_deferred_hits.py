@@ -21,7 +21,7 @@ NAMES = sorted(name for name, each in POLICIES.items() if not each.needs_trace)
 
 
 def arrays(policy_state: Any) -> Iterator[list[float]]:
-    """All that a policy remembers."""
+    """Every array of a policy's state, as lists."""
     for each in policy_state:
         if isinstance(each, tuple | list):
             yield from arrays(each)

@@ -300,7 +300,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
 
 
 def test_a_theatre_without_the_host_s_processor_is_what_it_was():
-    """The same machine, told to move everything, does what one without rates does."""
+    """A machine configured to move everything acts as a machine without rates."""
     every = pieces()
     plain = Scheduler(every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru")))
     s = Scheduler(

@@ -237,16 +237,16 @@ class Stage(Theatre):
         if part == SKIP:
             assert slot == -1
             return
-        piece_there = self.memory.get(slot)
-        assert piece_there is not None
+        stored_piece = self.memory.get(slot)
+        assert stored_piece is not None
         if part == LOW:
-            assert piece_there == N + expert
-        elif piece_there % N != expert:  # a substitute, resident and of the same layer
-            assert piece_there < N or piece_there >= 2 * N
-            assert self.s.pieces.layer[piece_there % N] == self.s.pieces.layer[expert]
-            assert self.s.placement.cache.state.pinned[piece_there % N]
+            assert stored_piece == N + expert
+        elif stored_piece % N != expert:  # a substitute, resident and of the same layer
+            assert stored_piece < N or stored_piece >= 2 * N
+            assert self.s.pieces.layer[stored_piece % N] == self.s.pieces.layer[expert]
+            assert self.s.placement.cache.state.pinned[stored_piece % N]
         else:
-            assert not N <= piece_there < 2 * N
+            assert not N <= stored_piece < 2 * N
 
 
 @given(
@@ -306,8 +306,8 @@ def test_any_order_of_events_computes_every_request_once(
         if chance == 9:
             stage.tell(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():
-            piece_there = stage.memory[s.placement.slot(piece)]
-            assert piece_there in (piece, 2 * N + piece)
+            stored_piece = stage.memory[s.placement.slot(piece)]
+            assert stored_piece in (piece, 2 * N + piece)
         for expert, slot in s.placement.secondary.slot_of.items():
             if s.placement.secondary.is_complete(expert):
                 assert stage.memory[s.placement.secondary_tier_slot(slot)] == N + expert

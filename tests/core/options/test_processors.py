@@ -23,13 +23,13 @@ def rates(bus: float = 1.0, host: float = 2.0, disk: float = 5.0, device: float 
     return Rates(costs, BYTES, **more)
 
 
-def misses(rates_of_run: Rates, *rows: int, cached: bool = True) -> list[Miss]:
-    return [rates_of_run.miss(request, n, BYTES, cached, 0) for request, n in enumerate(rows)]
+def misses(run_rates: Rates, *rows: int, cached: bool = True) -> list[Miss]:
+    return [run_rates.miss(request, n, BYTES, cached, 0) for request, n in enumerate(rows)]
 
 
-def on_host(rates_of_run: Rates, *rows: int) -> list[int]:
-    """What the host computes where nothing else is asked of anybody."""
-    return assign(misses(rates_of_run, *rows), Queues.empty())
+def on_host(run_rates: Rates, *rows: int) -> list[int]:
+    """Indices of the misses that an idle host computes."""
+    return assign(misses(run_rates, *rows), Queues.empty())
 
 
 def test_both_are_over_at_the_same_time():
@@ -61,7 +61,7 @@ def test_what_is_queued_for_the_link_counts():
 
 
 def test_what_the_device_has_to_compute_counts_only_where_it_delays():
-    """It computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
+    """The device computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
     busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
     assert assign(one, busy) == [0]
     assert end_with(one, [0], busy) == 10.0
@@ -69,19 +69,19 @@ def test_what_the_device_has_to_compute_counts_only_where_it_delays():
 
 
 def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
-    rates_of_run, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
-    cold = misses(rates_of_run, 1, 1, cached=False)
+    run_rates, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
+    cold = misses(run_rates, 1, 1, cached=False)
     assert end_with(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
     assert end_with(cold, [0, 1], queues) == 12.0
     assert assign(cold, queues) == []
-    mixed = [rates_of_run.miss(0, 1, BYTES, False, 0), rates_of_run.miss(1, 1, BYTES, True, 0)]
+    mixed = [run_rates.miss(0, 1, BYTES, False, 0), run_rates.miss(1, 1, BYTES, True, 0)]
     assert end_with(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
 
 
 def test_each_device_has_a_link_of_its_own():
     """Two misses of one device and one of the other: the host takes one of the first's."""
-    rates_of_run, queues = rates(host=1.5, devices=2), Queues.empty(2)
-    three = [rates_of_run.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
+    run_rates, queues = rates(host=1.5, devices=2), Queues.empty(2)
+    three = [run_rates.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
     assert end_with(three, [], queues) == 2.0
     assert assign(three, queues) in ([0], [1])
     assert end_with(three, assign(three, queues), queues) == 1.5
@@ -102,9 +102,9 @@ def test_an_expert_of_half_the_bytes_takes_half_as_long():
 )
 @settings(max_examples=400, deadline=None)
 def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(requests, speeds, ends):
-    rates_of_run = rates(*speeds, devices=2)
+    run_rates = rates(*speeds, devices=2)
     every = [
-        rates_of_run.miss(n, rows, BYTES, cached, d) for n, (rows, cached, d) in enumerate(requests)
+        run_rates.miss(n, rows, BYTES, cached, d) for n, (rows, cached, d) in enumerate(requests)
     ]
     queues = Queues(ends[0], list(ends[1:3]), list(ends[3:]))
     before = queues.copy()

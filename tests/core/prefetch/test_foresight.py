@@ -13,7 +13,7 @@ OFFSETS = (0, 6, 10, 17)  # layers of 6, 4 and 7 experts
 
 
 class FixedPredictor:
-    """A predictor that guesses what it was made with, and notes what it is told."""
+    """A predictor with fixed predictions that records its calls."""
 
     name, distance = "says", None
 

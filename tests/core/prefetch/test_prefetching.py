@@ -35,7 +35,7 @@ def ids(*pieces: int) -> np.ndarray:
 
 
 class House:
-    """A scheduler, and what it has ordered and not been told the end of."""
+    """A scheduler, and its actions whose end it has not observed yet."""
 
     def __init__(self, capacity: int = 8, ahead: int = 2, *, lanes=1, chunks: int = 1, **kwargs):
         total = LAYERS * EXPERTS
@@ -194,7 +194,7 @@ def test_the_policy_observes_a_prefetch_when_it_is_requested():
 
 
 def chances(h: House, **by_layer: list[float]) -> None:
-    """What each rank's chance of use is taken to be."""
+    """The estimated chance of use of each rank."""
     h.s.lookahead._chances = lambda layer, width: np.array(by_layer[f"layer{layer}"][:width])
 
 

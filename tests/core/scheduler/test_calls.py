@@ -1,4 +1,4 @@
-"""What a step costs, in calls of Python and C functions: work is counted, since time is noisy."""
+"""Cost of a step in calls of Python and C functions: a count, since time is noisy."""
 
 from __future__ import annotations
 

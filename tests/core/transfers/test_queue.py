@@ -10,7 +10,7 @@ from greenroom.core.transfers.queue import TransferQueue, Urgency
 
 
 def drain(queue: TransferQueue) -> list[tuple[int, int]]:
-    """All that starts where every chunk lands at once."""
+    """Every chunk that starts, where each lands at once."""
     started = []
     while transfers := list(queue.start()):
         for transfer in transfers:
@@ -180,7 +180,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_demand_that_can_move_does(self):
-        """When everything that moves has landed, a demand always finds a staging slot."""
+        """After every moving chunk has landed, a demand always gets a staging slot."""
         if not self.moving and self.demanded - self.dropped:
             assert self.queue.open_for(Urgency.DEMAND) or len(self.lanes) > 1
 

@@ -1,4 +1,4 @@
-"""The tier between two links: what is kept there, and that every byte comes from where it is."""
+"""The tier between two links: its residents, and the source of every byte."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_any_order_of_events_and_any_size_of_the_tier(
     assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
-    for piece in tier.cache.residents().tolist():  # what counts as kept is there, whole
+    for piece in tier.cache.residents().tolist():  # every resident has all of its bytes
         slot = int(tier.cache.state.slot_of[piece])
         assert theatre.host[slot] == (piece, set(range(chunks)))
 

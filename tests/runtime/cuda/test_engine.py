@@ -1,4 +1,4 @@
-"""What a GPU's driver refuses, or loses: one line each, without a GPU."""
+"""Errors of a GPU's driver become one line each; runs without a GPU."""
 
 from __future__ import annotations
 

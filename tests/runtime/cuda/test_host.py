@@ -21,7 +21,7 @@ LAYERS, EXPERTS = 3, 6
 
 
 class Registered(Engine):
-    """Counts registrations; refuses them where told to."""
+    """An engine that counts registrations, and refuses them with a given message."""
 
     def __init__(self, refusal: str | None = None) -> None:
         self.refusal = refusal

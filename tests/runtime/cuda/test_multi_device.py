@@ -65,7 +65,7 @@ class Two(Rig):
         self.layer, self.computed = 0, []
 
     def holds(self, slot: int, piece: int) -> bool:
-        """Whether a slot of the piece's own device holds it, whole."""
+        """Does a slot of the piece's home device hold all of its bytes?"""
         layout = self.catalog.layouts[self.catalog.layer_of(piece)]
         device = self.slots.pools[slot % 2]
         assert slot % 2 == self.pieces.home_device[piece]

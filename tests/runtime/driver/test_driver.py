@@ -127,7 +127,7 @@ def test_stalls_are_counted(rig):
 
 
 def test_a_resize_that_comes_after_closing_is_refused(rig):
-    """What was being prefetched then never lands."""
+    """A prefetch that was moving then never lands."""
     r = ahead(rig, lambda layer: [3, 4], latency=0.05)
     r.begin()
     r.step(0, 0)
@@ -221,7 +221,7 @@ def test_a_scheduler_that_breaks_in_a_copier_s_thread_is_an_error_and_not_a_hang
 
 
 def test_a_decision_that_is_interrupted_breaks_the_driver(rig, monkeypatch):
-    """What a chunk was ordered for is unknown then: no later step may trust the slots."""
+    """The target of a chunk is unknown then, so no later step may trust the slots."""
     r = rig(4, latency=0.02)
 
     def interrupted(action):

@@ -1,4 +1,4 @@
-"""What is foreseen beside a running driver."""
+"""Predictions during the passes of a running driver."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_predictor_that_raises_ends_prefetching_and_nothing_else(rig, caplog):
 
 
 def test_a_predictor_observes_no_pass_whose_beginning_it_missed(rig):
-    """It began where every expert had a slot: how many tokens it has nobody has said."""
+    """The pass began while every expert had a slot, so its number of tokens is unknown."""
     r = ahead(rig, lambda layer: [], capacity=16)
     observed = []
     r.driver.predictions.foresight.predictor.begin = lambda at: observed.append(

@@ -57,7 +57,7 @@ class Script:
             )
 
     def guess(self, layer: int) -> list[int]:
-        """What the predictor says of a layer ahead; beyond the last it is the next pass's."""
+        """The prediction for a layer ahead; beyond the last layer it is the next pass's."""
         at = self.now + layer // LAYERS
         used = self.experts[min(at, self.play.passes)][layer % LAYERS]
         others = [e for e in range(EXPERTS) if e not in used]

@@ -25,7 +25,7 @@ def saved(timeline, tmp_path):
 
 
 def check(trace) -> None:
-    """What the format's description asks of each kind of event."""
+    """Check the fields that the trace format requires of each kind of event."""
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
     named = set()

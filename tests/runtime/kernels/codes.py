@@ -27,7 +27,7 @@ GGML = (*HALVES, "gguf_mxfp4")
 
 @dataclass(frozen=True)
 class Style:
-    """An encoding and what a checkpoint may choose in it: the scales' type, and what shares one."""
+    """An encoding with the type of its scales and the block of weights that shares a scale."""
 
     name: str
     scales: str = ""

@@ -51,7 +51,7 @@ Case = tuple[str, "Outcome"]
 
 @dataclass
 class Outcome:
-    """What a case computed, what it should be, and the largest distance (0: the same bits)."""
+    """Result and expectation of a case, and the largest distance allowed (0: the same bits)."""
 
     got: Tensor
     want: Tensor
@@ -250,7 +250,7 @@ def of_attention(one: OneTokenAttention, tokens: int) -> Iterator[Case]:
 
 
 def of_style(style: Style, all_widths: bool) -> Iterator[Case]:
-    """Everything that is computed with one encoding."""
+    """All cases of one encoding."""
     unit = {"int8": 64}.get(style.name, max(32, BLOCKS[style.name][0]))
     blocks = range(1, MANY + 1) if all_widths else FEW
     tokens = TOKENS if all_widths else (1, 5)
@@ -270,7 +270,7 @@ def of_style(style: Style, all_widths: bool) -> Iterator[Case]:
 
 
 def of_plain(dtype: torch.dtype, all_widths: bool) -> Iterator[Case]:
-    """Everything that is computed with plain weights of a type."""
+    """All cases of plain weights of one type."""
     elements = (
         range(1, 2 * MANY + 1) if all_widths else (1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90)
     )
@@ -290,7 +290,7 @@ def of_plain(dtype: torch.dtype, all_widths: bool) -> Iterator[Case]:
 
 
 def cases(all_widths: bool) -> Iterator[Case]:
-    """All of them, or those of a few widths."""
+    """All cases, or the cases of a few widths."""
     for style in (*(replace(s, share=(1, s.share[1])) for s in STYLES), WIDE):
         yield from of_style(style, all_widths)
     for dtype in DTYPES if all_widths else (torch.bfloat16,):

@@ -1,4 +1,4 @@
-"""What a device can do: measured on the CPU in a GPU's place."""
+"""The measurement of a device, with the CPU in a GPU's place."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_a_module_that_is_no_router(choose: Any, message: str) -> None:
 
 
 def test_hooks_on_a_router_are_left_behind_when_it_is_tried() -> None:
-    """They may hold what cannot be copied, as the runtime's threads and locks."""
+    """Hooks may hold objects that cannot be copied, such as the runtime's threads and locks."""
     model = make("gemma4_text")
     (router, *_) = find_routers(model, experts_of(model))
     lock = threading.Lock()

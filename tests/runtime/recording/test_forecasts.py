@@ -1,4 +1,4 @@
-"""Predictions beside a run are those that a replay of its trace gives."""
+"""Predictions recorded during a run equal those of a replay of its trace."""
 
 from __future__ import annotations
 

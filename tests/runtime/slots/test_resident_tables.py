@@ -19,7 +19,7 @@ from tests.core.cache.test_all_resident import PIECES, filled, serve, steps
 
 
 def place(tables: Any, pieces: list[int]) -> int:
-    """What compiled code does with a step's tables (kernels/choice.py), for these pieces."""
+    """Update a step's tables for these pieces as compiled code does (kernels/choice.py)."""
     first, slot_of, used, request_counts, _, step = tables
 
     def word(start: int, piece: int) -> Any:

@@ -1,4 +1,4 @@
-"""What compiled code took for granted shows, and shows again when it is put back."""
+"""The module check detects each changed assumption of compiled code, and its restoration."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_position_has_the_bits_of_the_module(rope, dtype):
     positions = torch.randint(0, 8000, (200,), generator=torch.Generator().manual_seed(0))
     for position in [*positions.tolist(), *range(ROWS - 2, ROWS + 2)]:
         assert equal(module, ours, x, torch.tensor([[position]]))
-    assert len(ours._tables) == TABLES  # no more are kept
+    assert len(ours._tables) == TABLES  # older tables are dropped
 
 
 def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch):

@@ -87,7 +87,7 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
-    """Where it is open who is the last. The products are exact here, so they are torch's."""
+    """Ties for the last place. The products are exact here, so they equal torch's."""
     if not compiled:
         monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
     module = router_of(Qwen3MoeTopKRouter, qwen())

@@ -1,4 +1,4 @@
-"""Formulas over rows are those of NumPy, at every length, and touch nothing beside their rows."""
+"""Formulas over rows equal NumPy's at every length, and write only to their rows."""
 
 from __future__ import annotations
 
