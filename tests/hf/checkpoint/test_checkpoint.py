@@ -141,7 +141,7 @@ WRONG: list[tuple[Any, type[ModelError], str]] = [
     (missing_shard, CheckpointError, "model-2.safetensors: missing"),
     (index_names_no_file, CheckpointError, "model-9.safetensors: missing"),
     (index_names_no_tensor, CheckpointError, "model-1.safetensors: the tensor e is missing"),
-    (truncated_shard, CheckpointError, "model-1.safetensors: truncated: a ends"),
+    (truncated_shard, CheckpointError, "model-1.safetensors: truncated: tensor a ends"),
     (broken_index, CheckpointError, f"{INDEX}: not readable"),
     (index_without_map, CheckpointError, f"{INDEX}: not readable"),
     (index_with_numbers, CheckpointError, f"{INDEX}: damaged"),
