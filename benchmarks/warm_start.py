@@ -4,7 +4,7 @@
 
 One run answers a first prompt and stores its hot set. Then each further prompt, all of them new
 to that run, is answered twice, in turns: cold (GREENROOM_LEARNED=off) and warm (with the hot set of
-the first run, which is restored before each answer). Tokens are greedy, so both ask for the same
+the first run, which is restored after each answer). Tokens are greedy, so both ask for the same
 experts.
 
 Steady is the hit ratio of decode's second half, the mean of both. It is reached at the first decode
