@@ -189,7 +189,8 @@ def plot(results: Results, measured: dict[str, Any], variants: list[str], path: 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    engines = [name for name in COLOURS if any(engine == name for _, engine in results)]
+    ran = {engine for (_, engine), runs in results.items() if runs}
+    engines = [name for name in COLOURS if name in ran]
     figure, axes = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
     width = 0.8 / len(engines)
     for i, engine in enumerate(engines):
@@ -198,7 +199,8 @@ def plot(results: Results, measured: dict[str, Any], variants: list[str], path: 
         bars = axes.bar(
             places, rates, width * 0.92, color=COLOURS[engine], label=NAMES.get(engine, engine)
         )
-        axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=1, fontsize=8)
+        axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=1, fontsize=8, zorder=4,
+                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
     for n, variant in enumerate(variants):
         ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
         if ours:
