@@ -70,7 +70,11 @@ DAMAGED = {
     "wrong size": ({"a": entry(shape=(3,))}, bytes(8), "takes 8 bytes, but F32 [3] needs 12"),
     "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "takes -8 bytes"),
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), "bytes of a and b overlap"),
-    "truncated": ({"a": entry(), "b": entry(offsets=(8, 16))}, bytes(15), "truncated: tensor b ends at"),
+    "truncated": (
+        {"a": entry(), "b": entry(offsets=(8, 16))},
+        bytes(15),
+        "truncated: tensor b ends at",
+    ),
 }
 
 
