@@ -26,8 +26,9 @@ RHO, OMEGA = 0.25, 128  # MoEpic's defaults
 
 
 class Activity:
-    """Activation counts of a model's layers, by which H, P and PH are computed.
+    """Activation counts of a model's layers, for MoEpic's configurator.
 
+    They give its hit ratio H, accuracy P and joint share PH.
     `experts[i]` is the number of experts of layer i, `tokens[i]` the number of tokens counted
     there. Expert ids are within their layer.
     """

@@ -83,7 +83,7 @@ class ComputedGroup(NamedTuple):
 
 
 class TransferStatus(NamedTuple):
-    """The transfer of a piece; `sure`: all of its chunks have started."""
+    """The state of a piece's transfer; `sure`: all of its chunks have started."""
 
     sure: bool
 

@@ -41,7 +41,7 @@ def journal_path(path: Path) -> Path:
 
 
 class Journal:
-    """Appends segments to a new file, or to a journal with the same header.
+    """Appends parts of a recording to a file; an existing one must have the same header.
 
     `requests` counts the complete requests in it, and `tokens` their tokens; an incomplete request
     at its end is dropped. TraceError where the file is of another recording, OutputError where

@@ -32,7 +32,7 @@ class AllResident:
 
     @staticmethod
     def of(placement: Placement, counts: Counts) -> AllResident | None:
-        """The path for a cache that evicts nothing under LRU; None for other caches."""
+        """Make the all-resident path of an LRU cache with a slot for all; else None."""
         cache = placement.cache
         if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None

@@ -63,7 +63,7 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
 
 
 def initial_tier_slots(cache: Cache) -> Ints:
-    """The tier's slot for each slot of the cache before anything has moved, [slots]."""
+    """Return the first memory slot of each slot number of the cache, [slots]."""
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:
         counts = pieces.slots_per_device(cache.capacity)

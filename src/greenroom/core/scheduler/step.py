@@ -195,7 +195,7 @@ class Step:
     # ---- groups
 
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
-        """Order the requests that are ready: one group on each idle device, and on the host.
+        """Start the next group on each idle device and on the host, of ready requests.
 
         Bottom segments are computed where no top segment is ready.
         """

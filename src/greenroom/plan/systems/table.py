@@ -228,7 +228,7 @@ def part_of(option: str, value: Any) -> str | None:
 
 
 def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None:
-    """UsageError for an option of a part that none of these rows has."""
+    """Check that every option belongs to one of these systems. UsageError."""
     for option in user_options:
         if not any(option in row.select_options(user_options) for row in rows):
             have = [

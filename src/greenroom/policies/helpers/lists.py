@@ -84,7 +84,7 @@ def empty_queues(setup: PolicySetup) -> Queues:
 
 @compiled
 def head_of(queues: Queues, group: int, which: int) -> int:
-    """The head of a queue's list."""
+    """Return the node that stands for the head of a queue's list."""
     return int(queues.queue_of.size + QUEUES * group + which)
 
 

@@ -49,7 +49,7 @@ class HostShare:
         self.experts += experts
 
     def merge_into(self, step: KernelStep) -> None:
-        """Merge the outputs into the device's step."""
+        """Merge the host's outputs into the device's step."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
             step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)

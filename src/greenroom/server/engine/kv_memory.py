@@ -11,7 +11,7 @@ SHARE = 0.25  # default share of the memory that the expert cache could use
 
 
 def kv_limit(greenroom: Any, config: ServeConfig) -> int:
-    """Return the bytes for keys and values. BudgetError if they are too few or too many.
+    """Return the limit of all requests' KV caches, in bytes. BudgetError.
 
     They must hold one full context. A request is admitted only if there is room for its greatest
     length, so that none is ever preempted.

@@ -45,7 +45,7 @@ class RequestRecord:
             self.at_end.pop()()
 
     def facts(self) -> dict[str, object]:
-        """Return JSON-ready facts, times in seconds; with tokens if an answer has ended."""
+        """Return the log record of the request as JSON values, times in seconds."""
         facts: dict[str, object] = {
             "id": self.id,
             "method": self.method,

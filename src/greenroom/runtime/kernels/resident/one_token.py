@@ -93,7 +93,7 @@ class OneTokenExperts:
     def of(
         kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> OneTokenExperts | None:
-        """Make one for a layer that the compiled kernel computes without Python, or None."""
+        """Make the one-token entry of a layer that the compiled kernel supports, or None."""
         if (
             not isinstance(kernel, CpuKernel)
             or not kernel.supports(layer)

@@ -40,7 +40,7 @@ GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
-    """Return why the eager kernel computes a layer; None: it does not."""
+    """Return why Triton cannot compute a layer, so that eager does; None if it can."""
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:

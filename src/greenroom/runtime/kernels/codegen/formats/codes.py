@@ -30,7 +30,7 @@ Term = tuple[int, Value, Value]  # block of the iteration, vector, factor of the
 
 @dataclass(frozen=True, slots=True)
 class IntegerProduct:
-    """Integer multiplication with codes of one encoding, `unit` inputs an iteration.
+    """Integer product with the quantised codes of one encoding, `unit` inputs at a time.
 
     terms:  (row, at, x, left) -> terms to add to the sums; x are the vectors of `pack`
     shift:  one prepared scale for 2^shift inputs
