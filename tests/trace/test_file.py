@@ -184,7 +184,7 @@ def test_an_npz_of_prompts(tmp_path):
         ({"meta": np.array('{"experts_per_layer": 3}')}, "which has 3 experts"),
         ({"meta": np.array('{"experts_per_layer": [4]}')}, "experts must be"),
         ({"offsets": np.array([0, 3, 3, 5])}, "request 1 is empty"),
-        ({"offsets": np.array([[0, 5]])}, "request offsets must go from 0"),
+        ({"offsets": np.array([[0, 5]])}, "request offsets must begin with 0"),
         ({"experts": np.full((5, 2, 2), -1)}, "an expert id lies outside"),
         ({"experts": np.zeros((5, 2, 2))}, "ids must be integers"),
         ({"experts": np.zeros((5, 4), np.uint8)}, "experts must be"),

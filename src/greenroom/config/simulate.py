@@ -140,7 +140,8 @@ class SimulateConfig(SchedulerConfig):
         SchedulerConfig.__post_init__(self)
         if self.split == "auto":
             raise UsageError(
-                "--split auto is set by what runs record: give simulate a share, or a file"
+                "--split auto works in `greenroom run` alone, by what runs record: give a share,"
+                " or a file"
             )
         self._check_policies()
         for each in options_in(self):

@@ -40,7 +40,7 @@ class Split:
         if min(self.tops) < 1 or min(self.bottoms) < 0:
             raise UsageError("a top has at least a byte, a bottom none or more")
         if self.secondary_slots < 1:
-            raise UsageError(f"bottoms need at least one slot, got {self.secondary_slots}")
+            raise UsageError(f"bottom segments need at least one slot, got {self.secondary_slots}")
 
     @classmethod
     def of(

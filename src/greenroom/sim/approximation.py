@@ -62,8 +62,8 @@ def check_weights(trace: Trace) -> None:
     """Raise UsageError where a trace has no gate weights."""
     if trace.weights is None:
         raise UsageError(
-            "misses are judged by gate weights, which this trace does not have: record them with"
-            " --weights"
+            "misses are judged by gate weights, which this trace does not have: record it with"
+            " `greenroom trace record --weights`"
         )
 
 

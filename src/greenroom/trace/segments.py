@@ -115,7 +115,8 @@ def read_header(path: Path) -> tuple[Header, int]:
 def _header(path: Path, info: JsonObject) -> Header:
     if (version := info.value("version")) != VERSION:
         raise TraceError(
-            f"{path}: a journal of version {printable(version)}; this Greenroom reads {VERSION}"
+            f"{path}: a journal of version {printable(version)}; this Greenroom reads {VERSION}:"
+            " record it again"
         )
     distances = info.object("predictions", {})
     header = Header(

@@ -218,7 +218,9 @@ def check(trace: Trace) -> None:
 def _check_offsets(trace: Trace) -> None:
     for what, starts in (("request", trace.request_starts), ("pass", trace.pass_starts)):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != trace.tokens:
-            raise TraceError(f"{what} offsets must go from 0 to the {trace.tokens} tokens")
+            raise TraceError(
+                f"{what} offsets must begin with 0 and end with {trace.tokens}, the tokens"
+            )
         if starts.min() < 0 or starts.max() > trace.tokens:
             raise TraceError(f"{what} offsets lie outside 0 to the {trace.tokens} tokens")
         lengths = np.diff(starts)

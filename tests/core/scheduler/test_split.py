@@ -146,7 +146,7 @@ def test_prefetches_have_half_of_the_slots():
     [
         (((60,), (0,), 2), "no layer is split: leave out the split"),
         (((0,), (40,), 2), "a top has at least a byte"),
-        (((60,), (40,), 0), "bottoms need at least one slot, got 0"),
+        (((60,), (40,), 0), "bottom segments need at least one slot, got 0"),
     ],
 )
 def test_bad_splits(of, message):

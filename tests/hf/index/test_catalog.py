@@ -286,8 +286,14 @@ def all_wrong(tensors: dict[str, Any]) -> None:
         (drop_kind, [f"{FIRST}.gate_up_proj needs tensors named like", "up_proj.weight"]),
         (drop_layer, [f"no tensor for {FIRST}."]),
         (one_too_many, ["9 tensors like", f"{FIRST}.8.", "8 experts"]),
-        (wrong_shape, [f"{FIRST}.3.gate_proj.weight has shape [24, 31]", "[24, 32] is right"]),
-        (first_wrong, [f"{FIRST}.0.down_proj.weight has shape [32, 25]", "[32, 24] is right"]),
+        (
+            wrong_shape,
+            [f"{FIRST}.3.gate_proj.weight has shape [24, 31]", "the model needs [24, 32]"],
+        ),
+        (
+            first_wrong,
+            [f"{FIRST}.0.down_proj.weight has shape [32, 25]", "the model needs [32, 24]"],
+        ),
         (all_wrong, [f"{FIRST}.0.down_proj.weight [30, 24] make", "has shape [32, 24]"]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

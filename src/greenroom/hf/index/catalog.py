@@ -160,7 +160,7 @@ class _Indexer:
                 if part.shape != other.shape:
                     raise CheckpointError(
                         f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
-                        f" {list(part.shape)}, but {list(other.shape)} is right"
+                        f" {list(part.shape)}, but the model needs {list(other.shape)}"
                     )
             raise mixed_types_error(by_expert, conversion.targets[0], self.checkpoint.folder)
 

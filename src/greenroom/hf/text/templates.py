@@ -91,7 +91,7 @@ class Templates:
             request = json.dumps([template, variables, self.most_chars], default=_to_json)
         except (ValueError, RecursionError) as error:
             raise UsageError(
-                f"these messages cannot be sent to the chat template as JSON: {error}"
+                f"these messages cannot be sent to the chat template, a value is not JSON: {error}"
             ) from None
         with self._lock:
             try:

@@ -69,7 +69,7 @@ class ArrayFormat(NamedTuple):
         if metadata.get("version") != str(self.version):
             raise PredictorError(
                 f"{path}: a {self.noun} of version {printable(metadata.get('version'))}; this"
-                f" Greenroom reads {self.version}"
+                f" Greenroom reads {self.version}: delete it, or make it again"
             )
         return {name: np.array(array) for name, array in arrays.items()}, metadata
 
