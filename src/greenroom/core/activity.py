@@ -1,4 +1,4 @@
-"""Statistics of decoding for MoEpic's configurator: hit ratio H, accuracy P, and both PH.
+"""Statistics of expert activations and predictions during decoding, for MoEpic's configurator.
 
 MoEpic (section 3.4.2) counts over all tokens so far (its q), for each layer:
 
@@ -26,7 +26,7 @@ RHO, OMEGA = 0.25, 128  # MoEpic's defaults
 
 
 class Activity:
-    """Activation counts of a model's layers, for MoEpic's configurator.
+    """Activation counts of a model's experts by layer, for MoEpic's configurator.
 
     They give its hit ratio H, accuracy P and joint share PH.
     `experts[i]` is the number of experts of layer i, `tokens[i]` the number of tokens counted
@@ -53,7 +53,9 @@ class Activity:
         return np.split(self._counted[name], np.cumsum(sizes)[:-1])
 
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
-        """Count a token that activated the experts `chosen` of a layer.
+        """Count a token and the experts of one layer that it activated.
+
+        The experts are `chosen`.
 
         `predicted` are the experts that were predicted for it, likeliest first.
         """
@@ -73,18 +75,21 @@ class Activity:
         last[chosen] = now
 
     def _order(self, layer: int) -> Ints:
-        """Experts by priority, the highest first; ties by ascending id."""
+        """Sort a layer's experts by cache priority, the highest first; ties by ascending id."""
         uses = self._uses[layer]
         silent = self._clock[layer] - self._last[layer]
         priority = np.where(uses > 0, uses * np.exp(self._fade * silent), 0.0)
         return np.argsort(-priority, kind="stable")
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all counts by name, to be stored."""
+        """Return copies of all activation counts by name, to be stored."""
         return {name: array.copy() for name, array in self._counted.items()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from stored counts. ValueError where they are of another model."""
+        """Restore activation counts that an earlier run stored.
+
+        ValueError where they are of another model.
+        """
         for name, array in self._counted.items():
             if name not in state or state[name].shape != array.shape:
                 raise ValueError(f"the stored counts {name} are of another model")
@@ -92,16 +97,25 @@ class Activity:
             array[:] = state[name]
 
     def hit_ratio(self, layer: int) -> Floats:
-        """H(C) for C = 0 .. experts, [N + 1]."""
+        """Return a layer's hit ratio for every number of cached experts.
+
+        H(C) for C = 0 .. experts, [N + 1].
+        """
         share: Floats = np.cumsum(self._hits[layer]) / max(1, self.activated[layer])
         return share
 
     def accuracy(self, layer: int) -> Floats:
-        """P(y) for y = 1 .. experts, [N + 1]; P(0) is 0."""
+        """Return the accuracy of a layer's predictions at every rank.
+
+        P(y) for y = 1 .. experts, [N + 1]; P(0) is 0.
+        """
         share: Floats = self._right[layer] / max(1, self.tokens[layer])
         return share
 
     def predicted_hits(self, layer: int) -> Floats:
-        """PH(y, C), [N + 1, N + 1]; 0 where y or C is."""
+        """Return the share of predictions right and cached, by rank and cache size.
+
+        PH(y, C), [N + 1, N + 1]; 0 where y or C is.
+        """
         share: Floats = np.cumsum(self._both[layer], axis=1) / max(1, self.tokens[layer])
         return share

@@ -1,4 +1,4 @@
-"""Build a scheduler with the options of a config."""
+"""Construction of a scheduler with the options of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_scheduler(
     expert_bytes: int = 0,
     **settings: Any,
 ) -> Scheduler:
-    """Build a scheduler with the options of a config.
+    """Build a scheduler with the options of a configuration.
 
     costs:    of transfers and computations, for experts of `expert_bytes`; None where the host's
               processor computes nothing

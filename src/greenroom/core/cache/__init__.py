@@ -1,1 +1,1 @@
-"""Slots of experts: the cache under a policy, borrowed slots and secondary slots."""
+"""The expert cache: its slots, eviction under a policy, borrowed and secondary slots."""

@@ -1,4 +1,4 @@
-"""The all-resident path: steps whose experts all have slots bypass the event machine.
+"""The all-resident path: steps whose experts all have slots bypass the scheduler's event machine.
 
 While LRU evicts nothing its state is the order of use, so this order can be passed to the policy
 later, when the cache shrinks. To call the policy in every step takes ten microseconds of a layer's
@@ -16,7 +16,7 @@ from greenroom.core.pieces import Ints
 
 
 class AllResident:
-    """The order of use of a cache's experts, for steps that bypass the event machine.
+    """The order in which cached experts were used, while steps bypass the event machine.
 
     slot_of:    the cache's slot of each expert, -1 where it has none
     tier_slots: the tier's slot for each slot of the cache
@@ -32,14 +32,16 @@ class AllResident:
 
     @staticmethod
     def of(placement: Placement, counts: Counts) -> AllResident | None:
-        """Make the all-resident path of an LRU cache with a slot for all; else None."""
+        """Make an `AllResident` for an LRU cache with a slot for every expert; else None."""
         cache = placement.cache
         if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None
         return AllResident(placement, counts)
 
     def step(self, experts: Ints) -> Ints | None:
-        """Serve a step of these experts (ascending); returns their slots of the tier.
+        """Serve a step whose experts are all resident; returns the experts' slots in memory.
+
+        The experts are in ascending order, the slots are numbered as in the tier.
 
         None, and nothing is counted, where one of them has no slot.
         """
@@ -52,14 +54,20 @@ class AllResident:
         return place
 
     def count(self, experts: int) -> None:
-        """Count a step whose experts are all hits; the caller updates `used`."""
+        """Count a step whose experts are all cache hits.
+
+        The caller updates `used`.
+        """
         self.steps += 1
         self._counts.steps += 1
         self._counts.requests += experts
         self._counts.hits += experts
 
     def report(self) -> None:
-        """Report the uses so far to the policy, in their order: by step, then by id."""
+        """Report the experts used so far to the eviction policy, in their order of use.
+
+        The order is by step, then by id.
+        """
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]
         if order.size:

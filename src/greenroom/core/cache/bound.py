@@ -1,4 +1,4 @@
-"""The cache's compiled functions for a policy: compiled once for all its settings."""
+"""The cache's functions, compiled together with an eviction policy's functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from greenroom.core.policy import Policy, compiled
 
 
 class Bound(NamedTuple):
-    """The cache's functions with a policy's functions in them, compiled at their first call."""
+    """The cache's compiled functions, which call an eviction policy's compiled functions."""
 
     miss: Any  # (state, policy_state, piece, now) -> (slot | BYPASS | STUCK, evicted piece or -1)
     serve: Any  # one step, from Python
@@ -25,7 +25,10 @@ PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
 
 
 def bind(policy: Policy) -> Bound:
-    """Build the cache's functions for a policy; compiled once for all its settings."""
+    """Build the cache's compiled functions for an eviction policy.
+
+    They are compiled once for all settings of the policy.
+    """
     return _bind(*(getattr(policy, part) for part in PARTS), policy.preload is not None)
 
 

@@ -1,4 +1,4 @@
-"""The prefetch buffer: slots that prefetches borrow from the cache.
+"""The prefetch buffer: the cache slots that prefetched experts borrow.
 
 A prefetch borrows a free slot, or that of the policy's victim. The policy knows nothing of the
 piece while it is in the buffer: an insertion is reported when a step requests the piece, as if it
@@ -16,7 +16,7 @@ from enum import IntEnum
 
 
 class BorrowState(IntEnum):
-    """The state of a piece in the buffer."""
+    """The state of a prefetched piece of an expert in a borrowed cache slot."""
 
     MOVING = 0  # its prefetch is not complete
     COMPLETE = 1  # its prefetch is complete; its layer has not come yet
@@ -25,7 +25,7 @@ class BorrowState(IntEnum):
 
 @dataclass(slots=True)
 class BorrowedSlot:
-    """A borrowed slot, and the piece in it.
+    """A cache slot borrowed for a prefetch, and the piece of an expert in it.
 
     layer, chance: of its prefetch: the layer that it is for, and the chance of use
     promotion:     the piece becomes resident on arrival
@@ -40,7 +40,9 @@ class BorrowedSlot:
 
 
 class PrefetchBuffer:
-    """Borrowed slots by piece, at most `size` at a time; none of these pieces is resident.
+    """The cache slots borrowed by prefetched pieces of experts, up to a limit.
+
+    At most `size` slots at a time, by piece; none of the pieces is resident.
 
     Slots are numbered as in the cache. The caller returns the slots that a method releases.
     """
@@ -57,23 +59,29 @@ class PrefetchBuffer:
     def begin_prefetch(
         self, piece: int, slot: int, layer: int, chance: float, promotion: bool = False
     ) -> None:
-        """Begin a prefetch of a piece into a slot."""
+        """Record that the prefetch of an expert's piece into a borrowed slot begins."""
         entry = self.borrowed[piece] = BorrowedSlot(
             piece, slot, BorrowState.MOVING, layer, chance, promotion
         )
         self._coming.setdefault(layer, {})[piece] = entry
 
     def complete(self, piece: int) -> None:
-        """Complete a prefetch."""
+        """Record that the prefetch of an expert's piece is complete."""
         self.borrowed[piece].state = BorrowState.COMPLETE
 
     def unused_prefetches(self, layer: int, used: Collection[int]) -> list[BorrowedSlot]:
-        """Prefetches for a layer, now routed, that are not among the `used` pieces."""
+        """Return a layer's prefetches that its router did not choose.
+
+        They are not among the `used` pieces.
+        """
         coming = self._coming.get(layer)
         return [entry for piece, entry in coming.items() if piece not in used] if coming else []
 
     def least_likely(self, chance: float, excluded: Collection[int] = ()) -> BorrowedSlot | None:
-        """The complete prefetch with the lowest chance of use below `chance`, if there is one."""
+        """Find the complete prefetch least likely to be used, below a given chance.
+
+        None where no complete prefetch has a lower chance.
+        """
         entries = self.borrowed.values()
         waiting = [
             e
@@ -83,7 +91,10 @@ class PrefetchBuffer:
         return min(waiting, key=lambda e: (e.chance, e.piece), default=None)
 
     def occupy(self, piece: int, slot: int = -1) -> int:
-        """Have the step compute a piece from its borrowed slot, or from `slot`."""
+        """Mark a borrowed slot as used by the current step to compute a piece.
+
+        Where the piece has none yet, it gets `slot`.
+        """
         entry = self.borrowed.get(piece)
         if entry is None:
             entry = self.borrowed[piece] = BorrowedSlot(piece, slot, BorrowState.IN_USE)
@@ -93,7 +104,7 @@ class PrefetchBuffer:
         return entry.slot
 
     def release(self, piece: int) -> int:
-        """Remove a piece from the buffer; returns its slot."""
+        """Remove an expert's piece from the prefetch buffer; returns the slot that it borrowed."""
         entry = self.borrowed.pop(piece)
         self._unlist(entry)
         return entry.slot
@@ -105,5 +116,8 @@ class PrefetchBuffer:
 
 
 def default_borrow_limit(top_k: int) -> int:
-    """The default limit of borrowed slots: those of four layers (docs/log/ has others)."""
+    """Return the default limit of borrowed cache slots, for a number of experts per token.
+
+    The limit is the experts of four layers; runs with others are in docs/log/.
+    """
     return 4 * top_k

@@ -1,4 +1,4 @@
-"""The cache: slots of pieces under one policy; its functions are compiled."""
+"""The expert cache: slots for experts' pieces under one eviction policy."""
 
 from __future__ import annotations
 
@@ -34,14 +34,19 @@ MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
 
 def check_pin(pin: str) -> None:
-    """UnknownName unless `pin` is one of PINS."""
+    """Check the name of a pinning mode; UsageError where it is unknown.
+
+    UnknownName unless `pin` is one of PINS.
+    """
     if pin not in PINS:
         raise UnknownName("pin", pin, PINS)
 
 
 @dataclass(slots=True)
 class ServedStep:
-    """The result of serving a step: arrays in the order of its requests.
+    """The slots, hits and evictions after the cache has served a step's requests.
+
+    All arrays are in the order of the step's requests.
 
     slots:   the slot of each request's piece; -1: it passes through a scratch slot
     hits:    1 where the piece was resident
@@ -58,7 +63,7 @@ class ServedStep:
 
 
 class Cache:
-    """Slots for pieces, in groups of a fixed size, under one policy.
+    """The expert cache: slots in groups of a fixed size, under one eviction policy.
 
     A piece has its slot on its home device. Each of several devices has its own instance of the
     policy, for the pieces of that device; slots of all devices lie in the same arrays, in order.
@@ -116,7 +121,7 @@ class Cache:
         )
 
     def _divided(self) -> list[CacheState]:
-        """The state as each device's policy sees it: the groups of the device alone."""
+        """Divide the cache's state by device, as each device's eviction policy sees it."""
         devices, state, layer = self.pieces.devices, self.state, self.pieces.layer
         if devices == 1:
             return [state]
@@ -148,7 +153,9 @@ class Cache:
         fill: int = -1,
         without_slot: Flags = NO_FLAGS,
     ) -> ServedStep:
-        """Request distinct pieces of one layer, in this order, at logical time `now`.
+        """Request distinct pieces of one layer's experts from the cache, in the given order.
+
+        The logical time is `now`.
 
         token:         the pass; now // layers by default
         request:       the prompt
@@ -246,7 +253,7 @@ class Cache:
         return misses
 
     def pin_hits(self) -> None:
-        """Pin the pieces of the last all-hit step, unless it is over."""
+        """Pin the pieces of the last step of cache hits, unless the step is over."""
         self.state.pinned[self._unpinned] += 1
         self._unpinned = NO_PIECES
 
@@ -260,7 +267,7 @@ class Cache:
 
     @property
     def policy_states(self) -> list[Any]:
-        """The state of each device's policy."""
+        """The state of each device's eviction policy."""
         self._report_hits()
         return self._policy_states
 
@@ -275,7 +282,7 @@ class Cache:
         )
 
     def pin(self, pieces: Ints) -> None:
-        """Replace the pinned set: its pieces are not evicted once they are resident.
+        """Replace the set of experts that are never evicted once they are resident.
 
         BudgetError where they would leave a group no slot for others.
         """
@@ -285,7 +292,7 @@ class Cache:
         self.state.pinned[self.pinned_set] += 1
 
     def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
-        """Slots of each group, where the cache has `capacity` slots.
+        """Return the number of slots of each slot group for a given cache capacity.
 
         BudgetError where the pinned set would leave a group no slot.
         """
@@ -303,7 +310,7 @@ class Cache:
                 )
 
     def fits(self, pieces: Ints) -> bool:
-        """Tell whether a step's pieces can all have slots at the same time."""
+        """Tell whether all pieces of a step can have cache slots at the same time."""
         if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(
@@ -311,13 +318,13 @@ class Cache:
         )
 
     def unpinned_slots(self, group: int) -> int:
-        """Slots of a group less those of its pinned set."""
+        """Return how many slots of a slot group are not reserved for pinned experts."""
         if not self.pinned_set.size:
             return self.sizes[group]
         return self.sizes[group] - int((self.state.group_of[self.pinned_set] == group).sum())
 
     def slots_needed(self, pieces: Ints) -> dict[int, int]:
-        """Slots of each group that a step's pieces need, less those of pinned pieces."""
+        """Count the slots that a step's unpinned pieces need in each slot group."""
         if self.pinned_set.size:
             pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
@@ -327,7 +334,7 @@ class Cache:
         return Counter(self.state.group_of[pieces].tolist())
 
     def release(self, pieces: Ints) -> None:
-        """Unpin the pieces of a step that is over, or some of them."""
+        """Unpin pieces of a step that is over, so that they can be evicted again."""
         if pieces is self._unpinned:
             self._unpinned = NO_PIECES
             return
@@ -336,13 +343,13 @@ class Cache:
         self.state.pinned[pieces] -= 1
 
     def remove(self, piece: int, now: int) -> None:
-        """Remove a piece whose bytes did not arrive."""
+        """Remove a piece from the cache because its bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
             state, policy_state, at = self._at(piece)
             self._bound.evict(state, policy_state, piece, at)
 
     def borrow(self, piece: int) -> tuple[int, int]:
-        """Borrow a slot of the cache for a piece: a free one, or by eviction.
+        """Borrow a cache slot for a piece: a free slot, or one by eviction.
 
         Returns (slot, evicted piece or -1); the slot is -1 where all are pinned. No insertion is
         reported to the policy. `return_slot` returns it.
@@ -352,31 +359,34 @@ class Cache:
         return int(slot), int(evicted)
 
     def admit(self, piece: int, slot: int) -> None:
-        """Make a piece in its borrowed slot resident; the policy sees an insertion."""
+        """Make a piece in its borrowed slot resident, and report its insertion to the policy."""
         self.return_slot(slot)
         state, policy_state, at = self._at(piece)
         self._bound.admit(state, policy_state, piece, at)
 
     def return_slot(self, slot: int) -> None:
-        """Free a slot that was borrowed."""
+        """Free a cache slot that was borrowed."""
         state = self.state
         group = int(np.searchsorted(state.first, slot, side="right")) - 1
         state.free[state.first[group] + state.free_count[group]] = slot
         state.free_count[group] += 1
 
     def room(self, layer: int) -> int:
-        """Slots of the groups that a layer's pieces belong to."""
+        """Count the cache slots that a layer's experts may use.
+
+        These are the slots of the groups that the layer's pieces belong to.
+        """
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1
         return sum(map(self.sizes.__getitem__, {*self.state.group_of[begin:end].tolist()}))
 
     def residents(self) -> Ints:
-        """Pieces that have a slot, ascending."""
+        """Return the pieces that have a cache slot, ascending."""
         return np.sort(self.state.piece_in[self.state.piece_in >= 0])
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots; the policy chooses victims, other pieces may move."""
+        """Change the cache's number of slots; the policy chooses victims, other pieces may move."""
         state, sizes = self.state, self.sizes_for(capacity)
         self._report_hits()
         each = len(sizes) // self.pieces.devices
@@ -393,7 +403,7 @@ class Cache:
 
 
 def compile_for(policy: Policy) -> None:
-    """Compile the cache's functions for a policy before the first request needs them."""
+    """Compile the cache's functions for an eviction policy before the first request needs them."""
     cache, piece = Cache(Pieces.unsplit([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
     cache.serve(piece, 0)
     cache.release(piece)

@@ -1,4 +1,4 @@
-"""Pinned sets: experts of a task, which the policy does not evict (PreMoe, section 3).
+"""Pinned sets: a task's most used experts, which the cache never evicts (PreMoe, section 3).
 
 A file has one or several tasks. The experts of a single task are pinned from the start. Of several
 tasks, the one is chosen whose pattern is nearest, by the cosine of the angle, to the experts that a
@@ -41,7 +41,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Task:
-    """The pinned experts of a task (dense ids, ascending) and its pattern of use [P]."""
+    """A task's pinned experts, and its pattern of expert use.
+
+    The experts are dense ids, ascending; the pattern is [P].
+    """
 
     experts: Ints
     pattern: Floats
@@ -49,20 +52,25 @@ class Task:
 
 @dataclass(frozen=True)
 class Pins:
-    """Tasks by name, for a model whose layers begin at `offsets` [L + 1]."""
+    """The pinned experts of several tasks, by task name, for one model.
+
+    Layer i's experts begin at `offsets[i]` [L + 1].
+    """
 
     tasks: Mapping[str, Task]
     offsets: tuple[int, ...]
 
     @property
     def first(self) -> Ints:
-        """The experts to pin at the start: those of a single task, else none."""
+        """Return the experts to pin at the start: those of a single task, else none."""
         if len(self.tasks) > 1:
             return np.empty(0, np.int64)
         return next(iter(self.tasks.values())).experts
 
     def nearest(self, counts: Floats | Ints) -> str:
-        """The task whose pattern is nearest to a prompt's counts of expert uses, [P].
+        """Find the task whose pattern of expert use is nearest to a prompt's.
+
+        The prompt's pattern are its counts of expert uses, [P].
 
         The first task where all counts are 0.
         """
@@ -74,7 +82,7 @@ class Pins:
         return max(self.tasks, key=lambda name: angle(self.tasks[name]))
 
     def as_json(self) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the pinned experts of all tasks as the content of a JSON file."""
         ranges = list(pairwise(self.offsets))
         return {
             "format": FORMAT,
@@ -93,7 +101,10 @@ class Pins:
 
     @classmethod
     def load(cls, path: str | Path, offsets: Sequence[int]) -> Pins:
-        """Read a file for a model with these layers. UsageError where it does not fit."""
+        """Read a file of pinned experts, and check that it fits the model.
+
+        UsageError where it does not fit.
+        """
         content = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
         if (version := content.value("version", None)) != VERSION:
             raise UsageError(f"{path}: pins of version {show_value(version)}: make them again")

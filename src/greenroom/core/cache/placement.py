@@ -1,4 +1,4 @@
-"""The placement of experts in a tier's slots: resident, borrowed and secondary ones."""
+"""The placement of experts in memory slots: resident, borrowed and secondary ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from greenroom.core.policy import Policy
 
 
 class Placement:
-    """The slots of one tier, and the experts in them.
+    """The slots for experts in one memory, and the experts in them.
 
     cache:      residents under a policy, in slots with numbers of the cache
     tier_slots: the tier's slot for each slot of the cache
@@ -42,56 +42,61 @@ class Placement:
     # ---- lookups
 
     def resident(self, expert: int) -> bool:
-        """Tell whether an expert has a slot of the cache or a borrowed one."""
+        """Tell whether an expert has a cache slot, its own or a borrowed one."""
         return bool(self.cache.state.slot_of[expert] >= 0) or expert in self.buffer.borrowed
 
     def slot(self, expert: int) -> int:
-        """The tier's slot of a resident expert."""
+        """Return the memory slot of a resident expert."""
         return int(self.tier_slots[self.cache.state.slot_of[expert]])
 
     def has_secondary(self, expert: int) -> bool:
-        """Tell whether an expert's bottom segment has a slot, or needs none."""
+        """Tell whether a split expert's bottom segment has a slot, or needs none."""
         if self.pieces.split is None:
             return True
         return expert in self.secondary.slot_of or self.secondary_of(expert) < 0
 
     def missing_chunks(self, expert: int) -> int:
-        """Chunks of an expert that have no slot yet."""
+        """Return the chunks of an expert that have no memory slot yet."""
         chunks = 0 if self.resident(expert) else int(self.pieces.chunks[expert])
         if not self.has_secondary(expert):
             chunks += int(self.pieces.chunks[self.secondary_of(expert)])
         return chunks
 
     def is_secondary(self, piece: int) -> bool:
-        """Tell whether a piece is a bottom segment or a low-precision copy."""
+        """Tell whether a piece of an expert is a bottom segment or a low-precision copy."""
         return self._experts <= piece < 2 * self._experts
 
     def secondary_tier_slot(self, slot: int) -> int:
-        """The tier's slot for a secondary slot: these are the tier's last kind of slots."""
+        """Return the memory slot of a secondary slot (for bottom segments or low-precision copies).
+
+        Secondary slots are the last slots of the tier.
+        """
         return slot * self._kinds + self._kinds - 1
 
     # ---- borrowed slots
 
     def return_slot(self, piece: int) -> None:
-        """Return a piece's borrowed slot to the cache."""
+        """Return the slot that an expert's piece has borrowed to the cache."""
         self.cache.return_slot(self.buffer.release(piece))
 
     def vacate(self, piece: int) -> None:
-        """Free the slot of a piece whose transfer failed or was dropped."""
+        """Free the slot of an expert's piece whose transfer failed or was dropped."""
         if self.is_secondary(piece):
             self.secondary.free(piece - self._experts)
         elif piece in self.buffer.borrowed:
             self.return_slot(piece)
 
     def borrowed(self, experts: Sequence[int]) -> dict[int, BorrowedSlot]:
-        """The borrowed slots of those of a step's experts that have one."""
+        """Return the borrowed slots that experts of a step have."""
         slots = self.buffer.borrowed
         return {expert: slots[expert] for expert in experts if expert in slots} if slots else {}
 
     def slot_to_reclaim(
         self, experts: Ints, prefetched: Collection[int]
     ) -> BorrowedSlot | bool | None:
-        """The borrowed slot that a step needs back; False: it needs none, None: none can be had.
+        """Find a borrowed slot that must be reclaimed to make room for a step.
+
+        False: the step needs none; None: none can be had.
 
         The `prefetched` ones of its experts have borrowed slots already.
         """
@@ -105,15 +110,18 @@ class Placement:
         return False
 
     def exchange(self, slot: int, tier_slot: int) -> None:
-        """Map a cache slot to the tier's slot with a prefetched piece's bytes.
+        """Exchange memory slots, so that a cache slot has a prefetched piece's bytes.
 
-        The slot that was mapped to it until now is free, or of a miss that has not begun.
+        The memory slot that the cache slot had until now is free, or of a miss that has not begun.
         """
         other = self.tier_slots.tolist().index(tier_slot)
         self.tier_slots[[slot, other]] = self.tier_slots[[other, slot]]
 
     def prompt_share(self, layer: int) -> int:
-        """Misses of a prompt's step to admit: up to the layer's even share of the cache."""
+        """Limit how many misses of a prompt's step are admitted to the cache.
+
+        The limit is the layer's even share of the cache.
+        """
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
         if self.cache.scope == "shared":
@@ -124,7 +132,7 @@ class Placement:
 
     @property
     def resizing(self) -> bool:
-        """A resize is pending."""
+        """Tell whether a requested resize of the cache is still pending."""
         return self.target_capacity != self.capacity
 
     def _set_capacity(self, capacity: int) -> None:
@@ -134,14 +142,14 @@ class Placement:
         self.holds_all = self.cache.capacity >= len(self.pieces) and not self.secondary
 
     def resize(self, capacity: int, ahead: int | None) -> None:
-        """Request another capacity; it limits borrowed slots at once."""
+        """Request another capacity of the cache; it limits borrowed slots at once."""
         self.target_capacity = capacity
         if ahead is not None:
             self._ahead = ahead
         self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Apply the requested capacity: move residents. No transfer may be under way."""
+        """Apply the requested cache capacity and move residents; no transfer may be under way."""
         self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
         self._set_capacity(self.target_capacity)
         return [*moves, Trim(self.capacity)]

@@ -1,4 +1,4 @@
-"""Resizing of the cache: which piece moves to which slot.
+"""Resizing of the cache: which expert moves to which slot.
 
 The tier has a kind of slots for each device, or for each size of slots: slot s is number s // kinds
 of kind s % kinds. A piece never moves to a slot of another kind.
@@ -16,7 +16,7 @@ from greenroom.core.pieces import Ints
 
 
 def kinds_of(cache: Cache) -> int:
-    """The number of kinds of a tier's slots.
+    """Count the kinds of slots in a memory, by what they hold and their device.
 
     Slots of tops are a kind for each group, since sizes differ; those of bottoms are the last kind.
     Exact experts and low-precision copies are two kinds. Else each device's slots are a kind.
@@ -63,7 +63,10 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
 
 
 def initial_tier_slots(cache: Cache) -> Ints:
-    """Return the first memory slot of each slot number of the cache, [slots]."""
+    """Return the first memory slot of each cache slot, before any slots were exchanged.
+
+    An array [slots].
+    """
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:
         counts = pieces.slots_per_device(cache.capacity)

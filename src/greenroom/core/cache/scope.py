@@ -1,4 +1,4 @@
-"""Scopes: which layers share slots, and how many slots each layer has.
+"""Scopes of the cache: which layers share slots, and how many slots each layer has.
 
 `shared` is one pool for all layers; `per-layer` ("-Dist") gives each layer as many slots; a tuple
 of numbers, one a layer, divides the slots in proportion to them, and exactly where they add up to
@@ -22,7 +22,10 @@ Floats = NDArray[np.float64]
 
 
 def check_scope(scope: Scope, layers: int) -> None:
-    """UnknownName or UsageError unless a model of `layers` layers can have this scope."""
+    """Check that a model can have a scope: layers sharing slots, or slots by layer.
+
+    UnknownName or UsageError unless a model of `layers` layers can have it.
+    """
     if isinstance(scope, str):
         if scope not in SCOPES:
             raise UnknownName("scope", scope, SCOPES)
@@ -33,14 +36,14 @@ def check_scope(scope: Scope, layers: int) -> None:
 
 
 def name_of(scope: Scope) -> str:
-    """The name of a scope in results."""
+    """Return the name of a cache scope, as results show it."""
     return scope if isinstance(scope, str) else "given"
 
 
 def split_capacity(
     capacity: int, layers: int, scope: Scope, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Slots of each group: one group for all layers, or one a layer.
+    """Divide a cache's slots into groups: one for all layers, or one a layer.
 
     `per-layer` gives capacity // layers each, and one more to the first capacity % layers. With a
     tuple each layer has at least one slot, and at most `most` (its number of experts).
@@ -61,7 +64,10 @@ def split_capacity(
 
 
 def least_capacity(pieces: Pieces, scope: Scope) -> int:
-    """The smallest capacity of a cache with this scope: a slot for each group."""
+    """Return the smallest capacity of a cache whose layers share slots by this scope.
+
+    Each slot group has at least one slot.
+    """
     check_scope(scope, pieces.layers)
     if pieces.split is None:
         for_copies = pieces.copies.reserved if pieces.copies is not None else 0
