@@ -1,1 +1,1 @@
-"""The expert cache of a transformers model: attach it, observe passes, detach it."""
+"""Attach an expert cache to a transformers model, observe its passes, detach the cache."""

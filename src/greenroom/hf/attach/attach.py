@@ -1,4 +1,4 @@
-"""The expert cache of a loaded model: attach it to the modules, and detach it."""
+"""Attach an expert cache to a loaded model's modules, and detach it."""
 
 from __future__ import annotations
 
@@ -64,12 +64,15 @@ from greenroom.runtime.memory.system import peak_rss_bytes
 
 
 class Greenroom:
-    """The expert cache of a model, as `model.greenroom`."""
+    """The expert cache of a loaded model, available as `model.greenroom`."""
 
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
-        """Experts are read from `store`, such as one in memory, or else from the checkpoint."""
+        """Attach an expert cache to a model.
+
+        Experts are read from `store`, such as one in memory, or else from the checkpoint.
+        """
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self.setup, self._model = setup, weakref.ref(model)
         self.original_generation_config: Any = None  # before `load` changed it
@@ -127,7 +130,10 @@ class Greenroom:
             raise
 
     def _make_driver(self, store: Store | None, co_compute: bool) -> Driver:
-        """The driver that loads experts into slots; `co_compute`: the host's CPU computes too."""
+        """Make the driver that loads experts into slots.
+
+        With `co_compute` the host's CPU computes misses too.
+        """
         setup = self.setup
         store, self.direct = open_store(setup, store)
         chunks = chunks_in(store, setup)
@@ -169,12 +175,15 @@ class Greenroom:
 
     @property
     def slot_budget(self) -> SlotBudget | None:
-        """Budget that slots share with the KV cache; None where the cache size is fixed."""
+        """Return the budget that expert slots and KV cache share.
+
+        None where the number of slots is fixed.
+        """
         return self.hooks.slot_budget
 
     @property
     def memory_bytes(self) -> int | None:
-        """Resident bytes of the process once every slot is filled, with a short context.
+        """Return the process's resident bytes once all expert slots are filled.
 
         The figure compares with `stats().peak_rss_bytes`. None on a GPU, and where the process was
         not measured.
@@ -186,17 +195,17 @@ class Greenroom:
 
     @property
     def capacity(self) -> int:
-        """The number of expert slots."""
+        """Return the number of experts that the cache has slots for."""
         return self.driver.scheduler.capacity
 
     def compile(self) -> None:
-        """Compile the kernels, for one token and for many, and the predictor."""
+        """Compile the expert kernels, for one token and for many, and the expert predictor."""
         self.bindings.compile()
         if self.predictor is not None:
             compile_predictor(predictor(self.predictor.name))
 
     def pin(self) -> None:
-        """Pin the experts of tasks from now on.
+        """Pin the given experts of each task in the cache from now on.
 
         BudgetError where they leave no slot for a step, also with a full KV cache.
         """
@@ -212,7 +221,10 @@ class Greenroom:
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def warm_up(self) -> None:
-        """Load the experts that earlier runs used most, before the first prompt; counts stay 0."""
+        """Load the experts that earlier runs used most into the cache before the first prompt.
+
+        The statistics start at 0 after these reads.
+        """
         scheduler = self.driver.scheduler
         scheduler.on(
             Resized(self.capacity, ahead=0)
@@ -224,7 +236,7 @@ class Greenroom:
         self.reset_stats()
 
     def stats(self) -> Stats:
-        """Statistics since the model was loaded, or since `reset_stats`."""
+        """Return the expert cache's statistics since loading, or since `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
         counts_before, meter_before, requests, hits = self._stats_base
         counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
@@ -260,24 +272,27 @@ class Greenroom:
         )  # fmt: skip
 
     def reset_stats(self) -> None:
-        """Restart the statistics; resident experts stay."""
+        """Restart the expert cache's statistics; cached experts stay."""
         self._stats_base = self._totals()
         self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
     def _totals(self) -> tuple[Counts, Meter, int, int]:
-        """Counters since loading: the scheduler's, the meter's, requests and hits of the tier."""
+        """Return the counters since loading: the scheduler's, the meter's, and the host tier's."""
         driver, tier = self.driver, self._host_tier
         host_counts = (0, 0) if tier is None else (tier.requests, tier.hits)
         return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
     def timeline(self, on: bool = True) -> Timeline | None:
-        """Start to record which work runs when; with `on=False` stop, and return the recording."""
+        """Start to record when reads and computations run; stop with `on=False`.
+
+        Stopping returns the recording.
+        """
         recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
         return self.driver.timeline if on else recorded
 
     def resize(self, cache: str | int) -> int:
-        """Change the size of the cache (`25%`, `2GiB`, bytes), also while it is in use.
+        """Change the size of the expert cache (`25%`, `2GiB`, bytes), also during use.
 
         The policy evicts experts that no longer fit, and their memory returns to the system. The
         size is fixed from then on, whatever the KV cache takes. Returns the number of slots.
@@ -291,13 +306,13 @@ class Greenroom:
         return self.capacity
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
-        """Have as many slots as the KV cache leaves of this budget, from now on."""
+        """Resize the expert cache as the KV cache grows, to share this memory budget."""
         slot_budget.bind(self.driver)
         self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 
     def detach(self) -> None:
-        """End the threads, free the slots, and remove hooks and compiled layers.
+        """Detach the expert cache: end its threads, free its slots, and remove its hooks.
 
         The model then has its dense parts as ordinary parameters (quantised ones expanded) and no
         experts: a forward raises ClosedError, saving UnsupportedCall, and `materialize` reads the
@@ -319,7 +334,7 @@ class Greenroom:
             self._gate_inputs.detach()
 
     def materialize(self) -> PreTrainedModel:
-        """Detach, and read all experts into ordinary parameters of the model.
+        """Detach the expert cache, and read all experts into ordinary parameters of the model.
 
         The model is then what `from_pretrained` loads, with quantised weights expanded to its type:
         it generates without Greenroom, and can be trained, saved, moved and copied. All experts

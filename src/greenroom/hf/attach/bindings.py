@@ -1,4 +1,4 @@
-"""Bindings of a model's experts modules to kernel, driver and slots."""
+"""Bind a model's experts modules to the kernel, the loading driver and the cache's slots."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Bindings:
-    """Bind the experts modules of one model to kernel and driver, until `detach`."""
+    """Bindings of one model's experts modules to kernel, loading driver and cache slots."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Bindings:
         engines: Sequence[Engine],
         driver: Driver,
     ) -> None:
-        """`engines` are the GPUs, if there are any."""
+        """Prepare the bindings; `engines` are the GPUs that compute experts, if any."""
         self.kernel, self.modules = kernel, modules
         self.accelerated: Accelerated | None = None
         self.shared: SharedModules | None = None
@@ -72,7 +72,7 @@ class Bindings:
         inputs: GateInputProbe | None,
         on_routing: Callable[[int, Ids], None] | None,
     ) -> None:
-        """Give every experts module its binding.
+        """Bind every experts module of a model to the kernel and the cache.
 
         `inputs` capture what enters the routers; `on_routing` is called with each step's experts.
         """
@@ -107,7 +107,7 @@ class Bindings:
         self.kernel_description = describe_kernel(self.kernel, self.experts)
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
-        """The kernel, wrapped for several devices, co-computing, segments or approximate misses."""
+        """Wrap the kernel for several devices, co-computing, segments or approximate misses."""
         setup, slots, kernel = self._setup, self._slots, self.kernel
         if (devices := len(setup.devices)) > 1:
             targets = [engine.device for engine in self._engines] or [model.device] * devices
@@ -123,7 +123,7 @@ class Bindings:
         )
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
-        """A layer's experts, with the layout they have in slots."""
+        """Return a layer's experts, with the layout of their weights in cache slots."""
         setup, slots = self._setup, self._slots
         if setup.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
@@ -132,7 +132,7 @@ class Bindings:
         return LayerExperts(module, setup.catalog.layouts[layer], slots.pools[0])
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
-        """A layer whose experts are stored in segments: in one slot each, or split over two."""
+        """Return a layer's experts stored in segments: in one slot each, or split over two."""
         catalog, pools = self._setup.catalog, self._slots.pools
         layout = catalog.layouts[layer]
         if self._setup.split is None:
@@ -163,17 +163,17 @@ class Bindings:
 
     @property
     def experts(self) -> list[LayerExperts]:
-        """The experts of every layer."""
+        """Return the experts of every MoE layer, as kernels see them."""
         return [getattr(module, BINDING).experts for module in self.modules]
 
     def batch_invariant(self) -> AbstractContextManager[None]:
-        """Context in which a token's result does not depend on other tokens of its pass."""
+        """Return a context in which a token's result ignores other tokens of its pass."""
         return (
             self.kernel.batch_invariant() if isinstance(self.kernel, CpuKernel) else nullcontext()
         )
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
-        """Check that every layer is compiled to compute each token of a pass by itself."""
+        """Check that all layers are compiled to compute each token of a pass by itself."""
         layers = model.config.get_text_config().num_hidden_layers
         compiled = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
         return bool(compiled == layers) and not any(
@@ -181,7 +181,7 @@ class Bindings:
         )
 
     def compile(self) -> None:
-        """Compile the kernels now, for one token and for many."""
+        """Compile the expert kernels now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
         several = len(self._setup.devices) > 1
         kernel = self.kernel if self._engines or several else binding.kernel
@@ -195,7 +195,7 @@ class Bindings:
                 kernel.combine(step)
 
     def detach(self) -> None:
-        """Remove all bindings and compiled layers; a second call does nothing."""
+        """Unbind all experts modules and remove compiled layers; a second call does nothing."""
         for module in self.modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

@@ -1,4 +1,4 @@
-"""Materialise a streamed model: read all experts into ordinary parameters.
+"""Turn a model with streamed experts into an ordinary one with all experts in memory.
 
 The experts are loaded as the reference loads them (model/reference.py): by transformers' own code,
 quantised ones expanded to the model's type, one layer after another.
@@ -28,11 +28,12 @@ SINCE = "since the model was loaded"
 
 
 def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> ModelSource:
-    """Check that all experts of a model can be read; returns its checkpoint's source.
+    """Check that all experts of a model can be read into memory.
 
-    `freed` bytes return to the system before they are read. UnsupportedCall or UnsupportedModel
-    where the model cannot have them at all, BudgetError where memory does not suffice,
-    CheckpointChanged where files are no longer those that the dense parts were read from.
+    Returns the source of the model's checkpoint. `freed` bytes return to the system before they are
+    read. UnsupportedCall or UnsupportedModel where the model cannot have them at all, BudgetError
+    where memory does not suffice, CheckpointChanged where files are no longer those that the dense
+    parts were read from.
     """
     if source is None:
         raise UnsupportedCall(
@@ -55,7 +56,7 @@ def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> Mod
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """Bytes by which memory grows at most when a model is materialised.
+    """Return the bytes that materialising a model (all experts in memory) adds at most.
 
     They are all experts, the dense weights that expand, and one layer's experts a second time while
     they are converted.
@@ -70,10 +71,11 @@ def expanded_bytes(model: nn.Module) -> int:
 
 
 def materialize(model: Any, source: ModelSource) -> None:
-    """Read all experts into a detached model; after an error it has none again.
+    """Read all experts into a model whose expert cache is detached.
 
-    The model then computes experts as transformers does by default, may be trained, saved, copied
-    and moved, and `num_parameters` and `state_dict` are transformers'.
+    After an error the model has no experts again. The model then computes experts as transformers
+    does by default, may be trained, saved, copied and moved, and `num_parameters` and `state_dict`
+    are transformers'.
     """
     skeleton = ModelSkeleton.of(source.checkpoint, source.dtype)
     modules = [model.get_submodule(layer[0].module) for layer in skeleton.layers]

@@ -1,4 +1,4 @@
-"""Guards on modules that refuse calls which would break a streamed model.
+"""Refuse module calls (`to`, `state_dict`, ...) that would break a model with streamed experts.
 
 Changing its type or device, training, saving, copying and pickling would reach only the dense
 parts, or leave compiled kernels with addresses of freed memory. Each of these calls goes through
@@ -42,11 +42,11 @@ ModuleRef = Callable[[], Any]  # a weak reference to the module
 
 
 def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
-    """Guard a model and all its modules; a second call changes nothing.
+    """Refuse calls that would break a streamed model, on all its modules.
 
-    `compiled` are the modules whose weights compiled code reads. A module that contains none of
-    them, and no streamed or stored weight, may be converted and moved: some models convert their
-    routers.
+    A second call changes nothing. `compiled` are the modules whose weights compiled code reads. A
+    module that contains none of them, and no streamed or stored weight, may be converted and moved:
+    some models convert their routers.
     """
     for module in model.modules():
         attributes, module_ref = module.__dict__, weakref.ref(module)
@@ -67,7 +67,7 @@ def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
 def make_address_check(
     model: nn.Module, experts: Sequence[nn.Module], compiled: Set[nn.Module]
 ) -> Callable[[], None]:
-    """A check that raises UnsupportedCall where a dense weight has moved in memory since now.
+    """Return a check that raises UnsupportedCall once a dense weight has moved in memory.
 
     `weight.data = other` keeps the parameter and exchanges its memory: compiled kernels would go on
     reading the old address. The layers themselves notice another parameter under the same name
@@ -97,12 +97,12 @@ def make_address_check(
 
 
 def _holds(module: nn.Module) -> bool:
-    """Whether a module's own weights are streamed or stored quantised."""
+    """Check whether a module's own weights are streamed or stored quantised."""
     return bool(detached_parameters(module)) or stored_matrix(module) is not None
 
 
 def remove(model: nn.Module) -> None:
-    """Remove the guards: every module has its class's methods again."""
+    """Remove the guards that refuse calls on a streamed model's modules."""
     for module in model.modules():
         for name in _NAMES:
             module.__dict__.pop(name, None)

@@ -23,17 +23,17 @@ from greenroom.runtime.graphs import outside_graphs
 
 
 class Observer(Protocol):
-    """An object that is notified of passes and of the experts that routers choose."""
+    """Observer of a model's forward passes and of the experts that routers choose."""
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """A pass of so many sequences begins."""
+        """Observe that a forward pass of so many sequences begins."""
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """A layer's router chose these experts, [T, K]."""
+        """Observe the experts, [T, K], that a layer's router chose for T tokens."""
 
 
 class PassHooks:
-    """Notify the driver and observers of one model's passes, until `detach`."""
+    """Hooks that report one model's forward passes to the driver and to observers."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PassHooks:
         self._hooks: list[Any] = []
 
     def install(self, model: PreTrainedModel) -> None:
-        """Register the hooks of passes."""
+        """Register hooks on a model that report its forward passes."""
         passes: list[nn.Module] = [model]
         if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
             self._decoder = model.get_decoder()
@@ -68,12 +68,12 @@ class PassHooks:
             ]
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that report a model's forward passes."""
         for hook in self._hooks:
             hook.remove()
 
     def announce_prompts(self, prompts: int) -> None:
-        """Announce how many prompts begin with the next pass.
+        """Announce how many prompts begin with the next forward pass.
 
         Without this call a pass begins a prompt where its KV cache is empty, and that is wrong for
         a prompt which reuses the cache of an earlier one.
@@ -87,7 +87,10 @@ class PassHooks:
 
     @contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Context in which experts return zeros, nothing is read and no pass is reported."""
+        """Return a context in which experts return zeros and no expert is read.
+
+        No pass is reported in it.
+        """
         self._trial = True
         try:
             for module in self._bindings.modules:
@@ -102,7 +105,7 @@ class PassHooks:
     def _on_pass_start(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Report the start of a pass, and prepare its KV cache.
+        """Report the start of a forward pass, and prepare its KV cache.
 
         A pass with an empty cache is the first of a prompt. In an encoder-decoder model the
         encoder's pass is the first, and the decoder continues that request. A pass without a cache

@@ -1,4 +1,4 @@
-"""Predictors for a loaded model, with the routers and gates that they need."""
+"""Choose a loaded model's expert predictors, and find the routers and gates they need."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_r
 
 @dataclass(frozen=True, slots=True)
 class ModelPredictors:
-    """The predictors that run with a model; `routers` is empty where no inputs are captured."""
+    """Expert predictors that run with a model, and the routers whose inputs they need.
+
+    `routers` is empty where no inputs are captured.
+    """
 
     shape: Shape
     routers: list[Router]
     predictors: dict[str, Predictor]
 
     def capture_inputs(self) -> GateInputProbe | None:
-        """Begin to capture the routers' inputs; None where no predictor needs them."""
+        """Begin to capture the routers' inputs for predictors; None where none needs them."""
         return GateInputProbe(self.routers) if self.routers else None
 
 
@@ -40,10 +43,11 @@ def build_predictors(
     fingerprint: str = "",
     inputs: bool = False,
 ) -> ModelPredictors:
-    """Make predictors for a model; `file` is that of `learned`.
+    """Make expert predictors for a model.
 
-    `inputs` captures the routers' inputs though no predictor needs them. UsageError or
-    PredictorError, in one line, where a predictor cannot run with this model.
+    `file` is that of the predictor `learned`. `inputs` captures the routers' inputs though no
+    predictor needs them. UsageError or PredictorError, in one line, where a predictor cannot run
+    with this model.
     """
     if chosen or inputs:
         _check_passes(model)
@@ -71,7 +75,7 @@ def check_prefetch(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> None:
-    """Check `--prefetch` and `--predictor` before the weights are loaded.
+    """Check the options `--prefetch` and `--predictor` before weights are loaded.
 
     UsageError or PredictorError, in one line.
     """
@@ -96,7 +100,7 @@ def check_prefetch(
 
 
 def _check_passes(model: PreTrainedModel) -> None:
-    """UsageError where a pass skips layers: predictors expect a pass through all of them."""
+    """Check that a model's passes run all layers, as predictors expect; UsageError otherwise."""
     if model.config.is_encoder_decoder:
         raise UsageError(
             f"{type(model).__name__} is an encoder-decoder: each pass goes through a part of the"
@@ -105,7 +109,7 @@ def _check_passes(model: PreTrainedModel) -> None:
 
 
 def _needs(chosen: Sequence[PredictorChoice], file: object) -> frozenset[str]:
-    """The inputs that predictors need; UsageError where a run cannot have them."""
+    """Return the inputs that predictors need; UsageError where a run cannot have them."""
     needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
     if file is not None and "file" not in needs:
         raise UsageError("--predictor FILE is for the predictor learned: add --prefetch learned")
@@ -125,7 +129,10 @@ def prefetch_predictors(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> ModelPredictors | None:
-    """The predictor of `--prefetch`, if any; `auto`: the first of AUTOMATIC that works."""
+    """Return the expert predictor that `--prefetch` names, if any.
+
+    `auto` is the first of AUTOMATIC that works.
+    """
     choice = _choice(prefetch, file)
     if choice.kind.name == "none":
         return None
@@ -140,6 +147,6 @@ def prefetch_predictors(
 
 
 def _choice(prefetch: str, file: object) -> PredictorChoice:
-    """The predictor that `--prefetch` names; with a file, `auto` is `learned`."""
+    """Return the predictor that `--prefetch` names; with a file, `auto` is `learned`."""
     choice = predictor(prefetch)
     return predictor("learned") if choice.kind is AUTO and file is not None else choice

@@ -1,4 +1,4 @@
-"""Shared experts, computed while transfers of the routed experts run.
+"""Compute shared experts while the routed experts' weights are being transferred.
 
 Many blocks call their experts and then a shared expert, whose input exists before the experts run.
 Hooks on the first pass show which module that is and where its arguments come from, for any
@@ -26,7 +26,7 @@ _Values = dict[int | str, Any]  # arguments or outputs, by their position or nam
 
 
 class SharedModules:
-    """The shared modules of a model, found by hooks on its first pass.
+    """Shared-expert modules of a model, found by hooks on its first forward pass.
 
     Accelerated forwards must be installed before: modules have hooks until the first pass is over.
 
@@ -36,7 +36,10 @@ class SharedModules:
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """`modules` are the model's experts modules, in its order."""
+        """Put hooks on the layers of these experts modules, to find their shared experts.
+
+        `modules` are in the model's order.
+        """
         paths = {id(module): name for name, module in model.named_modules()}
         claimed: set[int] = set()
         self._layers = [
@@ -56,7 +59,7 @@ class SharedModules:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
 
     def detach(self) -> None:
-        """Remove hooks and replaced forwards from the model; a second call does nothing."""
+        """Remove the hooks and replaced forwards for shared experts; a second call does nothing."""
         for layer in self._layers:
             layer.detach()
 
@@ -126,7 +129,7 @@ class _Result:
         self._arguments = {place: (value, _version(value)) for place, value in arguments.items()}
 
     def is_for(self, arguments: _Values) -> bool:
-        """Whether these are the same tensors in the same memory, and not written since."""
+        """Check that a module's arguments are the same tensors, and not written since."""
         return arguments.keys() == self._arguments.keys() and all(
             _unchanged(arguments[place], *before) for place, before in self._arguments.items()
         )
@@ -285,7 +288,7 @@ class _Layer:
         return source.module.register_forward_pre_hook(capture, with_kwargs=True)
 
     def compute_early(self) -> None:
-        """Compute the shared experts now, with this pass's arguments; at most once a pass."""
+        """Compute a layer's shared experts before the routed ones; at most once a pass."""
         shared, state = self.shared, self._state
         if shared is None or state.grad or shared.training or not state.tensors:
             return

@@ -1,4 +1,4 @@
-"""Pinned experts by task: the experts that a prompt uses show which task it is."""
+"""Pin experts by task: the experts that a prompt uses show which task it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from greenroom.runtime.driver.driver import Driver
 
 
 class TaskPins:
-    """Pins the experts of the task that is nearest to what the last prompt used.
+    """Pins in the cache the experts of the task that resembles the last prompt most.
 
     The pins change when the answer to a prompt begins. A single task is pinned from the start.
     """
@@ -24,7 +24,7 @@ class TaskPins:
         driver.send(Pinned(pins.first))
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Note the start of a pass."""
+        """Note the start of a forward pass; a new prompt may be of another task."""
         if len(self._pins.tasks) == 1:
             return
         if request != self._request:
@@ -36,7 +36,7 @@ class TaskPins:
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts that a layer's router chose: numbers in the layer, [T, K]."""
+        """Count the experts, [T, K] numbers in the layer, that a layer's router chose."""
         if self._in_prompt:
             first, end = self._pins.offsets[layer : layer + 2]
             used = experts[(experts >= 0) & (experts < end - first)] + first
