@@ -1,4 +1,6 @@
-"""Eviction policies, one a file, and their table; docs/policies.md says how to add one.
+"""Table of cache eviction policies, each in its own module.
+
+How to add one: docs/policies.md.
 
 The names are also in config/tables.py, for commands that must not wait for Numba.
 """
@@ -41,12 +43,12 @@ WITH_ROOM = "lru"  # where every expert has a slot
 
 
 def choose(name: str, capacity: int, experts: int) -> Policy:
-    """The policy of that name; `auto` is LRU, which costs least, if every expert has a slot."""
+    """Return the named eviction policy; `auto` is LRU if every expert has a slot."""
     return policy(WITH_ROOM if name == "auto" and capacity >= experts else name)
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name; `auto` is the default policy.
+    """Return the named eviction policy; `auto` is the default policy.
 
     Options follow a colon: `moe-infinity:matching=request,capacity=50`. UnknownName lists the
     valid names of policies or options.

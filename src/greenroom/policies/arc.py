@@ -20,7 +20,7 @@ T1, T2, B1, B2 = 0, 1, 2, 3
 
 
 class ArcState(NamedTuple):
-    """The state of ARC."""
+    """State arrays of the ARC eviction policy."""
 
     queues: Queues  # T1, T2, B1 and B2
     target: Floats  # [groups] p

@@ -1,4 +1,4 @@
-"""Fate's shallow-favouring cache, in our reading: its abstract names the idea and no formula.
+"""Fate's eviction policy, which favours shallow layers. Our reading: its abstract has no formula.
 
 Evict the piece with the largest age * (1 + bias * l / L), where age is the steps since its last
 request and l its layer from 0. Of two pieces of equal age the shallower one stays: its layer leaves

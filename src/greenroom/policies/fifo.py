@@ -1,4 +1,4 @@
-"""FIFO: evict the piece that was inserted first, however often it was used since."""
+"""FIFO eviction policy: evict the piece that was inserted first, however often used since."""
 
 from __future__ import annotations
 

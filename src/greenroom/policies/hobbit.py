@@ -1,4 +1,4 @@
-"""HOBBIT's multidimensional cache, in our reading: its abstract names the idea and no formula.
+"""HOBBIT's multidimensional eviction policy. Our reading: its abstract has no formula.
 
 Evict the piece with the smallest
     recency * last / t + frequency * count / t + distance * (1 - ((l - l_now) mod L) / L)
@@ -28,7 +28,7 @@ from greenroom.core.policy import (
 
 
 class HobbitState(NamedTuple):
-    """The state of the HOBBIT policy: P pieces, L layers."""
+    """State arrays of the HOBBIT eviction policy: P pieces, L layers."""
 
     layer: Ints  # [P]
     count: Ints  # type: ignore[assignment]  # [P] requests in this prompt

@@ -1,4 +1,4 @@
-"""HybriMoE's score-based cache, in our reading: its abstract names the idea and no formula.
+"""HybriMoE's score-based eviction policy. Our reading: its abstract has no formula.
 
 Every expert has a running average of its router score, S = alpha * s + (1 - alpha) * S, updated at
 every step of its layer: s is the expert's share of the step's gate weights (of its rows where the
@@ -29,7 +29,7 @@ from greenroom.policies.helpers import scan
 
 
 class HybriMoeState(NamedTuple):
-    """The state of the HybriMoE policy: P pieces, L layers."""
+    """State arrays of the HybriMoE eviction policy: P pieces, L layers."""
 
     score: Floats  # [P] S
     index: Ints  # type: ignore[assignment]  # [P] index of the last request
@@ -46,7 +46,7 @@ def build_state(setup: PolicySetup) -> HybriMoeState:
 
 @compiled
 def contribution(rows: Rows, weights: Weights, i: int) -> float:
-    """The weight of request i of a step: its gate weights, its tokens, or 1."""
+    """Weigh one expert request of a step: by gate weights, else by tokens, else 1."""
     if weights.size:
         return float(weights[i])
     return float(rows[i]) if rows.size else 1.0

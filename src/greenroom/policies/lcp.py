@@ -1,4 +1,4 @@
-"""LCP: evict the piece with the lowest cache priority P = mu * rho ** (nu / omega).
+"""LCP eviction policy: evict the piece with the lowest priority mu * rho ** (nu / omega).
 
 mu is the number of requests of the piece since the start (it survives eviction), nu the tokens
 since its last request. MoEpic, section 3.3, equation 4; rho 0.25 and omega 128 are its defaults.
@@ -32,7 +32,7 @@ NONE = np.inf  # the key of pieces that are not resident
 
 
 class LcpState(NamedTuple):
-    """The state of LCP: P pieces with consecutive ids in B blocks of G groups."""
+    """State arrays of the LCP eviction policy: P pieces, in B blocks of G cache groups."""
 
     key: Floats  # [P] log2 mu + last * fade
     tie: Ints  # [P] index of the last request
@@ -94,7 +94,7 @@ def on_evict(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -
 
 @compiled
 def lowest_unpinned(state: LcpState, group: int, cache: CacheState) -> int:
-    """The unpinned resident with the smallest key, or -1."""
+    """Find the unpinned cached piece with the smallest LCP key; -1 if none."""
     first, end = state.blocks[group], state.blocks[group + 1]
     likely = first
     for block in range(first + 1, end):
@@ -122,7 +122,7 @@ def lowest_unpinned(state: LcpState, group: int, cache: CacheState) -> int:
 
 @compiled
 def priority(state: LcpState, piece: int, now: LogicalTime) -> float:
-    """The cache priority P of a piece."""
+    """Compute the LCP cache priority of a piece."""
     rho, omega = state.numbers[0], state.numbers[1]
     return float(state.count[piece] * rho ** ((now.token - state.last[piece]) / omega))
 

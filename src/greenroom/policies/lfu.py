@@ -1,4 +1,4 @@
-"""LFU: evict the piece with the fewest requests.
+"""LFU eviction policy: evict the piece with the fewest requests.
 
 `lfu` counts since the start, and counts survive eviction ("perfect LFU"); `lfu-in-cache` counts
 since the piece was inserted. Ties go to the piece requested least recently.
@@ -17,7 +17,7 @@ from greenroom.policies.helpers.buckets import Buckets
 
 
 class LfuState(NamedTuple):
-    """The state of LFU and LFUDA: P pieces, G groups."""
+    """State arrays of the LFU and LFUDA eviction policies: P pieces, G cache groups."""
 
     buckets: Buckets  # key: requests
     count: Ints  # type: ignore[assignment]  # [P] requests

@@ -1,4 +1,4 @@
-"""LFUDA: least frequently used with dynamic aging (Arlitt et al., 2000).
+"""LFUDA eviction policy: least frequently used with dynamic aging (Arlitt et al., 2000).
 
 The paper is "Evaluating content management techniques for Web proxy caches". Each resident has the
 key K = C + A: C is its requests since its insertion, A the age of its group at its last request.

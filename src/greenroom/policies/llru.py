@@ -1,4 +1,4 @@
-"""LLRU: LRU by rounds of layers (Angelopoulos et al., section 4, definition 2).
+"""LLRU eviction policy: LRU by rounds of layers (Angelopoulos et al., section 4, definition 2).
 
 The paper is "Cache Management for Mixture-of-Experts LLMs". At time t the victim has the largest
 R = floor((t - last) / L), the distance of its last request in rounds; then the largest
@@ -19,7 +19,7 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class LayerLruState(NamedTuple):
-    """The state of LLRU and Fate: P pieces, G groups, L layers."""
+    """State arrays of the LLRU and Fate eviction policies: P pieces, G groups, L layers."""
 
     lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
     layer: Ints  # [P]

@@ -1,4 +1,4 @@
-"""Marking, randomised (Fiat et al., 1991, "Competitive paging algorithms").
+"""Randomised marking, an eviction policy (Fiat et al., 1991, "Competitive paging algorithms").
 
 A requested piece is marked. The victim is any piece without a mark, each with equal probability.
 Where no such piece may be evicted, a new phase begins: all marks are removed first. `seed` makes it
@@ -14,7 +14,7 @@ from greenroom.policies.helpers.pools import Pools
 
 @compiled
 def mark(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> None:
-    """Mark a piece: the pool holds the residents without a mark."""
+    """Mark a cached piece by removing it from the pool of unmarked pieces."""
     pools.discard(state, cache.group_of[piece], piece)
 
 

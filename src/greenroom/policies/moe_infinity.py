@@ -1,4 +1,4 @@
-"""MoE-Infinity: evict the experts that similar prompts used least.
+"""MoE-Infinity's eviction policy: evict the experts that similar prompts used least.
 
 MoE-Infinity, sections 4.5 and 4.7, algorithm 1; B.1 for a full collection. An EAM (expert
 activation matrix) counts the tokens routed to each expert. The collection (EAMC) holds EAMs of past
@@ -38,7 +38,7 @@ SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
 
 
 class MoeInfinityState(NamedTuple):
-    """The state of the MoE-Infinity policy: C places in the collection, P pieces, L layers."""
+    """State arrays of MoE-Infinity's eviction policy: C stored matrices, P pieces, L layers."""
 
     prompt: Ints  # [P] EAM of this prompt
     current: Ints  # [P] EAM that is matched
@@ -73,7 +73,7 @@ def build_state(setup: PolicySetup) -> MoeInfinityState:
 
 @compiled
 def score(eam: Ints, begin: Ints, scores: Floats) -> None:
-    """Write the score of every piece under a pEAM."""
+    """Compute MoE-Infinity's cache score of every piece from an expert activation matrix."""
     layers = begin.size - 1
     for layer in range(layers):
         total = 0
@@ -88,13 +88,19 @@ def score(eam: Ints, begin: Ints, scores: Floats) -> None:
 
 @compiled
 def similarity(dot: int, square: int) -> float:
-    """The squared cosine up to a constant factor; only the quotient is rounded."""
+    """Compute the squared cosine of two activation matrices, up to a constant factor.
+
+    Only the quotient is rounded.
+    """
     return float(dot) * float(dot) / float(square)
 
 
 @compiled
 def nearest(state: MoeInfinityState, eam: Ints) -> int:
-    """The place of the collection's EAM nearest to an EAM, the first of equals."""
+    """Find the stored expert activation matrix nearest to a given one.
+
+    The first of equals is found.
+    """
     best, most = -1, -1.0
     for place in range(state.numbers[SIZE]):
         dot = 0
@@ -108,7 +114,7 @@ def nearest(state: MoeInfinityState, eam: Ints) -> int:
 
 @compiled
 def store(state: MoeInfinityState, eam: Ints) -> None:
-    """Add an EAM to the collection."""
+    """Store an expert activation matrix (EAM) in the collection of past prompts."""
     size = state.numbers[SIZE]
     if size < state.squares.size:
         place = size

@@ -1,4 +1,4 @@
-"""NEXT-USE: evict the expert with the farthest expected next use. Greenroom's own policy.
+"""NEXT-USE, Greenroom's eviction policy: evict the expert with the farthest expected next use.
 
 OPT evicts the expert with the farthest next use. This policy estimates it for all experts of a
 layer whenever that layer is served, as
@@ -59,7 +59,7 @@ NOT_RESIDENT = np.inf  # the key of an expert without a slot
 
 
 class NextUseState(NamedTuple):
-    """The state of NEXT-USE: L layers, P pieces, E experts in the largest layer."""
+    """State arrays of the NEXT-USE policy: L layers, P pieces, E experts in the largest layer."""
 
     begin: Ints  # [L + 1] the first piece of each layer
     layer: Ints  # [P]
@@ -200,7 +200,7 @@ def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None
 
 @compiled
 def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
-    """Begin a prompt, with the shares of the past."""
+    """Begin a prompt, starting from the experts' shares of use in the past."""
     state.level[layer] = state.mean[layer]
     for i in range(experts):
         relative = state.long[layer, i] / state.mean[layer] + LEAST
@@ -278,7 +278,7 @@ def _learn(state: NextUseState, layer: int, experts: int) -> None:
 
 @compiled
 def _store_features(state: NextUseState, layer: int, experts: int) -> None:
-    """Store the features and sets of the new estimates, to learn from them next time."""
+    """Store the features of the newest next-use estimates, to learn from them later."""
     total = log(state.prompt_steps[layer] + state.prior_tokens)
     for i in range(experts):
         state.features[SHORT, layer, i] = state.current[SHORT, layer, i]

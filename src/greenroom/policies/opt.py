@@ -1,4 +1,4 @@
-"""OPT: evict the piece whose next request is farthest in the future (Belady, 1966).
+"""OPT eviction policy: evict the piece requested farthest in the future (Belady, 1966).
 
 No policy that must insert every miss has fewer misses, as long as nothing is pinned. Pieces that
 are never requested again are evicted first, of these the least recently requested.
@@ -21,7 +21,7 @@ NEVER = -1
 
 
 class OptState(NamedTuple):
-    """The state of OPT: requests are numbered by group, then in the order of the trace.
+    """State arrays of OPT: requests are numbered by cache group, then in trace order.
 
     `awaited` holds the number of every resident's next request; the largest one of a group is the
     victim's. Numbers are int32 where they fit: they take most of the memory.
@@ -45,7 +45,10 @@ def _look_ahead(
     piece_of: Ids,
     reorder: bool,
 ) -> None:
-    """Fill `next_number`, and `piece_of` on `reorder`; `after` [P] is all NEVER."""
+    """Compute the number of the next request for each request's piece.
+
+    Fills `next_number`, and `piece_of` on `reorder`; `after` [P] is all NEVER.
+    """
     end = begin[1:].copy()
     for i in range(pieces.size - 1, -1, -1):
         piece = pieces[i]
@@ -59,7 +62,9 @@ def _look_ahead(
 
 @jit
 def next_uses(pieces: Ids, count: int) -> Ints:
-    """The index of each request's next one for the same piece; ids are below `count`.
+    """Find the index of the next request for the same piece, for each request.
+
+    Ids are below `count`.
 
     Pieces that are not requested again have indices past the end, no two the same.
     """

@@ -1,4 +1,4 @@
-"""Random: evict any piece, each with equal probability. `seed` makes it repeatable."""
+"""Random eviction policy: evict any piece, each with equal probability. `seed` repeats a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3-FIFO: small, main and ghost queues (Yang et al., SOSP 2023).
+"""S3-FIFO eviction policy: small, main and ghost queues (Yang et al., SOSP 2023).
 
 "FIFO queues are all you need for cache eviction", section 4, algorithm 1. Each group has three FIFO
 queues: S (small), with a tenth of the slots, for new pieces; M (main); G (ghost), the ids of pieces
@@ -32,7 +32,7 @@ MOST = 3  # frequency: two bits
 
 
 class S3FifoState(NamedTuple):
-    """The state of S3-FIFO."""
+    """State arrays of the S3-FIFO eviction policy."""
 
     queues: Queues  # S, M and G
     frequency: Ints  # [P]
@@ -49,7 +49,7 @@ def build_state(setup: PolicySetup) -> S3FifoState:
 
 @compiled
 def small_slots(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """Slots of queue S, at least one."""
+    """Compute the number of slots of S3-FIFO's small queue, at least one."""
     slots = cache.first[group + 1] - cache.first[group]
     return max(1, int(slots * state.share[0]))
 
@@ -82,7 +82,10 @@ def on_evict(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime
 
 @compiled
 def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """The oldest piece of S that was not hit twice, or -1; pieces hit twice move to M."""
+    """Choose a victim in S3-FIFO's small queue; move pieces hit twice to the main queue.
+
+    The victim is the oldest piece that was not hit twice, or -1.
+    """
     queues, head = state.queues, lists.head_of(state.queues, group, S)
     piece = queues.lists.before[head]
     while piece != head:
@@ -99,7 +102,10 @@ def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
 
 @compiled
 def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """The oldest piece of M whose frequency is used up, or -1."""
+    """Choose a victim in S3-FIFO's main queue: the oldest piece with frequency 0.
+
+    Returns -1 if there is none.
+    """
     piece = lists.oldest_unpinned(state.queues, group, M, cache)
     while piece >= 0 and state.frequency[piece] > 0:
         state.frequency[piece] -= 1

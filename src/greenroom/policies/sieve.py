@@ -1,4 +1,4 @@
-"""SIEVE (Zhang et al., NSDI 2024, "SIEVE is simpler than LRU", section 3, algorithm 1).
+"""SIEVE eviction policy (Zhang et al., NSDI 2024, "SIEVE is simpler than LRU", algorithm 1).
 
 Pieces are in a queue in order of arrival. A hit sets the piece's visited bit and moves nothing. A
 hand goes from the oldest to the newest and around again: it clears set bits and evicts the first
@@ -19,7 +19,7 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class SieveState(NamedTuple):
-    """The state of SIEVE: P pieces, G groups."""
+    """State arrays of the SIEVE eviction policy: P pieces, G cache groups."""
 
     queue: Lists  # one a group, the newest in front
     visited: NDArray[np.bool_]  # [P]

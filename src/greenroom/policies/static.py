@@ -1,4 +1,4 @@
-"""Static: the most requested pieces stay resident, and no miss is inserted.
+"""Static policy: the most requested experts stay in the cache, and no miss is inserted.
 
 This is the baseline of ProMoE, section 5.1. Requests are counted on a named part of the trace. The
 pieces requested most there are resident from the start, as many as each group has slots; all others
@@ -31,14 +31,14 @@ PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, coun
 
 
 class StaticState(NamedTuple):
-    """The state of the static policy: P pieces."""
+    """State arrays of the static policy: P pieces."""
 
     rank: Ints  # [P] 0 is the piece that was requested most
     score: Floats  # [P] its negative
 
 
 def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
-    """Flags [S] of the steps in the part of that name. UsageError for an unknown or empty one."""
+    """Flag the steps [S] in a named part of a trace. UsageError for an unknown or empty part."""
     prompts = int(stream.request[-1]) + 1 if stream.request.size else 0
     begin, dash, end = part.partition("-")
     if part == "all":
@@ -73,7 +73,7 @@ def build_state(setup: PolicySetup) -> StaticState:
 
 
 def residents(setup: PolicySetup) -> Ints:
-    """The pieces that stay resident: the most requested of each group."""
+    """List the most requested pieces of each cache group, which the static policy pins."""
     rank = build_state(setup).rank
     chosen = []
     for group, size in enumerate(setup.sizes):
@@ -84,7 +84,7 @@ def residents(setup: PolicySetup) -> Ints:
 
 @compiled
 def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
-    """The piece that was requested least, for a cache that shrinks."""
+    """Choose the least requested piece as the static policy's victim when the cache shrinks."""
     return int(scan.lowest_unpinned(cache, group, state.score, state.rank))
 
 

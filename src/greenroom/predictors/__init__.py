@@ -1,4 +1,4 @@
-"""Predictors: one a file, and a table of their kinds.
+"""Table of expert predictors, each in its own module.
 
 choice = predictor("markov:2")
 choice.build(PredictorSetup(shape))
@@ -43,7 +43,9 @@ AUTO = PredictorKind("auto", _undecided, "what pays on this machine with this mo
 
 
 def predictor(text: str) -> PredictorChoice:
-    """Parse `NAME[:distance][,option=value...]`; options follow the colon or the distance.
+    """Parse a predictor's name with options: `NAME[:distance][,option=value...]`.
+
+    Options follow the colon or the distance.
 
     `off` is `none`. For `auto` (`kind is AUTO`) the driver chooses a predictor. UnknownName lists
     the valid names; UsageError says which distance or option is wrong.

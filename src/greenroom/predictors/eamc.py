@@ -31,7 +31,7 @@ from greenroom.predictors.none import NullPredictor
 
 
 class Collection(NamedTuple):
-    """A collection of EAMs of past prompts or answers, and the current one.
+    """Collection of the expert activation matrices (EAMs) of past prompts, and the current one.
 
     P experts; C places, of which the first `size` are in use.
     """
@@ -44,12 +44,12 @@ class Collection(NamedTuple):
     eam: Ids  # [P] the EAM that is matched
 
     def reset_eam(self) -> None:
-        """Reset the EAM that is matched."""
+        """Reset the current expert activation matrix, which is matched with past prompts."""
         self.dots[:] = 0
         self.eam[:] = 0
 
     def store_request(self) -> None:
-        """Add the EAM of a finished request, and begin a new one."""
+        """Store the expert activation matrix of a finished request, and begin a new matrix."""
         if not self.request.any():
             return
         place = int(self.size[0])
@@ -64,7 +64,7 @@ class Collection(NamedTuple):
 
 
 def empty_collection(pieces: int, capacity: int) -> Collection:
-    """An empty collection."""
+    """Create an empty collection of expert activation matrices."""
     counts, row = np.zeros((pieces, capacity), np.int64), np.zeros(pieces, np.int64)
     place = np.zeros(capacity, np.int64)
     return Collection(counts, place, place + 1, np.zeros(1, np.int64), row, row.copy())
@@ -72,7 +72,10 @@ def empty_collection(pieces: int, capacity: int) -> Collection:
 
 @jit
 def count(collection: Collection, experts: Ids, begin: int) -> None:
-    """Count `experts` [T, K] of the layer whose pieces begin at `begin`."""
+    """Count the experts that tokens used in a layer, in the current activation matrix.
+
+    `experts` is [T, K]; the layer's pieces begin at `begin`.
+    """
     for token in range(experts.shape[0]):
         for rank in range(experts.shape[1]):
             piece = begin + experts[token, rank]
@@ -84,7 +87,9 @@ def count(collection: Collection, experts: Ids, begin: int) -> None:
 
 @jit
 def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> None:
-    """Write `scores` [distance, E]: likelihoods of the layers after `layer` under pEAM.
+    """Score the experts of the next layers by the most similar past prompt.
+
+    Writes `scores` [distance, E]: likelihoods of the layers after `layer` under pEAM.
 
     Cosines are compared by dot ** 2 / square, which ranks alike.
     """
@@ -111,7 +116,7 @@ def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> Non
 
 
 class EamcPredictor(NullPredictor):
-    """The EAMC predictor: experts of the past prompts most similar to this one."""
+    """Predictor `eamc`: the experts of the past prompts most similar to the current one."""
 
     name = "eamc"
 

@@ -33,7 +33,7 @@ FEW = 4  # tokens; for more, NumPy multiplies
 
 
 class Network(NamedTuple):
-    """The MLP that predicts one target layer."""
+    """Small neural network (MLP) that predicts the experts of one layer."""
 
     up: BFloat16  # [hidden, H]
     up_bias: Floats  # [hidden]
@@ -56,7 +56,10 @@ def to_float32(values: BFloat16) -> Floats:
 
 @jit(fastmath=True)  # sums in any order, so that they are vectorised
 def forward(x: Inputs, network: Network, scores: Floats) -> None:
-    """Write `scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's L1 cache."""
+    """Compute an MLP's scores [T, E] of a layer's experts from hidden states [T, H].
+
+    A row of `up` is widened in the processor's L1 cache.
+    """
     up, up_bias, down, down_bias = network
     hidden = np.empty(up.shape[0], np.float32)
     bits = np.empty(up.shape[1], np.uint32)
@@ -77,7 +80,7 @@ def forward(x: Inputs, network: Network, scores: Floats) -> None:
 
 
 class LearnedPredictor(InputPredictor):
-    """The learned predictor: trained networks from a file, which do not change at run time."""
+    """Predictor `learned`: trained networks from a file, which do not change at run time."""
 
     name = "learned"
 
@@ -106,7 +109,10 @@ class LearnedPredictor(InputPredictor):
 
 
 def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list[Network], int]:
-    """Build (a network for each layer, distance). PredictorError where the tensors do not fit."""
+    """Build a predictor's networks, one for each layer, from a file's tensors.
+
+    Returns (networks, distance). PredictorError where the tensors do not fit.
+    """
     distance = tensors.get("distance", np.empty(0))
     if distance.shape != (1,) or not 1 <= int(distance[0]) <= shape.layers:
         raise PredictorError("the learned predictor is damaged: it has no valid distance")

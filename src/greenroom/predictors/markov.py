@@ -1,4 +1,4 @@
-"""markov: the experts of layer l + d, given those of layer l.
+"""markov: predicts the experts of a layer from the same token's experts in an earlier layer.
 
 Counts how often expert f of layer l + d was used by a token that used expert e of layer l (beyond
 the last layer: by the token after it), and puts the counts of the K experts seen together as if
@@ -28,7 +28,9 @@ PRIOR = 0.1  # the count of a pair that was never seen
 
 @jit
 def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
-    """Count that tokens with experts `before` [T, K] then used `after` [T, K].
+    """Count pairs of experts that tokens used in an earlier and a later layer.
+
+    `before` and `after` are [T, K].
 
     `pairs` [E, E] and `totals` [E] are logarithms of counts.
     """
@@ -44,7 +46,10 @@ def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
 
 @jit
 def score(pairs: Floats, totals: Floats, used: Ids, experts: int, scores: Floats) -> None:
-    """Write `scores` [T, E] of a layer's experts, given the experts `used` [T, K] before."""
+    """Score a layer's experts from the experts used in an earlier layer.
+
+    `scores` is [T, E], `used` is [T, K].
+    """
     for token in range(used.shape[0]):
         for expert in range(totals.size):
             scores[token, expert] = (1 - used.shape[1]) * totals[expert]
@@ -56,7 +61,7 @@ def score(pairs: Floats, totals: Floats, used: Ids, experts: int, scores: Floats
 
 
 class MarkovPredictor(PathLearner):
-    """The Markov predictor: counts of pairs of experts in layers `distance` apart."""
+    """Predictor `markov`: counts of pairs of experts in layers `distance` apart."""
 
     name = "markov"
 

@@ -1,4 +1,4 @@
-"""next-gate: the router of the layer `distance` ahead, applied to the inputs of this layer.
+"""next-gate: applies the router of a layer ahead to the inputs of the present layer.
 
 A layer adds little to the residual stream, so the input of layer l's gate is close to the input of
 layer l + distance's gate. Mixtral offloading (Eliseev and Mazur), MoEpic 3.2 and Fate use this;
@@ -17,7 +17,7 @@ from greenroom.predictors.none import NullPredictor
 
 
 class InputPredictor(NullPredictor):
-    """A predictor that ranks experts `distance` layers ahead by the inputs of one layer.
+    """Base of predictors that rank experts some layers ahead by one layer's hidden states.
 
     For layers of the next pass the inputs are those of this pass's last token.
     """
@@ -39,11 +39,11 @@ class InputPredictor(NullPredictor):
 
     @abstractmethod
     def _rank(self, target: int, rows: Inputs) -> Ids:
-        """Rank a layer's experts, likeliest first: [T, H] -> [T, width]."""
+        """Rank a layer's experts by hidden states, likeliest first: [T, H] -> [T, width]."""
 
 
 class NextGatePredictor(InputPredictor):
-    """The next-gate predictor: applies the model's routers to earlier inputs."""
+    """Predictor `next-gate`: applies the model's routers to the inputs of earlier layers."""
 
     name = "next-gate"
 

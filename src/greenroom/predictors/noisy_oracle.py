@@ -1,4 +1,4 @@
-"""noisy-oracle: the oracle with errors, so that prefetching can be studied at any accuracy.
+"""noisy-oracle: the true experts with random errors, to study prefetching at any accuracy.
 
 Each expert that will be used is predicted with the probability `accuracy`. Otherwise another expert
 of the layer replaces it, drawn uniformly from those that the token does not use and that are not
@@ -31,14 +31,17 @@ NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token'
 
 
 def promoe_accuracy(distance: int) -> float:
-    """ProMoE's accuracy at a distance (figure 8a, interpolated)."""
+    """Return the accuracy of ProMoE's predictor at a distance (figure 8a, interpolated)."""
     between: float = NEAR * (FAR / NEAR) ** ((distance - 1) / 7)
     return max(between, TOKEN)
 
 
 @jit
 def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, predicted: Any) -> None:
-    """Write a noisy copy of `truth` to `predicted` [tokens, layers, top_k]; `sizes` [layers]."""
+    """Replace some of the true experts by wrong ones, for a predictor of given accuracy.
+
+    Writes `predicted` [tokens, layers, top_k]; `sizes` [layers] are numbers of experts.
+    """
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
     used = np.zeros(sizes.max(), np.bool_)

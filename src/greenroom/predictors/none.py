@@ -1,4 +1,4 @@
-"""none: predicts nothing, so that nothing is prefetched."""
+"""none: the predictor that predicts nothing, so that nothing is prefetched."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 
 
 class NullPredictor:
-    """The predictor that predicts and learns nothing; the base class of all others."""
+    """Predictor that predicts and learns nothing; base class of all predictors."""
 
     name = "none"
     distance: int | None
 
     def __init__(self, setup: PredictorSetup) -> None:
-        """UsageError where the model has fewer layers than the distance."""
+        """Set the prediction distance; UsageError where the model has fewer layers."""
         self._shape, self._ahead = setup.shape, setup.ahead
         self.distance = setup.distance
 

@@ -1,4 +1,4 @@
-"""oracle: the experts that the trace will use, `distance` layers ahead: the upper bound.
+"""oracle: predicts the experts that the trace will use: the upper bound of all predictors.
 
 No predictor with the same distance can do better.
 """
@@ -17,7 +17,7 @@ NO_ID = -1
 
 
 def true_routing(setup: PredictorSetup, name: str) -> NDArray[Any]:
-    """The experts that will be used, [tokens, layers, top_k]. UsageError without a trace."""
+    """Return the trace's experts, [tokens, layers, top_k]. UsageError without a trace."""
     if setup.routed_experts is None:
         raise UsageError(
             f"predictor {name} needs the complete trace beforehand:"

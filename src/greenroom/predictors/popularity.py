@@ -1,4 +1,4 @@
-"""popularity: the experts of a layer that were used most recently. The simplest baseline.
+"""popularity: predicts the experts of a layer that recent tokens used most. A simple baseline.
 
     count[l][e] = sum over tokens of 0.5 ** (age / half-life)   where expert e was used
 
@@ -25,7 +25,7 @@ from greenroom.predictors.helpers.learner import (
 
 @jit
 def count(counts: Floats, experts: Ids, decay: float) -> None:
-    """Add `experts` [T, K] of tokens to a layer's counts [E]."""
+    """Add the experts [T, K] that tokens used to a layer's counts [E]."""
     for token in range(experts.shape[0]):
         for expert in range(counts.size):
             counts[expert] *= decay
@@ -34,7 +34,7 @@ def count(counts: Floats, experts: Ids, decay: float) -> None:
 
 
 class PopularityPredictor(Learner):
-    """The popularity predictor: decaying counts of each layer's experts."""
+    """Predictor `popularity`: decaying counts of each layer's experts."""
 
     name = "popularity"
 

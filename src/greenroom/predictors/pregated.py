@@ -19,7 +19,7 @@ from greenroom.predictors.recorded import ReplayPredictor
 
 
 class PregatedPredictor(NextGatePredictor):
-    """The pre-gated predictor: the choice of layer l + 1's router for the inputs of layer l."""
+    """Predictor `pregated`: the next layer's router, applied to the present layer's inputs."""
 
     name = "pregated"
 

@@ -22,7 +22,7 @@ from greenroom.predictors.none import NullPredictor
 
 
 class ReplayPredictor(NullPredictor):
-    """A replay of `rows` [tokens, layers, width] of experts; the id `nothing` means none."""
+    """Predictor that replays stored predictions [tokens, layers, width]; `nothing` means none."""
 
     def __init__(self, name: str, rows: NDArray[Any], nothing: int, setup: PredictorSetup) -> None:
         super().__init__(setup)
@@ -65,7 +65,10 @@ class ReplayPredictor(NullPredictor):
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
-    """Build a replay of the trace's predictions of that name; without one, of the only ones."""
+    """Build a predictor that replays a trace's stored predictions of the given name.
+
+    Without a name, the trace must have one set of predictions.
+    """
     predictions, name = setup.predictions, str(setup.options["of"])
     if not predictions:
         raise UsageError("predictor recorded needs a trace with predictions: this one has none")

@@ -1,4 +1,4 @@
-"""routing-path: a token's path through all layers, predicted early and then corrected.
+"""routing-path: predicts a token's experts in all layers early, and corrects them later.
 
 After ExpertFlow (2024: "a lightweight predictor to accurately forecast routing paths before
 computation begins", with "real-time error correction"; only its abstract is known to us, and the
@@ -41,7 +41,7 @@ LEARNED_TOKENS = 64  # the last ones of a pass: learning from a long prompt take
 
 
 class PathModel(NamedTuple):
-    """The learned weights, and the current pass of T tokens.
+    """Learned weights of the routing-path predictor, and its pass of T tokens.
 
     L layers; E experts in the largest layer."""
 
@@ -56,7 +56,7 @@ class PathModel(NamedTuple):
 
 @jit
 def add(row: Ids, table: Floats, logits: Floats) -> None:
-    """Add the rows of a table [E, E] for experts [K] to logits; -1 is unknown."""
+    """Add a weight table's rows [E, E] for experts [K] to logits; -1 is unknown."""
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -66,7 +66,7 @@ def add(row: Ids, table: Floats, logits: Floats) -> None:
 
 @jit
 def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
-    """Move the rows of a table [E, E] for experts [K] along a step [E]."""
+    """Move a weight table's rows [E, E] for experts [K] along a gradient step [E]."""
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -76,7 +76,7 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 @jit
 def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: Floats) -> None:
-    """Write both logits [E] of a layer for a token: a row of the path.
+    """Compute a token's logits [E] of a layer's experts, in both of the predictor's forms.
 
     Row T + 1, which the path does not have, is the token after the pass.
     """
@@ -97,7 +97,7 @@ def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: F
 
 @jit
 def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Floats) -> None:
-    """Write `scores` [rows, E] of a layer, for the tokens from row `first` on."""
+    """Score a layer's experts, [rows, E], for the tokens from row `first` on."""
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):
         if corrected:
@@ -108,7 +108,7 @@ def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Flo
 
 @jit
 def score_all(model: PathModel, scores: Floats) -> None:
-    """Write `scores` [L * T, E] at the start of a pass, layer by layer."""
+    """Score the experts of all layers at a pass's start, [L * T, E]."""
     tokens = model.places.size
     for layer in range(model.path.shape[1]):
         rows = scores[layer * tokens : (layer + 1) * tokens]
@@ -126,7 +126,7 @@ def replace_by_error(logits: Floats, used: Ids) -> None:
 
 @jit
 def learn(model: PathModel, first: int, layer: int) -> None:
-    """Learn from the experts of a layer that the tokens from row `first` on used."""
+    """Learn from the experts that a pass's tokens used in a layer."""
     size, layers, path = model.bias.shape[1], model.path.shape[1], model.path
     early, passed = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(first, path.shape[0]):
@@ -149,7 +149,7 @@ def learn(model: PathModel, first: int, layer: int) -> None:
 
 
 def initial_bias(shape: Shape) -> Floats:
-    """The bias [L, E] of experts that are all used equally often."""
+    """Return the initial bias [L, E] of logits, with all experts equally likely."""
     bias = np.full((shape.layers, max(shape.experts_per_layer)), -np.inf, np.float32)
     for layer, experts in enumerate(shape.experts_per_layer):
         bias[layer, :experts] = -log(max(experts / shape.top_k - 1, 0.01))
@@ -157,7 +157,7 @@ def initial_bias(shape: Shape) -> Floats:
 
 
 class RoutingPathPredictor(PathLearner):
-    """The routing-path predictor: linear logits of all layers, learned online."""
+    """Predictor `routing-path`: linear logits of all layers, learned online."""
 
     name = "routing-path"
     _token_table: TokenTable

@@ -32,7 +32,10 @@ Counts = NDArray[np.uint16]
 
 @jit
 def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids) -> None:
-    """Count `experts` [T, K] of a layer for tokens at these places [T] (-1: id unknown)."""
+    """Count the experts [T, K] that tokens used in a layer, by token id.
+
+    The tokens are at these places [T] of the table (-1: id unknown).
+    """
     for token in range(experts.shape[0]):
         place = places[token]
         for at in range(experts.shape[1]):
@@ -47,7 +50,7 @@ def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids)
 
 @jit
 def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
-    """Write `scores` [L * T, E] of all layers, layer by layer."""
+    """Score the experts of all layers, [L * T, E], by the tokens' ids."""
     layers, experts = overall.shape
     for layer in range(layers):
         most = max(np.float32(1), overall[layer].max())
@@ -60,7 +63,7 @@ def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
 
 
 class TokenPredictor(Learner):
-    """The token predictor: counts of experts by token id."""
+    """Predictor `token`: counts of experts by token id."""
 
     name = "token"
     _token_table: TokenTable

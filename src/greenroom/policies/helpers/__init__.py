@@ -1,1 +1,1 @@
-"""Data structures that policies share: lists, buckets, bit sets, pools and scans."""
+"""Data structures of eviction policies: lists, buckets, bit sets, pools and scans."""

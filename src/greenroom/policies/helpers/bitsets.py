@@ -1,4 +1,4 @@
-"""Bit sets of integers below N; levels of summary bits find the next lower member.
+"""Bit sets of integers, with levels of summary bits to find the next lower member.
 
 Level 0 has a bit for each number; a bit of level k + 1 says that a block of 64 bits of level k is
 not zero.
@@ -20,14 +20,14 @@ ONE = np.uint64(1)
 
 
 class Bits(NamedTuple):
-    """The arrays of a bit set."""
+    """Arrays of a bit set of integers."""
 
     blocks: NDArray[np.uint64]  # all levels, one after another
     level: Ints  # [levels + 1] level k has words[level[k] : level[k + 1]]
 
 
 def empty(size: int) -> Bits:
-    """An empty set for numbers below `size`."""
+    """Create an empty bit set for integers below `size`."""
     counts = [max(1, -(-size // 64))]
     while counts[-1] > 1:
         counts.append(-(-counts[-1] // 64))
@@ -37,7 +37,7 @@ def empty(size: int) -> Bits:
 
 @intrinsic
 def _leading_zeros(typingctx: Any, block: Any) -> Any:
-    """The number of zero bits above the highest set bit of a block that is not zero."""
+    """Count the zero bits above the highest set bit of a nonzero block."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctlz(args[0], context.get_constant(types.boolean, True))
@@ -47,7 +47,7 @@ def _leading_zeros(typingctx: Any, block: Any) -> Any:
 
 @compiled
 def insert(bits: Bits, number: int) -> None:
-    """Insert a number."""
+    """Insert an integer into a bit set."""
     i = number
     for k in range(bits.level.size - 1):
         block = bits.level[k] + (i >> 6)
@@ -60,7 +60,7 @@ def insert(bits: Bits, number: int) -> None:
 
 @compiled
 def discard(bits: Bits, number: int) -> None:
-    """Remove a member."""
+    """Remove an integer from the bit set that contains it."""
     i = number
     for k in range(bits.level.size - 1):
         block = bits.level[k] + (i >> 6)
@@ -73,7 +73,7 @@ def discard(bits: Bits, number: int) -> None:
 
 @compiled
 def largest_below(bits: Bits, number: int) -> int:
-    """The largest member smaller than a number, or -1."""
+    """Find a bit set's largest member below a number; -1 if none."""
     i = number  # look for a bit before bit i of the level
     for k in range(bits.level.size - 1):
         lower = bits.blocks[bits.level[k] + (i >> 6)] if (i & 63) else np.uint64(0)

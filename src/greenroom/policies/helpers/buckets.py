@@ -1,4 +1,4 @@
-"""Buckets of residents with equal integer keys, in a list by key: for policies that count.
+"""Buckets of cached pieces with equal counts, in ascending order: for frequency-based policies.
 
 Moving a piece walks over the keys in between, which are few where keys rise by little. In a bucket
 the piece placed least recently comes first, so that ties go to the least recently requested.
@@ -17,7 +17,7 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class Buckets(NamedTuple):
-    """The arrays of buckets: P pieces, G groups, at most P buckets at a time."""
+    """Arrays of the buckets of cached pieces: P pieces, G cache groups, at most P buckets."""
 
     key: Ints  # [P] of each bucket
     order: Lists  # of buckets, one a group, the one of the lowest key in front
@@ -28,7 +28,7 @@ class Buckets(NamedTuple):
 
 
 def empty(setup: PolicySetup) -> Buckets:
-    """Empty buckets."""
+    """Create the arrays of buckets of cached pieces, without any piece."""
     pieces = setup.pieces
     return Buckets(
         key=np.zeros(pieces, np.int64),
@@ -42,7 +42,7 @@ def empty(setup: PolicySetup) -> Buckets:
 
 @compiled
 def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
-    """Place a piece, walking up from a node with a key not above the piece's.
+    """Put a piece into its key's bucket, searching upwards from a node of no higher key.
 
     The node is a bucket or the head."""
     higher = b.order.after
@@ -61,7 +61,7 @@ def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
 
 @compiled
 def drop(b: Buckets, piece: int) -> int:
-    """Remove a piece; the node (its bucket, or the one below) from which `_put` may walk up."""
+    """Remove a piece from its bucket; return the node where a search upwards may start."""
     bucket = b.bucket_of[piece]
     lists.unlink(b.members, piece)
     head = b.key.size + bucket
@@ -76,14 +76,14 @@ def drop(b: Buckets, piece: int) -> int:
 
 @compiled
 def place(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Insert a piece."""
+    """Insert a piece into the bucket of its key."""
     head = b.key.size + group
     _put(b, head, head, piece, key)
 
 
 @compiled
 def rise(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Raise a piece's key, to one that is not below the present one."""
+    """Raise a cached piece's key, and move the piece to the new key's bucket."""
     head, bucket, members = b.key.size + group, b.bucket_of[piece], b.members
     above = b.order.after[bucket]
     only_member = members.before[piece] == members.after[piece]  # both are the bucket's head
@@ -96,7 +96,7 @@ def rise(b: Buckets, group: int, piece: int, key: int) -> None:
 
 @compiled
 def lowest_unpinned(b: Buckets, group: int, cache: CacheState) -> int:
-    """The unpinned piece with the smallest key, or -1."""
+    """Find the unpinned cached piece with the smallest key; -1 if none."""
     pieces = b.key.size
     bucket = b.order.after[pieces + group]
     while bucket < pieces:

@@ -1,4 +1,4 @@
-"""Circular doubly linked lists in two flat arrays, for queue-like policies.
+"""Circular doubly linked lists in two flat arrays, for queue-like eviction policies.
 
 Nodes 0 .. P-1 are pieces; node P + i is the head of list i. A piece is in one list at most.
 """
@@ -14,7 +14,7 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Lists(NamedTuple):
-    """The arrays of N lists of P pieces.
+    """Arrays of N circular linked lists of P pieces.
 
     The node after a head is the front of its list, the node before it the back."""
 
@@ -23,18 +23,18 @@ class Lists(NamedTuple):
 
 
 def empty(pieces: int, lists: int) -> Lists:
-    """Empty lists, in which every node points at itself."""
+    """Create empty linked lists, in which every node points at itself."""
     return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
 
 
 def one_list_per_group(setup: PolicySetup) -> Lists:
-    """The state of a policy with one list of residents a group."""
+    """Create a policy's state: one empty linked list of cached pieces for each group."""
     return empty(setup.pieces, setup.groups)
 
 
 @compiled
 def unlink(lists: Lists, piece: int) -> None:
-    """Remove a piece from its list."""
+    """Remove a piece from its linked list."""
     before, after = lists.before[piece], lists.after[piece]
     lists.after[before] = after
     lists.before[after] = before
@@ -42,7 +42,7 @@ def unlink(lists: Lists, piece: int) -> None:
 
 @compiled
 def push(lists: Lists, head: int, piece: int) -> None:
-    """Insert a piece at the front of the list with that head."""
+    """Insert a piece at the front of a linked list, given the list's head."""
     first = lists.after[head]
     lists.before[piece], lists.after[piece] = head, first
     lists.after[head] = piece
@@ -51,7 +51,7 @@ def push(lists: Lists, head: int, piece: int) -> None:
 
 @compiled
 def last_unpinned(lists: Lists, head: int, cache: CacheState) -> int:
-    """The unpinned piece nearest to the back of a list, or -1."""
+    """Find the unpinned piece nearest to the back of a linked list; -1 if none."""
     piece = lists.before[head]
     while piece != head:
         if cache.pinned[piece] == 0:
@@ -64,7 +64,7 @@ QUEUES = 4  # of a group, at most
 
 
 class Queues(NamedTuple):
-    """Queues with sizes, several a group, numbered 0 .. QUEUES - 1, the newest piece in front.
+    """Queues of pieces with their sizes, several for each cache group, newest piece in front.
 
     They hold residents, and evicted pieces (ghosts) that a policy remembers."""
 
@@ -74,7 +74,7 @@ class Queues(NamedTuple):
 
 
 def empty_queues(setup: PolicySetup) -> Queues:
-    """Empty queues."""
+    """Create empty queues of pieces for every cache group."""
     return Queues(
         empty(setup.pieces, QUEUES * setup.groups),
         np.full(setup.pieces, -1, np.int64),
@@ -84,7 +84,7 @@ def empty_queues(setup: PolicySetup) -> Queues:
 
 @compiled
 def head_of(queues: Queues, group: int, which: int) -> int:
-    """Return the node that stands for the head of a queue's list."""
+    """Return the list node that stands for the head of a queue of pieces."""
     return int(queues.queue_of.size + QUEUES * group + which)
 
 
@@ -98,7 +98,7 @@ def dequeue(queues: Queues, group: int, piece: int) -> None:
 
 @compiled
 def enqueue(queues: Queues, group: int, piece: int, which: int) -> None:
-    """Insert a piece that is in no queue at the front of a queue."""
+    """Insert a piece, which must be in no queue, at the front of a queue."""
     queues.size[group, which] += 1
     queues.queue_of[piece] = which
     push(queues.lists, head_of(queues, group, which), piece)
@@ -106,11 +106,11 @@ def enqueue(queues: Queues, group: int, piece: int, which: int) -> None:
 
 @compiled
 def drop_oldest(queues: Queues, group: int, which: int) -> None:
-    """Remove the oldest piece of a queue that is not empty."""
+    """Remove the oldest piece of a nonempty queue."""
     dequeue(queues, group, queues.lists.before[head_of(queues, group, which)])
 
 
 @compiled
 def oldest_unpinned(queues: Queues, group: int, which: int, cache: CacheState) -> int:
-    """The oldest unpinned piece of a queue, or -1."""
+    """Find the oldest unpinned piece of a queue; -1 if none."""
     return int(last_unpinned(queues.lists, head_of(queues, group, which), cache))

@@ -1,4 +1,4 @@
-"""Pools of pieces for random draws, one a group: an array with the members in front."""
+"""Pools of cached pieces for random draws, one for each cache group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Pools(NamedTuple):
-    """The arrays of pools; group g's is `members[base[g] : base[g] + size[g]]`."""
+    """Arrays of the pools of pieces; group g's is `members[base[g] : base[g] + size[g]]`."""
 
     members: Ints  # [P]
     at: Ints  # [P] a piece's position in its group's pool, or -1
@@ -22,7 +22,7 @@ class Pools(NamedTuple):
 
 
 def empty(setup: PolicySetup) -> Pools:
-    """Empty pools, each with room for all pieces of its group."""
+    """Create empty pools of pieces, each with room for all pieces of its group."""
     sizes = np.bincount(setup.group_of, minlength=setup.groups)
     return Pools(
         members=np.zeros(setup.pieces, np.int64),
@@ -35,7 +35,7 @@ def empty(setup: PolicySetup) -> Pools:
 
 @compiled
 def add(pools: Pools, group: int, piece: int) -> None:
-    """Insert a piece that is not in the pool."""
+    """Add a piece, which must not be a member, to its group's pool."""
     i = pools.size[group]
     pools.members[pools.base[group] + i] = piece
     pools.at[piece] = i
@@ -44,7 +44,7 @@ def add(pools: Pools, group: int, piece: int) -> None:
 
 @compiled
 def swap(pools: Pools, group: int, i: int, j: int) -> None:
-    """Exchange the positions of two members."""
+    """Exchange the positions of two members of a pool of pieces."""
     base = pools.base[group]
     a, b = pools.members[base + i], pools.members[base + j]
     pools.members[base + i], pools.members[base + j] = b, a
@@ -53,7 +53,7 @@ def swap(pools: Pools, group: int, i: int, j: int) -> None:
 
 @compiled
 def discard(pools: Pools, group: int, piece: int) -> None:
-    """Remove a piece, if it is in the pool."""
+    """Remove a piece from its group's pool, if it is a member."""
     if pools.at[piece] >= 0:
         swap(pools, group, pools.at[piece], pools.size[group] - 1)
         pools.size[group] -= 1
@@ -62,7 +62,7 @@ def discard(pools: Pools, group: int, piece: int) -> None:
 
 @compiled
 def random_below(random_state: Any, n: int) -> int:
-    """A random integer from 0 to n - 1, n < 2 ** 32."""
+    """Draw a random integer below `n`, which is below 2 ** 32."""
     random_state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = random_state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -73,7 +73,7 @@ def random_below(random_state: Any, n: int) -> int:
 
 @compiled
 def draw(pools: Pools, group: int, cache: CacheState) -> int:
-    """Draw an unpinned member, each with equal probability; -1 where there is none."""
+    """Draw an unpinned piece of a pool, each with equal probability; -1 if none."""
     base, left = pools.base[group], pools.size[group]
     while left > 0:
         i = random_below(pools.random_state, left)

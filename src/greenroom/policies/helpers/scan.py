@@ -1,4 +1,4 @@
-"""Scans over all residents, for policies that evict the one with the smallest score."""
+"""Scans of the cache for eviction policies that evict the piece with the smallest score."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from greenroom.core.policy import CacheState, Floats, LogicalTime, PolicySetup, 
 
 
 def layer_starts(setup: PolicySetup) -> Ints:
-    """The first piece of each layer, [L + 1]: layer l has begin[l] .. begin[l + 1] - 1."""
+    """Return each layer's first piece id, [L + 1]: layer l has begin[l] .. begin[l + 1] - 1."""
     return np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
 
 
 @compiled
 def on_use(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
-    """Record the index of a piece's last request."""
+    """Record when a piece was last requested, as the index of the request."""
     state.index[piece] = now.index
 
 
 @compiled
 def lowest_unpinned(cache: CacheState, group: int, score: Floats, index: Ints) -> int:
-    """The unpinned resident with the smallest score [P], or -1; ties by smallest index [P]."""
+    """Find the unpinned cached piece with the smallest score; -1 if none.
+
+    `score` and `index` are by piece [P]; ties go to the smallest index.
+    """
     best, least = -1, np.inf
     for slot in range(cache.first[group], cache.first[group + 1]):
         resident = cache.piece_in[slot]

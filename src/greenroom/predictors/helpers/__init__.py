@@ -1,1 +1,1 @@
-"""Parts that predictors share: kinds, saved states, the token table and compilation."""
+"""Parts that expert predictors share: kinds, saved states, the token table and compilation."""

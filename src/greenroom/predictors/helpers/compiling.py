@@ -1,4 +1,4 @@
-"""Compilation of a predictor's functions before the first token, which would wait for it."""
+"""Compilation of a predictor's Numba functions before the first token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more call compiled fun
 
 
 def compile_predictor(choice: PredictorChoice) -> None:
-    """Compile a predictor's functions: run a second one over invented routing, and drop it.
+    """Compile a predictor's functions by running a second predictor over invented routing.
 
     Machine code depends on types only, so a few experts are enough. Kinds that need routers, files
     or traces compile only the ranking.

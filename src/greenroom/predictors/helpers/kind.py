@@ -1,4 +1,4 @@
-"""Kinds of predictors, the user's choice of one, and the arguments to build it."""
+"""Kinds of expert predictors, the user's choice of one, and the arguments to build it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Need = Literal["token_ids", "inputs", "gates", "file", "trace"]
 
 @dataclass(frozen=True)
 class PredictorSetup:
-    """Arguments to build a predictor; a kind's unneeded ones may be left out."""
+    """Arguments to build an expert predictor; a kind's unneeded arguments may be left out."""
 
     shape: Shape
     seed: int = 0
@@ -32,7 +32,10 @@ class PredictorSetup:
 
     @property
     def ahead(self) -> int:
-        """The distance, 0 where there is none. UsageError where the model has fewer layers."""
+        """Return the prediction distance in layers, 0 without one; check it against the model.
+
+        UsageError where the model has fewer layers.
+        """
         distance = self.distance or 0
         if distance > self.shape.layers:
             raise UsageError(
@@ -47,7 +50,7 @@ Builder = Callable[[PredictorSetup], Predictor]
 
 @dataclass(frozen=True)
 class PredictorKind:
-    """A kind of predictor: its name, how to build one, and what it needs.
+    """Kind of expert predictor: its name, its constructor and the arguments it needs.
 
     `distance` is the default; None where it cannot be chosen: the predictor predicts complete
     passes before they begin, or its recording or file has a distance.
@@ -61,7 +64,10 @@ class PredictorKind:
     options: tuple[PolicyOption, ...] = ()
 
     def choose(self, text: str = "") -> PredictorChoice:
-        """Choose this kind with `[distance][,option=value...]`. UsageError for a wrong one."""
+        """Parse the distance and options of a predictor of this kind. UsageError for wrong ones.
+
+        The text is `[distance][,option=value...]`.
+        """
         first, *items = text.split(",") if text else [""]
         options = {option.name: option for option in self.options}
         distance = self.distance
@@ -98,7 +104,7 @@ class PredictorKind:
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """A kind of predictor with its distance and options; `name` is the user's text."""
+    """User's choice of a predictor: a kind with distance and options; `name` is the text."""
 
     kind: PredictorKind
     name: str
@@ -106,5 +112,5 @@ class PredictorChoice:
     options: Mapping[str, Any]
 
     def build(self, setup: PredictorSetup) -> Predictor:
-        """Build a predictor. UsageError where the setup lacks what the kind needs."""
+        """Build the chosen predictor. UsageError where the setup lacks an argument."""
         return self.kind.build(replace(setup, distance=self.distance, options=self.options))

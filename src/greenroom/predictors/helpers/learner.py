@@ -1,4 +1,4 @@
-"""Base classes of predictors that learn from routing: saved states and token paths."""
+"""Base classes of predictors that learn from routing: saved states and the pass's experts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Learner(NullPredictor):
-    """A predictor whose saved state is `_arrays` and the table of token ids."""
+    """Learning predictor whose saved state is its arrays and a table of token ids."""
 
     _of_distance = False  # whether the state is valid for one distance only
     _token_table: TokenTable | None = None
 
     @abstractmethod
     def _arrays(self) -> Arrays:
-        """The learned arrays themselves."""
+        """Return a predictor's learned arrays themselves, not copies."""
 
     def state(self) -> Arrays:
         state = {name: array.copy() for name, array in self._arrays().items()}
@@ -47,7 +47,7 @@ class Learner(NullPredictor):
 
 
 class PathLearner(Learner):
-    """A learner that records the experts of every token of the pass, in all layers.
+    """Learning predictor that records the experts of the pass's tokens in all layers.
 
     `_path` [T + 1, layers, top_k]: row 0 is the token before the pass; -1 is unknown.
     """
@@ -70,18 +70,18 @@ class PathLearner(Learner):
 def predictions_of_pass(
     scores: Floats, layers: int, width: int, above: float
 ) -> list[LayerPrediction]:
-    """Predictions of all layers from `scores` [layers * T, E], layer by layer."""
+    """Rank the experts of all layers by scores [layers * T, E]."""
     experts = top(scores, width, above)
     return [LayerPrediction(i, rows) for i, rows in enumerate(experts.reshape(layers, -1, width))]
 
 
 def repeat_for_tokens(prediction: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
-    """Repeat a one-row prediction for all tokens, unless it is for the next pass."""
+    """Repeat a one-row prediction for all tokens, unless the prediction is for the next pass."""
     if prediction.layer >= layers or tokens == 1:
         return prediction
     return LayerPrediction(prediction.layer, np.repeat(prediction.experts, tokens, axis=0))
 
 
 def as_contiguous(experts: Ids) -> Ids:
-    """Copy ids to the memory layout of compiled functions, unless they have it."""
+    """Copy expert ids to the memory layout of compiled functions, unless they have it."""
     return np.ascontiguousarray(experts, np.int64)

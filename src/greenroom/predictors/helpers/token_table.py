@@ -14,7 +14,7 @@ MOST_IDS, MOST_BYTES = 4096, 16 << 20
 
 
 class TokenTable:
-    """A table of learned rows by token id: `rows` [places, ...]; new rows are zero."""
+    """Table of learned rows by token id: `rows` [places, ...]; new rows are zero."""
 
     def __init__(self, row: tuple[int, ...], dtype: Any) -> None:
         size = int(np.prod(row)) * np.dtype(dtype).itemsize
@@ -26,7 +26,7 @@ class TokenTable:
         self._pass = 0
 
     def of(self, ids: Ids | None, tokens: int) -> Ids:
-        """The places [tokens] of a pass's ids.
+        """Return the table rows [tokens] of a pass's token ids.
 
         -1 where ids are unknown, or where all places have other ids of the same pass.
         """
@@ -68,7 +68,7 @@ class TokenTable:
 
 
 def fill(name: str, state: Mapping[str, NDArray[Any]], array: NDArray[Any]) -> None:
-    """Fill an array from a saved state. ValueError where the saved one does not fit."""
+    """Fill an array from a predictor's saved state. ValueError where the saved array does not fit."""
     saved = state.get(name)
     if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
         text = "missing" if saved is None else f"{saved.dtype}{list(saved.shape)}"
