@@ -185,7 +185,7 @@ class Greenroom:
     def memory_bytes(self) -> int | None:
         """Return the process's resident bytes once all expert slots are filled.
 
-        The figure compares with `stats().peak_rss_bytes`. None on a GPU, and where the process was
+        The figure is for short contexts and compares with `stats().peak_rss_bytes`. None on a GPU, and where the process was
         not measured.
         """
         if self.process_bytes is None or (model := self._model()) is None:

@@ -1,4 +1,4 @@
-"""The quality loss of approximate misses, as `verify --quality` measured it.
+"""Store and look up the quality loss of approximate misses that `verify --quality` measured.
 
 It is stored with a model's other records (plan/history/records.py) for the thresholds that it was
 measured with, and later runs print it. The share of inexact requests at that time is stored too: a
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def store_loss(config: LoadConfig, quality: Quality) -> None:
-    """Store a measurement for later runs; a failure to write is a warning only."""
+    """Store the measured quality loss of approximate misses for later runs.
+
+    A failure to write is a warning only.
+    """
     if quality.lesser is None:
         return
     digest, name = fingerprint(find_checkpoint(quality.model)), machine_name(host_facts())
@@ -43,7 +46,7 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
 
 
 def stored_loss(setup: ModelSetup) -> Loss | None:
-    """The loss that was measured with a run's thresholds; None where none was."""
+    """Return the quality loss measured with a run's thresholds for approximate misses, or None."""
     at = setup.approximation
     if at is None or not setup.fingerprint:
         return None
@@ -52,7 +55,7 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
 
 
 def describe_loss(source: str, loss: Loss | None) -> str:
-    """The loss in words, or the command that measures it."""
+    """Describe the quality loss of approximate misses, or name the command that measures it."""
     if loss is None:
         return (
             "the loss in quality was not measured with these thresholds: greenroom verify"

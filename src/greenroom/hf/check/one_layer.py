@@ -1,4 +1,4 @@
-"""Layer-by-layer comparison with transformers, for models larger than memory.
+"""Compare a model with transformers layer by layer, for models larger than memory.
 
 The inputs of every experts module are recorded in a real run from disk. Then, layer by layer,
 transformers' own loading code loads the full parameters, and its eager forward is called on the
@@ -31,7 +31,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """One layer's comparison with transformers.
+    """Comparison of one layer's outputs with those of transformers.
 
     equal:      whether every output equals `expected`, bit for bit
     grouped_mm: distance of transformers' grouped_mm to `reference`
@@ -47,7 +47,10 @@ class LayerCheck:
     reference: list[Tensor]
 
     def distance(self, model: PreTrainedModel) -> float:
-        """Distance of an attached model's layer to the reference, on the same inputs."""
+        """Measure how far a layer of an attached model is from transformers' layer.
+
+        Both have the same inputs.
+        """
         module = model.get_submodule(self.name)
         return max(
             distance(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True)
@@ -58,10 +61,11 @@ class LayerCheck:
 def compare_layers(
     skeleton: ModelSkeleton, model: PreTrainedModel, passes: list[Tensor], in_memory: bool = False
 ) -> Iterator[LayerCheck]:
-    """Run `passes` (token ids [1, T] each) on a model, then compare layer by layer.
+    """Compare a model with transformers layer by layer, on recorded inputs.
 
-    `skeleton` is of the model before it was loaded. The model is attached, or (`in_memory`)
-    transformers' own with all of its experts in memory.
+    `passes` are token ids [1, T] each; the model runs them first. `skeleton` is of the model before
+    it was loaded. The model is attached, or (`in_memory`) transformers' own with all of its experts
+    in memory.
     """
     checkpoint, dtype = skeleton.checkpoint, str(skeleton.dtype)[6:]
     inputs, outputs = _record(model, skeleton.catalog.layers, passes)
@@ -131,5 +135,5 @@ def _forward(module: nn.Module, implementation: str, inputs: list[Inputs]) -> li
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference."""
+    """Return the largest absolute difference of two tensors."""
     return float((a.float() - b.float()).abs().max())

@@ -1,4 +1,4 @@
-"""Forward passes of one request, with their logits, without `generate`.
+"""Run forward passes of one request and return their logits, without `generate`.
 
     passes = Passes(model)
     logits = passes(prompt)      # [1, T] -> [T, V]
@@ -24,7 +24,10 @@ from greenroom.runtime.memory.system import release_memory
 
 @contextmanager
 def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
-    """A loaded model in a context; its routing is not saved for later runs."""
+    """Load a model with streamed experts for the duration of a context.
+
+    Its routing is not saved for later runs.
+    """
     model, _ = load_with(source, config, remember=False)
     try:
         yield model
@@ -35,7 +38,7 @@ def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]
 
 
 def start_token(model: PreTrainedModel) -> int:
-    """The first token of the decoder of an encoder-decoder model."""
+    """Return the token id with which an encoder-decoder model's decoder begins."""
     for config in (model.generation_config, model.config):
         token = getattr(config, "decoder_start_token_id", None)
         token = getattr(config, "bos_token_id", None) if token is None else token
@@ -46,13 +49,16 @@ def start_token(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, inputs: Iterable[Tensor]) -> Tensor:
-    """The logits [T, V] of one request, in host memory; each input [1, T] is a pass."""
+    """Return one request's logits [T, V] in host memory.
+
+    Each input [1, T] is a forward pass.
+    """
     passes = Passes(model)
     return torch.cat([passes(ids).cpu() for ids in inputs])
 
 
 class Passes:
-    """The passes of one request; each call sees the tokens of those before it."""
+    """Runs one request's forward passes with a KV cache; each sees all earlier tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._cache, self._encoded = model, None, None

@@ -1,4 +1,4 @@
-"""KL divergence and perplexity of a model against its original, on a text.
+"""Measure a model's KL divergence and perplexity against its original, on a text.
 
 The original may be another checkpoint, or the same one without an option that changes the output:
 a quantised KV cache, other kernels, or approximated misses. Both are streamed, one after the other,
@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of a model against its original, over `tokens` predictions.
+    """KL divergence and perplexity of a model against its original, over `tokens` predictions.
 
     kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
@@ -72,14 +72,15 @@ def quality(
     lesser: Mapping[str, Any] | None = None,
     say: Report = lambda line: None,
 ) -> Quality:
-    """Compare a model with its original; a pack's header names the original.
+    """Measure a model's KL divergence and perplexity against its original on a text.
 
-    `kv`, `kernels` and `lesser` are the model's options, the original has the defaults; with one of
-    them a model may be compared with itself. With a quantised `kv` both are read in passes of 64
-    tokens. `lesser` are the options of approximate misses: the original is the same checkpoint,
-    exact, unless `against` names another. Both are then read token by token, as decoding does, and
-    without prefetching, so that only the cache decides which experts are missing. The first
-    `tokens` of the text are read, or all. `say` is called with a line for each stage.
+    A pack's header names the original. `kv`, `kernels` and `lesser` are the model's options, the
+    original has the defaults; with one of them a model may be compared with itself. With a
+    quantised `kv` both are read in passes of 64 tokens. `lesser` are the options of approximate
+    misses: the original is the same checkpoint, exact, unless `against` names another. Both are
+    then read token by token, as decoding does, and without prefetching, so that only the cache
+    decides which experts are missing. The first `tokens` of the text are read, or all. `say` is
+    called with a line for each stage.
 
     UsageError where there is nothing to compare, or the two models do not match; OutputError where
     there is no room for the temporary file.
@@ -236,7 +237,7 @@ def _compare(
 
 
 def read_text(path: Path) -> str:
-    """The content of a text file; UsageError where it cannot be read."""
+    """Return the content of a text file; UsageError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of `verify`, with all comparisons and the largest differences.
+    """Result of `verify`: all comparisons with transformers, and the largest differences.
 
     Differences are of logits, or of layers' outputs where the model was not loaded as an
     `entire_model`. Logits may differ by a lot where a router's scores are nearly equal; so the
@@ -61,12 +61,12 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """True where every comparison that must be bit-identical is."""
+        """Check that every comparison that must be bit-identical is."""
         return all(passed for _, passed in self.checks)
 
     @property
     def near(self) -> bool:
-        """True where the judged kernels are as close to eager as the default ones promise."""
+        """Check that the kernels are as close to transformers' eager ones as promised."""
         ours, grouped_mm = self.layer_differences
         return ours <= max(2 * grouped_mm, self.resolution)
 
@@ -82,7 +82,7 @@ def verify(
     layers: bool | None = None,
     say: Report = lambda line: None,
 ) -> Verdict:
-    """Check a model with this cache (see the module).
+    """Verify that a streamed model computes the same bits as transformers (see the module).
 
     `kernels` are judged against transformers' eager. `layers` compares layer by layer although the
     entire model would fit (None: as memory allows). `say` is called with each finding.
@@ -255,7 +255,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class GreedyRun:
-    """Greedy tokens, and the logits [prompt + tokens - 1, V] that gave them."""
+    """Tokens decoded greedily, and the logits [prompt + tokens - 1, V] that chose them."""
 
     tokens: list[int]
     logits: Tensor
@@ -263,7 +263,7 @@ class GreedyRun:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
-    """Decode `tokens` tokens greedily, each in a pass of its own."""
+    """Decode `tokens` tokens greedily, each in a forward pass of its own."""
     chosen: list[int] = []
     passes = Passes(model)
     rows = [passes(ids)]
@@ -275,5 +275,5 @@ def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
 
 
 def pass_inputs(ids: Tensor, tokens: list[int]) -> list[Tensor]:
-    """The inputs of the passes in which `greedy` decoded these tokens."""
+    """Return the inputs of the passes in which `greedy` decoded these tokens."""
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

@@ -1,1 +1,1 @@
-"""State between runs of a model: warm start, and counts for `--split auto`."""
+"""Keep state between runs of a model: experts for warm start, counts for `--split auto`."""

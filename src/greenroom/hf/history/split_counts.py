@@ -1,4 +1,4 @@
-"""Counts of decoded tokens for MoEpic's configurator.
+"""Count the experts of decoded tokens, to configure split experts as MoEpic does.
 
 `--split auto` counts the experts that decoded tokens use, and those predicted (`core/activity.py`).
 They are saved with the model's routing history; hf/defaults.py runs Algorithm 1 over them.
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class HeadTimer:
-    """Times the head layer (MoEpic's T_head).
+    """Times a model's head layer (T_head in the MoEpic paper).
 
     Calls with one position of each sequence count: decoded tokens, and ends of prompts. `seconds`
     is their mean, 0 before the first.
@@ -47,7 +47,7 @@ class HeadTimer:
         return self._spent / max(1, self._count)
 
     def close(self) -> None:
-        """Remove the hooks; the measured mean stays."""
+        """Remove the hooks that time the head layer; the measured mean stays."""
         for hook in self._hooks:
             hook.remove()
 
@@ -61,7 +61,7 @@ class HeadTimer:
 
 
 def latency_of(driver: Driver, head: float) -> TokenLatency | None:
-    """MoEpic's latencies, in seconds, measured over the decoded tokens so far.
+    """Return MoEpic's latencies (s): attention, experts, head and load, from decoded tokens.
 
     `head` is T_head; T_att is the time of a token without head, experts and waits. None before the
     first token, and where no expert was loaded.
@@ -82,7 +82,7 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
 
 
 class SplitCounts:
-    """Counts experts that tokens of decode passes use, and experts that were predicted."""
+    """Counts the experts that decoded tokens use, and those that were predicted."""
 
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
         self._offsets = tuple(offsets)
@@ -100,11 +100,11 @@ class SplitCounts:
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Note the start of a pass; passes of prompts are not counted."""
+        """Note the start of a forward pass; passes of prompts are not counted."""
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts [T, K] that a layer's router chose."""
+        """Count the experts [T, K] that a layer's router chose for decoded tokens."""
         if self._in_prompt:
             return
         expected = self._expected.pop(layer, None)
@@ -113,7 +113,7 @@ class SplitCounts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
 
     def state(self, driver: Driver, head: float) -> Arrays | None:
-        """The counts and MoEpic's latencies, to be saved; None before the first token."""
+        """Return the expert counts and MoEpic's latencies to save; None before the first token."""
         latency = latency_of(driver, head)
         if latency is None:
             return None

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class WarmStart:
-    """The routing history of a model over its runs. Without `fingerprint` nothing is saved."""
+    """The expert routing of a model over its runs, saved to warm up later runs.
+
+    Without `fingerprint` nothing is saved.
+    """
 
     def __init__(
         self,
@@ -33,9 +36,10 @@ class WarmStart:
         name: str,
         predictor: Predictor | None,
     ) -> None:
-        """`before` is the history of earlier runs, `name` the predictor's as the user wrote it.
+        """Take the expert routing of earlier runs (`before`) as the start.
 
-        The predictor's state of the last run is restored.
+        `name` is the predictor's as the user wrote it. The predictor's state of the last run is
+        restored.
         """
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
@@ -48,7 +52,10 @@ class WarmStart:
                 log.warning("predictor %s starts anew: %s", name, error)
 
     def warm_up(self) -> int:
-        """Load the hot set into an empty cache for LIMIT_S at most; returns how many experts."""
+        """Load the most used experts into an empty cache, for LIMIT_S at most.
+
+        Returns how many experts.
+        """
         scheduler = self._driver.scheduler
         if self._before is None:
             return 0
@@ -69,7 +76,10 @@ class WarmStart:
             self._driver.miss_counts[:] = 0
 
     def save(self, extra_states: Mapping[str, Arrays | None]) -> None:
-        """Save the routing since the warm start, with other states; not before LEAST passes."""
+        """Save the routing since the warm start, with other states, for later runs.
+
+        Nothing is saved before LEAST passes.
+        """
         driver = self._driver
         passes = driver.meter.passes - self._passes
         if not self._fingerprint or passes < LEAST or not files.is_enabled():
@@ -92,10 +102,10 @@ class WarmStart:
 
 
 def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
-    """Load these pieces, most used first, into an empty cache; returns how many were loaded.
+    """Load these experts, most used first, into an empty cache.
 
-    Each layer is a step that computes nothing. It has an equal share of the time that is left, and
-    loads as many of its pieces as the disk's speed so far allows.
+    Returns how many were loaded. Each layer is a step that computes nothing. It has an equal share
+    of the time that is left, and loads as many of its pieces as the disk's speed so far allows.
     """
     pieces, policy = driver.pieces, driver.scheduler.policy
     layer_of = pieces.layer[hot]

@@ -1,1 +1,1 @@
-"""Keys and values: caches that grow in place, their kinds and sizes, several in one pass."""
+"""KV caches that grow in place, their kinds and sizes, and batched passes over several."""

@@ -1,4 +1,4 @@
-"""Batched passes: several sequences in one pass, each with its own KV cache.
+"""Run several sequences in one forward pass, each with its own KV cache.
 
 transformers' continuous batching stores all keys and values in blocks of one tensor of fixed size,
 and has no memory budget that experts share; single tokens could use neither our compiled layers nor
@@ -35,7 +35,7 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 class BatchedCache(Cache):
-    """The KV caches of all sequences in one pass, and their numbers of new tokens.
+    """KV caches of all sequences in one pass, with each sequence's new tokens.
 
     caches, lengths: a cache and the new tokens of each sequence
     exact:  every token has the bits that it would have in a pass of one sequence
@@ -62,7 +62,7 @@ class BatchedCache(Cache):
         self._positions: list[tuple[Tensor, Tensor]] = []
 
     def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Split a pass's cosines and sines [1, T, width] by token: [1, 1, width] each."""
+        """Split a pass's rotary cosines and sines, [1, T, width], by token."""
         if self._embeddings is not embeddings:
             cos, sin = (each.split(1, 1) for each in embeddings)
             self._embeddings, self._positions = embeddings, list(zip(cos, sin, strict=True))
@@ -71,7 +71,7 @@ class BatchedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values [1, heads, T, width] to the caches of their sequences.
+        """Append new keys and values [1, heads, T, width] to their sequences' KV caches.
 
         Returns the arguments, since attention reads `layer_states`; where `joined`, all keys and
         values, [1, heads, tokens of all sequences, width].
@@ -91,19 +91,25 @@ class BatchedCache(Cache):
         return key_states, value_states
 
     def split_states(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values for the attention of each sequence; `key` and `value` are the layer's."""
+        """Split a layer's keys and values by sequence, for the attention of each.
+
+        `key` and `value` are the layer's.
+        """
         if not self._joined:
             return self.layer_states
         tokens = [k.shape[2] for k, _ in self.layer_states]
         return list(zip(key.split(tokens, 2), value.split(tokens, 2), strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The longest sequence's tokens. Positions are given, so nothing depends on it."""
+        """Return the number of tokens of the longest sequence in the pass.
+
+        Positions are given, so nothing depends on it.
+        """
         return max(length_of(cache) for cache in self.caches)
 
 
 def length_of(cache: Any) -> int:
-    """Tokens in a cache; 0 where there is none."""
+    """Return the number of tokens in a KV cache; 0 for None."""
     return 0 if cache is None else int(cache.get_seq_length())
 
 
@@ -151,7 +157,10 @@ for _name, _batched_name in ATTENTION.items():
 
 
 def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | None:
-    """The mask [1, 1, new, tokens] of the last `new` tokens; None where they attend to all."""
+    """Return the causal mask [1, 1, new, tokens] of the last `new` tokens.
+
+    None where they attend to all.
+    """
     if new == 1 and (window is None or tokens <= window):
         return None
     rows = torch.arange(tokens - new, tokens, device=like.device)[:, None]
@@ -163,7 +172,7 @@ def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | 
 
 
 class Batch:
-    """Runs passes of one model for many sequences, batched where the model allows it.
+    """Runs forward passes of many sequences, batched where the model allows it.
 
     sequential_reason: why sequences cannot be batched, "" where they can
     has_dynamic_cache: the KV cache has separate keys and values for each token
@@ -192,11 +201,11 @@ class Batch:
         return reason
 
     def cache(self) -> Any:
-        """An empty cache for a sequence; None where the model makes its own."""
+        """Return an empty KV cache for a sequence; None where the model makes its own."""
         return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
-        """Check that sequences with so many new tokens each can be one pass.
+        """Check that sequences with so many new tokens each can share one forward pass.
 
         With `exact` each must have one new token.
         """
@@ -207,7 +216,7 @@ class Batch:
     def __call__(
         self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
     ) -> list[Tensor]:
-        """Run a pass with the new tokens of each sequence, and append them to `caches`.
+        """Run a forward pass with each sequence's new tokens, and append them to `caches`.
 
         Returns logits after the last token of each sequence, [V]; after every new token, [new, V],
         of the sequences that are `scored`.
@@ -231,7 +240,7 @@ class Batch:
     def _run_batch(
         self, ids: Sequence[Sequence[int]], cache: BatchedCache, keep: Sequence[int]
     ) -> Tensor:
-        """Logits [sum(keep), V] after the last `keep` tokens of each sequence."""
+        """Return a batched pass's logits [sum(keep), V] of each sequence's last `keep` tokens."""
         model = self._model
         positions: list[int] = []
         rows: list[int] = []
@@ -258,7 +267,7 @@ class Batch:
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
-        """Context with the attention functions of this module."""
+        """Return a context with the attention functions for batched passes of several sequences."""
         names = [config._attn_implementation_internal for config in self._configs]
         try:
             for config, name in zip(self._configs, names, strict=True):
@@ -270,7 +279,7 @@ class Batch:
 
     @contextmanager
     def _head_by_tokens(self) -> Iterator[None]:
-        """Context in which the head computes one token at a time, where `exact`."""
+        """Return a context in which the head computes one token at a time, where `exact`."""
         head = self._model.get_output_embeddings()
         if not self.exact or head is None:
             yield
@@ -293,7 +302,10 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
-    """The reason against batching that shows without a pass; "" where there is none."""
+    """Return the reason, known without a pass, why a model cannot batch sequences.
+
+    "" where there is none.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
@@ -310,7 +322,7 @@ def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
 
 
 def has_dynamic_cache(model: Any) -> bool:
-    """Check that the KV cache is a DynamicCache of plain or sliding layers."""
+    """Check that a KV cache is a DynamicCache of plain or sliding layers."""
     if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
         return False
     if not model._supports_default_dynamic_cache():
@@ -321,10 +333,10 @@ def has_dynamic_cache(model: Any) -> bool:
 
 @torch.inference_mode()
 def try_batching(batch: Batch, model: Any) -> str:
-    """Try batched passes, without experts; returns why they cannot be used, "" where they can.
+    """Try batched passes without experts, and return why they cannot be used.
 
-    They fail where the batched pass raises an error, or differs from sequential passes by more than
-    rounding. Nothing is read, and it takes little time.
+    "" where they can. They fail where the batched pass raises an error, or differs from sequential
+    passes by more than rounding. Nothing is read, and it takes little time.
     """
     batch.sequential_reason = ""
     random = torch.Generator().manual_seed(0)

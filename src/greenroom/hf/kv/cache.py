@@ -49,14 +49,18 @@ def _view(number: int) -> Any:
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` with room for further tokens behind its last one.
+    """KV cache layer (a `DynamicLayer`) with room for further tokens behind its last one.
 
     Keys and values are views of larger tensors, until other tensors are assigned to them. Views are
     made when they are read: making two for every layer takes a compiled pass as long as a layer.
     """
 
     def __init__(self, room: int, in_blocks: bool) -> None:
-        """`room` tokens of address space, or as many blocks of memory as it takes."""
+        """Make an empty KV cache layer that has room to grow in place.
+
+        `room` is in tokens of address space; `in_blocks` takes as many blocks of memory as tokens
+        need.
+        """
         self._room, self._in_blocks = room, in_blocks
         self._views: list[Tensor | None] | None = [None, None]  # None: not yet made of `_buffers`
         self._buffers: tuple[Tensor, Tensor] | None = None
@@ -86,7 +90,10 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [batch, heads, new, width]; returns all of them."""
+        """Append keys and values [batch, heads, new, width] to a KV cache layer.
+
+        Returns all keys and values.
+        """
         # Beam search replaces the tensors for every token, so room would be wasted.
         moved = self._buffers is None and self.get_seq_length() and len(key_states) > 1
         if moved or key_states.requires_grad or key_states.dim() != 4:
@@ -100,7 +107,10 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def append_token(self) -> KeyValueView | None:
-        """Append a token, not yet written; None, and no change, with several sequences."""
+        """Append a token, not yet written, to a KV cache layer.
+
+        None, and no change, with several sequences.
+        """
         keys, values = self._buffers or self._tensors()
         if keys.shape[0] != 1:
             return None
@@ -140,14 +150,17 @@ class GrowingLayer(DynamicLayer):
             return torch.frombuffer(space, dtype=like.dtype).view(batch, heads, room, width)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -`tokens_to_remove` tokens; the others do not move."""
+        """Remove the last -`tokens_to_remove` tokens of a KV cache layer; others do not move."""
         if self._buffers is None or tokens_to_remove >= 0:
             super().crop(tokens_to_remove)
         else:
             self._count, self._views = max(0, self._count + tokens_to_remove), None
 
     def grow(self, tokens: int) -> int:
-        """Make room for so many tokens; returns the bytes of the tensors that were outgrown."""
+        """Make room for so many tokens in a KV cache layer.
+
+        Returns the bytes of the tensors that were outgrown.
+        """
         if not self.get_seq_length() or (self._buffers is not None and tokens <= self._most):
             return 0
         before = self.nbytes
@@ -162,7 +175,7 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that keys and values take; unwritten pages take none."""
+        """Return the bytes of memory that a KV cache layer takes; unwritten pages take none."""
         if not self.is_initialized:
             return 0
         if self._buffers is None or self._in_blocks:
@@ -174,7 +187,7 @@ class GrowingLayer(DynamicLayer):
         return pages * PAGESIZE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        """A copy with its tokens, without the room behind them."""
+        """Copy a KV cache layer with its tokens, without the room behind them."""
         duplicate = copy.copy(self)
         duplicate._views = [
             tensor if tensor is None else tensor.clone() for tensor in self._current_views()
@@ -184,20 +197,20 @@ class GrowingLayer(DynamicLayer):
 
 
 def caches_of(cache: Any) -> tuple[Any, ...]:
-    """The caches of decoder layers in a cache: two of an encoder-decoder model, or one."""
+    """Return a KV cache's decoder caches: two of an encoder-decoder model, or one."""
     if isinstance(cache, EncoderDecoderCache):
         return cache.self_attention_cache, cache.cross_attention_cache
     return () if cache is None else (cache,)
 
 
 def layers_of(cache: Any) -> Iterator[Any]:
-    """The layers of a cache of any kind."""
+    """Iterate over the layers of a KV cache of any kind."""
     for part in caches_of(cache):
         yield from part.layers
 
 
 def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
-    """Make the plain layers of a cache grow in place, also layers added later."""
+    """Make the plain layers of a KV cache grow in place, also layers added later."""
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
             continue
@@ -209,7 +222,7 @@ def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
 
 
 def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
-    """Append a token to a layer, not yet written.
+    """Append a token, not yet written, to one layer of a KV cache.
 
     None where the cache is of another kind, empty, or holds several sequences.
     """
@@ -224,12 +237,12 @@ def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
 
 
 def remove_token(cache: Any, layer_idx: int) -> None:
-    """Take the token out again that `append_token` added to a layer."""
+    """Remove the token that `append_token` added to a layer of a KV cache."""
     cache.layers[layer_idx].crop(-1)
 
 
 def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
-    """Make room for so many tokens on a GPU, layer by layer.
+    """Make room for so many tokens in a GPU's KV cache, layer by layer.
 
     Every FREED bytes of outgrown tensors `release` is called; else the allocator would keep all of
     them until the last layer has grown.
@@ -246,7 +259,7 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
 
 
 def has_all_tokens(cache: Any, tokens: int) -> bool:
-    """Check that a cache has separate keys and values for each of the first tokens.
+    """Check that a KV cache has separate keys and values for its first tokens.
 
     It has not with a recurrence, behind a sliding window, or where it is quantised.
     """
@@ -264,7 +277,7 @@ def _has_all_tokens(layer: Any) -> bool:
 
 
 def truncate(cache: Any, tokens: int) -> bool:
-    """Remove all but a sequence's first tokens, in place; False where that is not possible.
+    """Truncate a KV cache in place to a sequence's first tokens; False where impossible.
 
     Layers may have different numbers of tokens, as after a pass that failed.
     """
@@ -281,14 +294,17 @@ def truncate(cache: Any, tokens: int) -> bool:
 
 
 def copy_tokens(cache: Any, tokens: int, into: Any) -> Any:
-    """Copy a sequence's first tokens to the empty cache `into`; `has_all_tokens` must hold."""
+    """Copy a sequence's first tokens to the empty KV cache `into`.
+
+    `has_all_tokens` must hold.
+    """
     for index, layer in enumerate(cache.layers):
         into.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
     return into
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of memory that a cache of any kind takes now."""
+    """Return the bytes of memory that a KV cache of any kind takes now."""
     return sum(
         layer.nbytes if isinstance(layer, GrowingLayer) else tensor_bytes(vars(layer))
         for layer in layers_of(cache)
@@ -296,7 +312,7 @@ def held_bytes(cache: Any) -> int:
 
 
 def tensor_bytes(values: Any) -> int:
-    """Bytes of the storages of all tensors in nested lists, dicts and composite tensors."""
+    """Return the bytes of all tensors' storages in nested lists, dicts and composite tensors."""
     storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

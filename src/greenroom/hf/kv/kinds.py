@@ -1,4 +1,4 @@
-"""Kinds of KV cache that `--kv` names, as transformers' own caches.
+"""Kinds of KV cache (plain, quantised, offloaded) that `--kv` names, as transformers' caches.
 
 `dynamic` stores keys and values as computed. `fp8`, `int4` and `int2` quantise them, which changes
 the output; `offloaded` stores a GPU's keys and values in host memory, which does not.
@@ -32,7 +32,10 @@ Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of value
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """A kind of KV cache for one model; `group` values share a scale where it is quantised."""
+    """Kind of KV cache for one model: plain, quantised or offloaded.
+
+    `group` values share a scale where it is quantised.
+    """
 
     name: str = DYNAMIC
     group: int = GROUP
@@ -43,7 +46,7 @@ class CacheKind:
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """Options of transformers' generation config for this kind."""
+        """Return the options of transformers' generation config for this kind of KV cache."""
         if self.name == DYNAMIC:
             return {}
         if self.name == OFFLOADED:
@@ -62,13 +65,13 @@ class CacheKind:
         }
 
     def cache(self, config: Any) -> Any:
-        """An empty cache for a model's decoder."""
+        """Return an empty KV cache of this kind for a model's decoder."""
         if self.quantised:
             return QuantizedCache(config=config, **self._options)
         return DynamicCache(config=config, offloading=self.name == OFFLOADED)
 
     def stored_bytes(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
-        """Bytes of a layer's 64 tokens as stored, measured by storing 64 tokens.
+        """Measure the bytes of 64 tokens in a layer of this kind of KV cache.
 
         One more token makes optimum-quanto compile its kernels now.
         """
@@ -84,7 +87,10 @@ class CacheKind:
 
 
 def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> CacheKind:
-    """The kind of `--kv NAME` for a model on the meta device; UsageError where it has none."""
+    """Return the KV cache kind of `--kv NAME` for a model on the meta device.
+
+    UsageError where the model has none.
+    """
     if name == DYNAMIC:
         return CacheKind()
     config: Any = model.config

@@ -1,4 +1,4 @@
-"""Memory of a model's KV cache, measured by a pass on the meta device."""
+"""Measure a model's KV cache memory by a forward pass on the meta device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerSize:
     shape: tuple[int, int, int] = (1, 1, 1)
 
     def held_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens, without the unused ends of pages."""
+        """Return the bytes of a layer's keys and values, without the unused ends of pages."""
         return (
             self.token * (tokens if self.max_tokens is None else min(tokens, self.max_tokens))
             + self.fixed
@@ -57,7 +57,7 @@ class KVBytes:
     room: int = 4096  # tokens that grow without a copy
 
     def held_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes between passes, with so many tokens in each sequence of a batch."""
+        """Return a KV cache's bytes between passes, with so many tokens in each sequence."""
         if self.kind.quantised:
             stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
             residual = RESIDUAL * sum(layer.token for layer in self.layers)
@@ -67,12 +67,12 @@ class KVBytes:
         return sum(self._paged_bytes(layer, tokens, batch) for layer in self.layers)
 
     def host_bytes(self, tokens: int) -> int:
-        """Bytes in host memory that a GPU's offloaded cache takes."""
+        """Return the bytes of host memory that a GPU's offloaded KV cache takes."""
         offloaded = self.kind.name == OFFLOADED
         return sum(layer.held_bytes(tokens) for layer in self.layers) if offloaded else 0
 
     def update_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Further bytes while one layer adds its tokens."""
+        """Return the extra bytes a KV cache takes while one layer adds its tokens."""
         if self.kind.quantised:
             return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
         if self.kind.name == OFFLOADED:
@@ -86,7 +86,10 @@ class KVBytes:
         return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
 
     def saved_bytes(self, tokens: int) -> int:
-        """Bytes that this kind saves over `dynamic`; negative where it takes more."""
+        """Return the bytes that this KV cache kind saves over `dynamic`.
+
+        Negative where it takes more.
+        """
         return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
             tokens
         ) - self.total_bytes(tokens)
@@ -115,9 +118,9 @@ def kv_bytes(
     on_a_gpu: bool = False,
     room: int = 4096,
 ) -> KVBytes:
-    """The KV cache's memory for a model on the meta device; prompts are read in `block` tokens.
+    """Measure the KV cache's memory for a model on the meta device.
 
-    UsageError where the model cannot have the kind `kv`.
+    Prompts are read in `block` tokens. UsageError where the model cannot have the kind `kv`.
     """
     config = model.config
     key = type(model), model.dtype, block, config.to_json_string(), config._attn_implementation
