@@ -49,7 +49,7 @@ class Amount:
         return cls(nbytes=int(number * UNITS[match[2].upper()]))
 
     def of(self, total: int) -> int:
-        """Return the amount in bytes (or in the unit of `total`), rounded down."""
+        """Return an amount of memory in bytes, rounded down; a share is taken of `total`."""
         if self.share is not None:
             return int(total * self.share + 1e-9)
         assert self.nbytes is not None
@@ -57,7 +57,7 @@ class Amount:
 
 
 def bytes_check(what: str) -> Callable[[str | int, str], int]:
-    """Make a check that an amount is in bytes; `what` describes it in the error."""
+    """Make a check that an option's value is in bytes, not a share."""
 
     def check(value: str | int, name: str) -> int:
         nbytes = Amount.parse(value, name).nbytes
@@ -69,7 +69,7 @@ def bytes_check(what: str) -> Callable[[str | int, str], int]:
 
 
 def show_bytes(n: float) -> str:
-    """Format a size for people: 3.2 GiB, 18 MiB."""
+    """Format a number of bytes for people: 3.2 GiB, 18 MiB."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(n) >= size:
             return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
@@ -77,7 +77,7 @@ def show_bytes(n: float) -> str:
 
 
 def format_amount(least: int, most: int) -> str:
-    """Format an amount for an option, as `3.75MiB`; it parses to `least` to `most` bytes.
+    """Format bytes as an option's value, as `3.75MiB`; it parses to `least` to `most` bytes.
 
     The unit is the largest in which three digits after the point suffice. One of the two bounds is
     preferred, if it can be written exactly.
@@ -95,7 +95,7 @@ def format_amount(least: int, most: int) -> str:
 
 
 def parse_share(value: str | int, name: str, example: str = "12.5%") -> float:
-    """Parse a share, written as 12.5%. UsageError if it is not one."""
+    """Parse a share of a total, written as 12.5%. UsageError if the text is not one."""
     share = Amount.parse(value, name).share
     if share is None:
         raise UsageError(f"{name} must be a share, as {example}, got {value!r}")

@@ -17,7 +17,7 @@ _late = False  # OpenMP started without these settings, and nobody was warned ye
 
 
 def check_platform() -> None:
-    """Raise PlatformError on other systems than Linux: reads, memory and locks need its calls."""
+    """Raise PlatformError unless Linux runs: reads, memory and locks need its calls."""
     if sys.platform != "linux":
         raise PlatformError(
             f"Greenroom runs on Linux only, and this is {sys.platform}: use a Linux machine, a"
@@ -41,14 +41,14 @@ def limit_spinning() -> None:
 
 
 def late_import_warning() -> str:
-    """Return the warning if the settings came too late, once; otherwise an empty string."""
+    """Return the warning that torch was imported before OpenMP's settings; else an empty string."""
     global _late
     late, _late = _late, False
     return LATE if late else ""
 
 
 def request_large_pages() -> None:
-    """Let torch use pages of 2 MiB for large tensors; the user's own setting stays.
+    """Let torch use memory pages of 2 MiB for large tensors; user settings stay.
 
     This serves weights that transformers converts. Weights that are read as stored get large pages
     in runtime/memory/arena.py.

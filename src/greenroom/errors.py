@@ -37,11 +37,11 @@ class GreenroomError(Exception):
 
 
 class UsageError(GreenroomError, ValueError):
-    """A flag, name or value that is not valid."""
+    """A flag, name or option value that is not valid."""
 
 
 class UnknownName(UsageError):
-    """A name that does not exist; the message lists the names that do."""
+    """A policy, kernel or other name that does not exist; the message lists all names."""
 
     def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
         text = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
@@ -59,7 +59,7 @@ class UnknownOption(UnknownName, TypeError):
 
 
 class UnsupportedCall(UsageError):
-    """A call that a model cannot serve while its experts are streamed; says what to do instead."""
+    """A call that a model cannot serve while its experts are streamed from disk."""
 
 
 class BudgetError(UsageError):
@@ -67,7 +67,7 @@ class BudgetError(UsageError):
 
 
 class TooLong(UsageError):
-    """The prompt and the requested answer are longer than the context."""
+    """The prompt and the requested answer are longer than the model's context."""
 
 
 class ModelError(GreenroomError):
@@ -79,7 +79,7 @@ class NotAModel(ModelError):
 
 
 class NotMoE(ModelError):
-    """A dense model: it has no experts to stream."""
+    """A dense model: without experts, there is nothing to stream."""
 
 
 class UnsupportedModel(ModelError):
@@ -110,11 +110,11 @@ class CheckpointChanged(StoreError):
 
 
 class DeviceError(GreenroomError):
-    """The device refused memory or a copy."""
+    """The GPU or other device refused memory or a copy."""
 
 
 class Interrupted(GreenroomError):
-    """A pass was stopped, because nobody waits for its result."""
+    """A forward pass was stopped, because nobody waits for its result."""
 
 
 class ProfileError(GreenroomError):
@@ -122,20 +122,20 @@ class ProfileError(GreenroomError):
 
 
 class OutputError(GreenroomError):
-    """A file could not be written."""
+    """A file that a command writes could not be written."""
 
 
 class VersionError(GreenroomError):
-    """A library that is missing, or whose version is not supported."""
+    """A required library is missing, or its version is not supported."""
 
 
 class VerifyError(GreenroomError):
-    """Outputs differ that must be equal."""
+    """Outputs differ that `greenroom verify` expects to be equal."""
 
 
 class PlatformError(GreenroomError):
-    """The operating system is not Linux."""
+    """The operating system is not Linux, the only one that Greenroom supports."""
 
 
 class ClosedError(GreenroomError):
-    """The model was detached, or its threads have ended."""
+    """The model was detached from Greenroom, or Greenroom's threads have ended."""

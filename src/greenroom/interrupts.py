@@ -37,7 +37,7 @@ _watches: list[InterruptWatch] = []  # of this process: one or none
 
 
 class Interrupt(KeyboardInterrupt):
-    """The exception of Ctrl-C; it reports if it is destroyed before it was handled."""
+    """The exception of Ctrl-C, which reports if it is destroyed before it was handled."""
 
     def __init__(self, watch: InterruptWatch) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ class Interrupt(KeyboardInterrupt):
 
 
 def mark_handled(error: KeyboardInterrupt) -> None:
-    """Mark a Ctrl-C as handled: it ended a part of the command, and the command goes on."""
+    """Mark a Ctrl-C as handled: it ended only a part of the command."""
     if isinstance(error, Interrupt) and error.watch is not None:
         error.watch.go_on()
         error.watch = None
 
 
 def mark_caught(error: KeyboardInterrupt) -> None:
-    """Mark a Ctrl-C as caught where it ends the command."""
+    """Mark a KeyboardInterrupt as caught at the place where it ends the command."""
     if isinstance(error, Interrupt):
         error.watch = None
 
 
 @contextlib.contextmanager
 def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if Ctrl-C ends the process within this block; it removes unfinished files."""
+    """Call `undo`, which removes unfinished files, if Ctrl-C ends the process within this block."""
     _undo.append(undo)
     try:
         yield
@@ -73,7 +73,7 @@ def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C to the end of this block, which must not be left half done.
+    """Delay Ctrl-C until a block of code ends, which must not be left half done.
 
     The time in which the process must end runs on.
     """
@@ -94,7 +94,7 @@ def end_with_parent() -> None:
 
 
 class InterruptWatch:
-    """SIGINT handler of a command's process, with a deadline for its end."""
+    """SIGINT handler of a command's process, which ends the process by a deadline."""
 
     def __init__(self) -> None:
         self.requested = False  # Ctrl-C was pressed, and is not handled yet
@@ -122,18 +122,18 @@ class InterruptWatch:
         return True
 
     def defer(self, on: bool) -> None:
-        """Delay Ctrl-C while `on`; see `defer_interrupts`."""
+        """Delay Ctrl-C while `on` is true; see `defer_interrupts`."""
         self._deferred = on
         if not on and self.requested and not self._raised:
             self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
-        """Stop the deadline: the command goes on."""
+        """Stop the deadline of a Ctrl-C: the command goes on."""
         self.requested = self._raised = self.lost = False
         self._wake(GO_ON)
 
     def stop_raising(self) -> None:
-        """Raise no exception from here on; the deadline stays."""
+        """Raise no more exceptions for Ctrl-C; the deadline stays."""
         self._over = True
 
     def exit(self) -> NoReturn:
@@ -192,7 +192,7 @@ class InterruptWatch:
                 self._send()
 
     def _read_pipe(self, begun: float | None) -> float | None:
-        """Read the pipe; return when the current deadline began, or None."""
+        """Read the signal pipe; return when the current deadline began, or None."""
         now = time.monotonic()
         for byte in os.read(self._read, 256):
             if byte == GO_ON:
@@ -234,7 +234,7 @@ def _importing(name: str) -> bool:
 
 
 def write_now(text: str) -> None:
-    """Write to standard error without Python's buffers and locks; skip it if it would block."""
+    """Write text to standard error without Python's buffers and locks, unless it would block."""
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())
@@ -265,7 +265,7 @@ def _kill_children() -> None:
 
 
 def _terminal() -> list[Any] | None:
-    """Return the settings of the terminal behind standard input; None without one."""
+    """Return the settings of the terminal behind standard input; None without a terminal."""
     import termios  # Linux and the like
 
     try:

@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 
 class Malformed(ValueError):
-    """JSON text, or a value in it, is not valid; the message says why, in one line."""
+    """JSON text, or a value in it, is not valid; the message says why."""
 
 
 def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any:
@@ -79,7 +79,7 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
 
 
 def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
-    """Parse a file with `parse`. Raises Malformed or OSError."""
+    """Parse a JSON file within the bounds of `parse`. Raises Malformed or OSError."""
     with open(path, "rb") as file:
         return parse(file.read(longest + 1), longest, unique)
 
@@ -87,7 +87,7 @@ def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
 def read_object(
     path: str | Path, error: type[GreenroomError], longest: int = LONGEST
 ) -> JsonObject:
-    """Read the JSON object in a file of another program; a name may be in it twice.
+    """Read the JSON object in another program's file; a name may occur twice.
 
     `error` is raised where the file cannot be read, or holds no object.
     """
@@ -102,7 +102,7 @@ def read_object(
 def read_json(
     path: str | Path, form: str, what: str, made_by: str, error: type[GreenroomError]
 ) -> JsonObject:
-    """Read the object in a file of the format `form`.
+    """Read the object in a JSON file of the format `form`.
 
     what:    follows the path in errors about a file of another format: "is no machine profile"
     made_by: the command that makes files of this format
@@ -141,11 +141,11 @@ class JsonObject:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The object as a dict."""
+        """The JSON object as a dict."""
         return self._values
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a value of any type."""
+        """Return a JSON object's value of any type, by name."""
         value = self._values.get(name, default)
         if value is _REQUIRED:
             raise Malformed(f"{self._place(name)} is missing")
@@ -174,11 +174,11 @@ class JsonObject:
     def list_of(
         self, name: str, kind: Callable[[Any, str], Value], default: Any = _REQUIRED
     ) -> tuple[Value, ...]:
-        """Return the values of a list, read by `kind`: `integer`, `JsonObject`, `text` ..."""
+        """Return the values of a JSON list, read by `kind`: `integer`, `JsonObject`, `text` ..."""
         return list_of(kind)(self.value(name, default), self._place(name))
 
     def fields_of(self, kind: Any) -> dict[str, Any]:
-        """Read the fields of a dataclass that are numbers, texts or flags, by their names."""
+        """Read a dataclass's number, text and flag fields from a JSON object, by name."""
         readers: dict[str, Callable[..., Any]] = {
             "int": self.integer,
             "float": self.number,
@@ -198,28 +198,28 @@ class JsonObject:
 
 
 def text(value: Any, where: str) -> str:
-    """Check that a value is a string, or raise Malformed."""
+    """Check that a JSON value is a string, or raise Malformed."""
     if not isinstance(value, str):
         raise Malformed(f"{where} must be text, got {show_value(value)}")
     return value
 
 
 def name_text(value: Any, where: str) -> str:
-    """Check that a value is a short text in one line, or raise Malformed."""
+    """Check that a JSON value is a short text in one line, or raise Malformed."""
     if not (text(value, where) and len(value) <= LONGEST_NAME and value.isprintable()):
         raise Malformed(f"{where} must be a name of 1 to {LONGEST_NAME} characters in one line")
     return str(value)
 
 
 def flag(value: Any, where: str) -> bool:
-    """Check that a value is true or false, or raise Malformed."""
+    """Check that a JSON value is true or false, or raise Malformed."""
     if not isinstance(value, bool):
         raise Malformed(f"{where} must be true or false, got {show_value(value)}")
     return value
 
 
 def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
-    """Check that a value is an integer from `least` to `most`, or raise Malformed."""
+    """Check that a JSON value is an integer from `least` to `most`, or raise Malformed."""
     if type(value) is not int or not least <= value <= most:
         top = "" if most == INT64 else f" to {most}"
         raise Malformed(
@@ -229,7 +229,7 @@ def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
 
 
 def number(value: Any, where: str) -> float:
-    """Check that a value is a number from 0 to LARGEST; return a float."""
+    """Check that a JSON value is a number from 0 to LARGEST; return a float."""
     if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
         raise Malformed(f"{where} must be a number from 0{top}, got {show_value(value)}")
@@ -248,7 +248,7 @@ def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Val
 
 
 def show_value(value: Any) -> str:
-    """Format a value for a message: short, in one line."""
+    """Format a JSON value for an error message: short, in one line."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     written = repr(value)
@@ -256,12 +256,12 @@ def show_value(value: Any) -> str:
 
 
 def printable(value: Any) -> str:
-    """Return the first 100 characters of a text, without those that are not printable."""
+    """Return the first 100 characters of a text, without unprintable characters."""
     return "".join(filter(str.isprintable, str(value)[:100]))
 
 
 def _check_brackets(data: bytes) -> None:
-    """Raise Malformed where brackets are too many, too deep, or not in pairs. No recursion."""
+    """Raise Malformed if JSON brackets are too many, too deep, or unpaired. No recursion."""
     opening = data.count(b"[") + data.count(b"{")
     if opening <= DEEPEST:
         return

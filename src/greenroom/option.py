@@ -32,7 +32,7 @@ def option(
     group: str | None = None,
     shown: bool = False,
 ) -> Any:
-    """Define a field that is an option of every command that has its config.
+    """Define a dataclass field that is an option of every command with this config.
 
     check: check of the value, called unless it is None
     needs: the option without which this one does nothing
@@ -47,12 +47,12 @@ def option(
 
 
 def options_in(config: Any) -> list[Field[Any]]:
-    """Return the fields of a config, or of its class, that are options."""
+    """Return the fields of a config, or of its class, that are command options."""
     return [each for each in fields(config) if "help" in each.metadata]
 
 
 def flag(name: str) -> str:
-    """Return a field's name as users write it: `--max-batch`."""
+    """Return a config field's name as users write the option: `--max-batch`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -63,7 +63,7 @@ def changed_options(config: Any) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Check each option by itself: its choices, its check, and the option that it needs."""
+    """Check every option of a config: its choices, value, and the option that it needs."""
     for each in options_in(config):
         value, check = getattr(config, each.name), each.metadata["check"]
         choices = each.metadata["choices"]
@@ -114,7 +114,7 @@ def above(least: float, below: float = float("inf")) -> Check:
 
 
 def check_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: unknown keywords raise UnknownOption, which names the nearest."""
+    """Decorate a public function, so that unknown keywords raise UnknownOption."""
     names = list(inspect.signature(function).parameters)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""The command line: one file a command; heavy imports happen inside a command."""
+"""The command line: one file for each command; heavy imports happen inside a command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line and return its exit code.
+    """Run a Greenroom command line and return its exit code.
 
     0: done; 1: verify failed; 2: a mistake of the user or an unusable model; 130: interrupted.
     Without `argv` the process belongs to this command alone, and Ctrl-C ends it in time.
@@ -99,7 +99,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
 
 
 def _ended(code: int, message: str | None) -> int:
-    """Print why the command ended, joined to one line, and return the exit code."""
+    """Print in one line why the command ended, and return the exit code."""
     with contextlib.suppress(OSError):
         if code == INTERRUPTED and sys.stderr.isatty():  # where it shows ^C
             print(file=sys.stderr)

@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
-    """The config to load the model with, and an entry for each system.
+    """Return the config that loads the model, and a benchmark entry for each system.
 
     Each of several systems takes the options that it has; an entry that lacks parts says so. A
     single system takes all options, and UsageError names parts that are missing.
@@ -105,9 +105,9 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
 
 
 def shared_config(args: argparse.Namespace, parts: list[dict[str, Any]]) -> LoadConfig:
-    """A config of the options that all systems share; `parts` are each system's own.
+    """Return a config of the options that all benchmarked systems share.
 
-    UsageError for a value that cannot be right.
+    `parts` are each system's own options. UsageError for a value that cannot be right.
     """
     fields = LoadConfig.__dataclass_fields__
     every = set(fields).intersection(*parts) | {
@@ -134,7 +134,7 @@ def run_entries(
     prompts: list[Prompt],
     progress: Progress,
 ) -> Harness:
-    """Load the model, measure every entry in turns, and unload it."""
+    """Load the model, measure every benchmarked system in turns, and unload the model."""
     from greenroom.hf.measure.harness import Harness
     from greenroom.hf.measure.rounds import run_rounds
 
@@ -157,7 +157,7 @@ def run_entries(
 
 
 def table(rows: list[dict[str, Any]], harness: Harness) -> str:
-    """The measured entries as a table: means and 95 % intervals over interleaved rounds."""
+    """Format the measured systems as a table: means and 95 % intervals over interleaved rounds."""
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
               "miss ratio", "read a token", "stalled a token")  # fmt: skip
@@ -188,7 +188,7 @@ def table(rows: list[dict[str, Any]], harness: Harness) -> str:
 
 
 def _by_name(scope: str) -> str:
-    """A scope's name; a list of sizes does not fit in a column."""
+    """Return a cache scope's name; a list of sizes does not fit in a column."""
     return scope if scope in SCOPES else "by layer"
 
 

@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def of_model(args: argparse.Namespace, progress: Progress) -> None:
-    """Print whether a model fits here and how fast it would run, from its headers."""
+    """Print whether a model fits this machine and how fast it would run."""
     from greenroom.cli.estimate.estimator import described, estimator_of
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
@@ -110,7 +110,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
 
 
 def table(machine: Machine) -> str:
-    """The figures of a machine as text."""
+    """Format a machine's measured bandwidths and compute times as text."""
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
     lines = [

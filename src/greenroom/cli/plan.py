@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def seconds(text: str) -> float:
-    """Parse a time such as `120ms` or `0.12s`. UsageError."""
+    """Parse a duration such as `120ms` or `0.12s`. UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"--target-tpot is {text!r}: write a time above 0, as 120ms")
@@ -117,7 +117,7 @@ def seconds(text: str) -> float:
 
 
 def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> str:
-    """The options of a run that a plan assumes, outside of its settings."""
+    """Return the options of a run that a plan assumes, outside of its settings."""
     names = ("context", "read_limit", "host_memory")
     options = {name: value for name, value in changed_options(config).items() if name in names}
     if len(machine.processors) > 1:
@@ -126,7 +126,7 @@ def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> s
 
 
 def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
-    """The setting of a run with --memory alone, and whether it was measured."""
+    """Return the setting of a run with --memory alone, and whether it was measured."""
     from greenroom.core.machine import machine_name
     from greenroom.plan.defaults import default_setting
     from greenroom.plan.settings import DEFAULT, Setting
@@ -143,7 +143,7 @@ def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tupl
 
 
 def store_setting(model: Model, machine: Machine, best: Plan, device: str) -> None:
-    """Store a certain choice as the default of later runs."""
+    """Store a plan's choice of settings as the default of later runs."""
     from datetime import date
 
     from greenroom.core.machine import machine_name

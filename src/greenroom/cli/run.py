@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def apply(args: argparse.Namespace) -> None:
-    """Set the options of `--system` that the user left out.
+    """Set the options that `greenroom run --system` defines and the user left out.
 
     UsageError names parts of the system that are missing.
     """
@@ -166,7 +166,7 @@ class _Out:
 
 
 def text_of(prompt: str) -> str:
-    """The prompt, if it is text. UsageError where it is empty or not UTF-8."""
+    """Return the prompt, if it is text. UsageError where it is empty or not UTF-8."""
     if not prompt:
         raise UsageError("the prompt is empty")
     try:
@@ -186,14 +186,14 @@ def _from_stdin() -> str:
 
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `greenroom run --json` prints."""
     fields = {name: getattr(result, name) for name in ANSWER_FIELDS}
     fields |= {name: stats[name] for name in STATS_FIELDS}
     return fields | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
-    """The closing line of a run: tokens, times, hits, prefetches, bytes, memory."""
+    """Return the closing line of a run: tokens, times, hits, prefetches, bytes, memory."""
     from greenroom.cli.terminal.live import prefetched
     from greenroom.cli.terminal.summary import co_compute_line, inexact_line
 

@@ -84,14 +84,14 @@ def _serve(
 
 
 def need_extra(command: str) -> None:
-    """Check that the server's libraries are installed. UsageError says how to install them."""
+    """Check that the HTTP server's libraries are installed. UsageError says how to install them."""
     for name in ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
             raise UsageError(f"greenroom {command} needs {name}: pip install 'greenroom[serve]'")
 
 
 def name_of(model: str) -> str:
-    """A model's name for clients: the last part of its folder, file or hub id."""
+    """Return a model's name for clients, from its folder, file or hub id."""
     path = Path(model)
     return (path if path.name else path.resolve()).name.removesuffix(".gguf")
 
@@ -134,7 +134,7 @@ class ModelWatch:
 
 
 def try_it(service: Service, url: str) -> str:
-    """A curl command that a user can try."""
+    """Return a curl command with which a user can try the server."""
     key = ' -H "Authorization: Bearer $GREENROOM_API_KEY"' if service.key is not None else ""
     path, example = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     if not service.dialogue().has_template:

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
 def _simulate(
     args: argparse.Namespace, config: SimulateConfig, progress: Progress
 ) -> tuple[str | None, list[Row], Trace]:
-    """Simulate all cells: (the report's page or None, the rows, the trace)."""
+    """Simulate all cells of a study: (the report's page or None, the rows, the trace)."""
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
@@ -113,7 +113,7 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
 def run_cells(
     ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
 ) -> list[Row]:
-    """Run the cells of a study here or on a Ray cluster, with progress."""
+    """Simulate a study's policies and capacities, here or on a Ray cluster, with progress."""
     from greenroom.sim.sweep import sweep, sweep_on_ray
 
     count, what = 0, f"simulating {len(cells)} {what}"

@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def capacity_of(load: LoadConfig, model: Any) -> int:
-    """The slots that --memory or --cache give, computed before the model is loaded."""
+    """Return the cache slots that --memory or --cache give, before the model is loaded."""
     from greenroom.config import Amount
     from greenroom.hf.memory.budget import budget_bytes
 
@@ -97,7 +97,7 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
-    """The settings to measure: plain LRU, the default, and the best others of a plan."""
+    """Return the settings that tune measures: plain LRU, the default, and a plan's best others."""
     from greenroom.plan.planner import compare_settings
     from greenroom.plan.settings import DEFAULT, PLAIN
 
@@ -126,7 +126,7 @@ def store_winner(
     best: Entry,
     plain: Entry,
 ) -> Path | None:
-    """Store the winner and the measured rounds for later runs and plans.
+    """Store the fastest settings and the measured rounds for later runs and plans.
 
     Nothing is stored of a run with --read-limit or --host-memory, which later runs may not have.
     """

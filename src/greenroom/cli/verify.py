@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
-    """A callback that prints a line above the progress line."""
+    """Return a callback that prints a line above the progress line."""
 
     def say(line: str) -> None:
         if not args.json:
@@ -178,7 +178,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
 
 
 def _difference(verdict: Verdict) -> str:
-    """The largest difference from transformers' eager experts, of our kernels and grouped_mm."""
+    """Return a line on the largest difference from transformers' eager experts."""
     ours, grouped_mm = verdict.layer_differences
     stored = " on weights as stored" if verdict.as_stored else ""
     line = (

@@ -13,7 +13,7 @@ LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from th
 
 
 def bounded_temperature(temperature: float) -> float:
-    """Bound a temperature as vLLM does: 0, or at least 0.01."""
+    """Bound a sampling temperature as vLLM does: 0, or at least 0.01."""
     return 0.0 if temperature < GREEDY_BELOW else max(temperature, LEAST_TEMPERATURE)
 
 
@@ -49,7 +49,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Options of the server."""
+    """Options of the HTTP server."""
 
     host: str = option(
         "127.0.0.1", "address to listen on; any other than localhost needs an API key", "ADDRESS",

@@ -166,7 +166,7 @@ class SimulateConfig(SchedulerConfig):
 
     @property
     def replayed(self) -> str:
-        """The order in which requests are replayed."""
+        """The order in which the simulation replays a trace's requests."""
         return self.order or ("natural" if self.machine is None else "runtime")
 
 

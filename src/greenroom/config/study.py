@@ -10,7 +10,7 @@ from greenroom.option import above, at_least, check_options, option, within
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    """Options of recording a trace."""
+    """Options of recording a routing trace."""
 
     weights: bool = option(False, "also record the weights of the chosen experts", shown=True)
     token_ids: bool = option(False, "also record the token ids", shown=True)
@@ -32,7 +32,7 @@ class RecordConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Options of training the predictor `learned`."""
+    """Options of training the expert predictor `learned`."""
 
     distance: int = option(1, "how many layers ahead it predicts", "D", check=at_least(1))
     hidden: int = option(128, "hidden size of each layer's network", "N", check=at_least(1))
@@ -51,7 +51,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """Options of benchmarks, which compare settings in rounds."""
+    """Options of benchmarks, which compare settings of the expert cache in rounds."""
 
     prompts: str | None = option(
         None,

@@ -10,7 +10,7 @@ from greenroom.option import at_least, check_options, option
 
 @dataclass(frozen=True, slots=True)
 class SynthConfig:
-    """Options of every synthetic trace."""
+    """Options that every kind of synthetic routing trace has."""
 
     layers: int = option(32, "MoE layers", "N", check=at_least(1))
     experts: int = option(8, "experts of a layer", "N", check=at_least(1, 1 << 16))
@@ -38,10 +38,11 @@ class SynthConfig:
 
 @dataclass(frozen=True, slots=True)
 class ZipfConfig(SynthConfig):
-    """Independent draws: expert j of a layer, from 1, is used in proportion to 1 / (j + b)^a.
+    """Options of traces that draw each layer's experts independently, by a Zipf law.
 
-    Layered paging (LLRU), 5.1. Figure 6 (a) has a = 2 and 1 to 15 layers of 1 to 15 experts; (b)
-    has 32 layers of 8 experts and a from 0 to 8; one expert a layer both.
+    Expert j of a layer, counted from 1, is used in proportion to 1 / (j + b)^a. Layered paging
+    (LLRU), 5.1. Figure 6 (a) has a = 2 and 1 to 15 layers of 1 to 15 experts; (b) has 32 layers of
+    8 experts and a from 0 to 8; one expert a layer both.
     """
 
     a: float = option(1.0, "exponent of the Zipf law; 0 is uniform", "A", check=at_least(0))
@@ -52,7 +53,7 @@ class ZipfConfig(SynthConfig):
 
 @dataclass(frozen=True, slots=True)
 class TopicsConfig(SynthConfig):
-    """Requests with topics: tokens prefer their topic's experts and recently used ones.
+    """Options of traces whose tokens prefer their topic's experts and recently used ones.
 
     Each topic has normally distributed preferences for the experts of each layer, scaled by `skew`.
     A token reuses each expert of the token before with probability `stickiness`, and draws the

@@ -1,4 +1,4 @@
-"""Names of policies, predictors and systems, without importing their modules.
+"""Names of eviction policies, predictors and systems, without importing their modules.
 
 Importing the policies imports Numba. tests/config/test_tables.py compares the names.
 """
@@ -26,7 +26,10 @@ TRACE_PREDICTORS = ("recorded", "oracle", "noisy-oracle")
 
 
 def check_policy(text: str) -> None:
-    """Check that a run can have a policy, or raise UsageError; its options are checked later."""
+    """Check that a run can use a named eviction policy, or raise UsageError.
+
+    The options of the policy are checked later.
+    """
     name = text.partition(":")[0]
     if name in TRACE_POLICIES:
         raise UsageError(
@@ -37,7 +40,7 @@ def check_policy(text: str) -> None:
 
 
 def check_predictor(text: str) -> None:
-    """Check that a run can have a predictor, or raise UsageError."""
+    """Check that a run can use a named expert predictor, or raise UsageError."""
     name = text.partition(":")[0]
     if name in TRACE_PREDICTORS:
         raise UsageError(

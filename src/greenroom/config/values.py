@@ -10,7 +10,7 @@ KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 
 def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
-    """Parse `--device`: the kind of device, and the devices' numbers.
+    """Parse the value of `--device` into the kind of device and the devices' numbers.
 
     `cuda:0,cuda:2` is ("cuda", (0, 2)), `cuda` the first GPU, `fake,fake` two fake devices.
     UnknownName or UsageError for an invalid value.

@@ -1,1 +1,1 @@
-"""Checks and compilation that begin before heavy imports."""
+"""Checks of options, and compilation of kernels, that begin before heavy imports."""

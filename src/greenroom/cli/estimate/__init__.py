@@ -1,1 +1,1 @@
-"""Machines and models as plan, tune and doctor estimate them."""
+"""Profiles of machines and estimates of models for the commands plan, tune and doctor."""

@@ -1,4 +1,4 @@
-"""The estimator of a model's runs, from its headers, its routing and a machine's costs."""
+"""Estimators of a model's speed, from its headers, its routing and a machine's costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
-    """The sizes and shape of a model, from its headers."""
+    """Return the sizes and shape of a model, read from its checkpoint's headers."""
     from greenroom.hf.load.describe import describe
 
     quiet()
@@ -25,7 +25,7 @@ def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
 
 
 def workload_of(trace: Path | None, model: Model) -> Workload:
-    """The routing to simulate: a recording, that of earlier runs, or a synthetic workload.
+    """Return the routing for an estimate: a recording, earlier runs, or a synthetic workload.
 
     TraceError where the recording is of another model.
     """
@@ -49,7 +49,7 @@ def estimator_of(
     host_memory: str | int | None = None,
     co_compute: bool = False,
 ) -> Any:
-    """An estimator, and how many measured runs of this model calibrated its costs.
+    """Return a speed estimator, and how many measured runs of this model calibrated its costs.
 
     `processor` computes (default: the first); `co_compute`: estimate also co-compute with the host.
     """
@@ -84,9 +84,10 @@ def estimator_of(
 
 
 def host_slots(model: Model, machine: Machine, costs: Costs, memory: str | int | None) -> int:
-    """How many experts fit in host memory between two links (default: as in a run).
+    """Return how many experts fit in host memory between disk and GPU.
 
-    UsageError for an amount where the processor has no host memory behind it.
+    The default memory is that of a run. UsageError for an amount where the processor has no host
+    memory behind it.
     """
     if memory is None and len(costs.links) != 2:
         return 0

@@ -1,4 +1,4 @@
-"""The profile of a machine: where it is stored, how it is measured, which processor computes."""
+"""Machine profiles: where they are stored, how they are measured, which processor computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def default_profile() -> Path:
-    """The path of this machine's profile, in the user's cache folder."""
+    """Return the path of this machine's profile, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "greenroom" / "machine.json"
 
@@ -26,7 +26,7 @@ def profile(source: str) -> Machine: ...
 @overload
 def profile(source: None) -> None: ...
 def profile(source: str | None) -> Machine | None:
-    """Load a profile from a file; `auto` is this machine's. ProfileError."""
+    """Load a machine profile from a file; `auto` is this machine's. ProfileError."""
     from greenroom.core.machine import Machine
 
     if source is None:
@@ -68,7 +68,7 @@ def measure(
 
 
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
-    """A profile, measured first if there is none, and whether it is this machine's."""
+    """Return a machine profile, measured first if missing, and whether it is this machine's."""
     from greenroom.core.machine import machine_name
     from greenroom.runtime.measure.bandwidth import host_facts
 
@@ -81,7 +81,7 @@ def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
 
 
 def computes(machine: Machine, name: str | None) -> Processor:
-    """The processor with this name; without a name, a GPU if there is one. UnknownName."""
+    """Return the processor with this name; without a name, a GPU if there is one. UnknownName."""
     if name is not None:
         return machine.processor(name)
     return next((p for p in machine.processors if on_a_gpu(p)), machine.processors[0])
@@ -92,7 +92,7 @@ def on_a_gpu(processor: Processor) -> bool:
 
 
 def memory_of(machine: Machine, gpu: bool) -> int:
-    """Bytes of the machine's or its GPU's memory; 0 where the profile does not say."""
+    """Return the bytes of a machine's or its GPU's memory; 0 if not measured."""
     if gpu:
         return int(machine.measured.get("device", {}).get("memory_bytes", 0))
     return int(machine.host.get("memory_bytes", 0))

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""The settings and speeds that `greenroom plan` found, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def facts_of(
     plan: Plan,
     processor: Processor,
 ) -> list[tuple[str, str]]:
-    """The facts that a plan is based on, by name."""
+    """Return the model, machine, routing and slots of a plan, as text by name."""
     from greenroom.core.machine import machine_name
     from greenroom.plan.summary import was_under_load
 
@@ -49,7 +49,10 @@ def facts_of(
 
 
 def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = "") -> str:
-    """A plan as text. `options` are those of the run that are not part of a setting."""
+    """Format a plan's best settings and expected speeds as text.
+
+    `options` are those of the run that are not part of a setting.
+    """
     from greenroom.plan.page import target_message
     from greenroom.plan.summary import COMPARISON_HEADER, bottleneck, comparison_row
 
@@ -79,14 +82,14 @@ def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = 
 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
-    """Speed against memory as a table, one line for each budget."""
+    """Format estimated speed against memory as a table, one line for each memory budget."""
     from greenroom.plan.summary import CURVE_HEADER, curve_row
 
     return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 
 
 def as_json(plan: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `greenroom plan --json` prints."""
     target = plan.target
     return {
         "model": source,

@@ -22,8 +22,9 @@ def add_options(
     names: Sequence[str] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Add one option for each field, under `title` or else in the field's own group.
+    """Add a command-line option for each option field of a config dataclass.
 
+    title: the options' group in the help, or else each field's own
     names: only these fields
     texts: help of options that mean something else to this command
     """
@@ -54,13 +55,13 @@ def add_options(
 
 
 def _group(parser: Parser, title: str) -> Any:
-    """The group with this title, which several configs may share."""
+    """Return the parser's group of options with this title, which several configs may share."""
     groups = (each for each in parser._action_groups if each.title == title)
     return next(groups, None) or parser.add_argument_group(title)
 
 
 def _kind(hint: Any) -> Any:
-    """The type that an option's text is converted to, for a hint such as `float | None`."""
+    """Return the type of an option's value, for a hint such as `float | None`."""
     kinds = [each for each in (str, Path, float, int) if each in (typing.get_args(hint) or (hint,))]
     return kinds[0]
 
@@ -78,7 +79,7 @@ def add_verbose(parser: Parser) -> None:
 
 
 class _StoreValue(argparse.Action):
-    """Stores a value, and notes that the user configured it."""
+    """An argparse action that stores a value, and notes that the user configured the option."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, values)
@@ -86,7 +87,7 @@ class _StoreValue(argparse.Action):
 
 
 class _Flag(_StoreValue):
-    """A flag without a value."""
+    """An argparse action for a flag without a value."""
 
     def __init__(self, option_strings: Any, dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, **options)
@@ -96,12 +97,12 @@ class _Flag(_StoreValue):
 
 
 def configured(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that the user gave, even where they equal the defaults."""
+    """Return the options that the user gave, even where they equal the defaults."""
     return dict(getattr(args, "configured", {}))
 
 
 def take(args: argparse.Namespace, config: type[Config]) -> Config:
-    """A checked config from the arguments.
+    """Make a checked config from the parsed command-line arguments.
 
     Fields without an option in this command keep their defaults.
     """

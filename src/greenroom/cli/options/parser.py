@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         self._common: set[str] = set()
 
     def show(self, *names: str) -> None:
-        """Show these options in --help, and otherwise only required ones."""
+        """Show the named options in --help, which otherwise shows only required ones."""
         if names and not self._common:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
             self._common = {"help", "help_all"}
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None:
-    """Add a command for each module, from its HELP, `add_to` and `main`.
+    """Add a subcommand for each module, from its HELP, `add_to` and `main`.
 
     A group of commands has no `main`.
     """
@@ -68,7 +68,7 @@ def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help of all options, for --help-all."""
+    """An argparse action that prints the help of all options, for --help-all."""
 
     def __init__(self, option_strings: Any, dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)

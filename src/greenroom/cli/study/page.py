@@ -28,7 +28,7 @@ def page(
     go: Go,
     command: str,
 ) -> str:
-    """The HTML page of a study of the trace `source`.
+    """Make the HTML report of a simulation study of the trace `source`.
 
     Curves show misses without prefetching, which depend on no machine. They have more points than
     the study; `go` runs the missing cells.
@@ -77,7 +77,10 @@ def page(
 
 
 def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
-    """The miss ratio of OPT without pinning, at these capacities and about 200 others."""
+    """Return the miss ratio of OPT (Belady) without pinning, by cache capacity.
+
+    The capacities are `points` and about 200 others.
+    """
     curve = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
     step = max(1, curve.capacities.size // 200)
     shown = np.isin(curve.capacities, points)

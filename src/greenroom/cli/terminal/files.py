@@ -1,4 +1,4 @@
-"""Files that a command writes."""
+"""Files that a command writes: checks before its work, and atomic writes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def check_target(path: Path) -> None:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command line as the user gave it, quoted for a shell."""
+    """Return the command line as the user gave it, quoted for a shell."""
     return shlex.join(["greenroom", *map(str, args.command_line)])
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a temporary file, then rename it: no reader sees half a file. OutputError."""
+    """Write a file by a rename, so that no reader sees half of it. OutputError."""
     from greenroom.trace.container import atomic_file
 
     check_target(path)

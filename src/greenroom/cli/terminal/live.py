@@ -33,7 +33,7 @@ class LiveLine:
         return self
 
     def update(self) -> None:
-        """Redraw the line, at most every EVERY_S seconds."""
+        """Redraw the status line, at most every EVERY_S seconds."""
         if self._shown and time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY_S
             size = os.get_terminal_size(sys.stderr.fileno())
@@ -45,7 +45,7 @@ class LiveLine:
             sys.stderr.flush()
 
     def _scroll_area(self, rows: int) -> str:
-        """Keep text out of the last line; again where the window was resized."""
+        """Keep text out of the screen's last line; again where the window was resized."""
         if rows == self._rows:
             return ""
         self._rows = rows
@@ -58,7 +58,7 @@ class LiveLine:
 
 
 def status(stats: Stats) -> str:
-    """The status line: slots, hit ratio, stalls, prefetches, bytes read."""
+    """Return the expert cache's status line: slots, hit ratio, stalls, prefetches, bytes read."""
     return " · ".join(
         (
             f"{stats.capacity} of {stats.experts} experts in slots",
@@ -71,7 +71,7 @@ def status(stats: Stats) -> str:
 
 
 def prefetched(stats: Stats) -> list[str]:
-    """Counts of prefetches for a status line; none where nothing was prefetched."""
+    """Return counts of prefetches for a status line; nothing where nothing was prefetched."""
     counts = stats.prefetch
     if not counts["began"]:
         return []

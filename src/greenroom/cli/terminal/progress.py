@@ -19,7 +19,7 @@ CLEAR = "\r\x1b[2K"
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """A progress line on standard error.
+    """A line on standard error that shows a command's progress.
 
     On a terminal the line is replaced, and removed at the end. In a file it is written at once,
     then at most every EVERY_S seconds when it has changed. Each line ends in " ...".
@@ -36,7 +36,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self.say(first)
 
     def say(self, work: str, done: float = 0, of: float = 0) -> None:
-        """Report the present work; with amounts, also its share and the remaining time."""
+        """Report a command's present work; with amounts, also its share and the remaining time."""
         now = time.monotonic()
         if work != self._work:
             self._work, self._began = work, now
@@ -54,11 +54,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             sys.stderr.flush()
 
     def of(self, name: str) -> Callable[[float, str], None]:
-        """A callback (share, stage) that reports the stages of one model."""
+        """Return a callback (share, stage) that reports the stages of loading one model."""
         return lambda share, stage: self.say(f"{name}: {stage}")
 
     def clear(self) -> None:
-        """Remove the line, to make room for other output."""
+        """Remove the progress line, to make room for other output."""
         if self._live and self._shown:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(CLEAR)
@@ -84,7 +84,7 @@ class _WarningHandler(logging.Handler):
 
 @contextlib.contextmanager
 def model_progress(model: str) -> Iterator[Progress]:
-    """The progress of a command with a model; checks the model's name first."""
+    """Return the progress line of a command with a model; checks the model's name first."""
     check_name(model)
     with Progress(f"{model}: starting") as progress:
         yield progress
@@ -111,7 +111,7 @@ def open_model(
 
 
 def collect_garbage() -> None:
-    """Freeze present objects and enable the garbage collector for those that answers leave."""
+    """Freeze present objects, and enable Python's garbage collector for later ones."""
     gc.freeze()
     gc.enable()
 
@@ -121,7 +121,7 @@ def _time(seconds: float) -> str:
 
 
 def quiet(progress: Progress | None = None) -> None:
-    """Disable the progress bars of transformers and the hub; report downloads in our own line."""
+    """Disable the progress bars of transformers and the hub; our own line reports downloads."""
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 

@@ -25,13 +25,13 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def history_file() -> Path:
-    """The file of typed lines, in the user's state folder."""
+    """Return the file of lines typed in the terminal chat, in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "greenroom" / "chat_history"
 
 
 class Terminal:
-    """Input and output of a chat: lines with history, answers as they are generated."""
+    """Input and output of the terminal chat: lines with history, answers as they are generated."""
 
     def __init__(self) -> None:
         self.typed = sys.stdin is not None and sys.stdin.isatty()
@@ -62,7 +62,7 @@ class Terminal:
                 self._readline.write_history_file(history_file())
 
     def lines(self) -> Iterator[str]:
-        """Iterate over the user's lines until the input ends.
+        """Iterate over the user's input lines until the input ends.
 
         Ctrl-C discards a line; a second Ctrl-C leaves the chat.
         """
@@ -96,7 +96,7 @@ class Terminal:
         return line.removesuffix("\n")
 
     def write(self, delta: AnswerDelta) -> None:
-        """Write a part of an answer; reasoning is dimmed on a terminal and left out of files."""
+        """Write a part of an answer; reasoning is dimmed, and left out of files."""
         thinking = bool(delta.reasoning)
         if sys.stdout.isatty() and thinking != self._thinking:
             sys.stdout.write(DIM if thinking else f"{PLAIN}\n")
@@ -106,7 +106,7 @@ class Terminal:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """End an answer's line."""
+        """End the line of an answer on the terminal."""
         sys.stdout.write((PLAIN if self._thinking else "") + "\n")
         sys.stdout.flush()
         self._thinking = False
@@ -117,14 +117,14 @@ class Terminal:
 
 
 def _safe(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
+    """Return a text without control characters, which a terminal would obey."""
     if not sys.stdout.isatty():
         return text
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
 class Session:
-    """One conversation in the terminal."""
+    """One conversation of a user with a model in the terminal."""
 
     def __init__(
         self, talker: ChatBackend, terminal: Terminal, name: str, system: str | None = None
@@ -143,7 +143,7 @@ class Session:
         self._reset("")
 
     def run(self) -> None:
-        """Answer lines until /exit or the end of the input."""
+        """Answer the user's lines until /exit or the end of the input."""
         if self._terminal.typed:
             self._terminal.say(f"{self._name} · /help lists the commands, Ctrl-D leaves")
         for line in self._terminal.lines():
@@ -198,7 +198,7 @@ class Session:
         self._reset("")
 
     def _reset(self, value: str) -> None:
-        """Begin a new conversation."""
+        """Begin a new conversation in the same terminal chat."""
         self._messages = []
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
@@ -215,7 +215,7 @@ class Session:
 
 
 def closing_line(reply: Reply) -> str:
-    """The line after an answer: tokens and times."""
+    """Return the line that follows a chat answer: tokens and times."""
     parts = []
     if reply.prompt_tokens is not None and reply.new_tokens is not None:
         reused = f" ({reply.reused_tokens} reused)" if reply.reused_tokens else ""

@@ -1,4 +1,4 @@
-"""A server's statistics as readable lines."""
+"""A server's statistics as readable lines, for the terminal chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from greenroom.config import show_bytes
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """The statistics of `/v1/stats` as lines; those of other servers as JSON."""
+    """Format the statistics of `/v1/stats` as lines; statistics of other servers as JSON."""
     if not {"queue", "tokens"} <= stats.keys():
         return json.dumps(stats, indent=2)
     queue, tokens = stats["queue"], stats["tokens"]
@@ -26,7 +26,7 @@ def summary(stats: dict[str, Any]) -> str:
 
 
 def inexact_line(counts: dict[str, Any]) -> str:
-    """The share of expert evaluations that were not exact."""
+    """Return a line on the share of expert evaluations that were not exact."""
     named = (("low", f"in {counts['precision']}"), ("left_out", "left out"),
              ("substituted", "replaced"))  # fmt: skip
     shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
@@ -34,7 +34,7 @@ def inexact_line(counts: dict[str, Any]) -> str:
 
 
 def co_compute_line(counts: dict[str, Any]) -> str:
-    """Counts of misses that the host computed and of those that moved to the device."""
+    """Return a line on misses that the host computed or that moved to the device."""
     return (
         f"{counts['on_host']:,} computed in host memory ({counts['on_host_share'] or 0:.1%}),"
         f" {counts['moved']:,} moved to the device"

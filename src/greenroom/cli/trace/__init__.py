@@ -1,1 +1,1 @@
-"""`greenroom trace`: one file a command."""
+"""Commands of `greenroom trace`: one file for each."""

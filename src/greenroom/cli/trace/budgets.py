@@ -56,7 +56,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any]:
-    """Compute `slots` for each layer and, with the method moepic, `split`."""
+    """Compute the number of cache slots of each layer from a routing trace.
+
+    The method moepic also computes `split`, the share of each expert in its top segment.
+    """
     from greenroom.plan.budgets import METHODS as BY_TABLES
     from greenroom.plan.budgets import exposed_tables, miss_tables
     from greenroom.sim.study import costs_of
@@ -76,7 +79,10 @@ def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any
 def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
-    """MoEpic's Algorithm 1, over the activations and predictions of a trace's decode tokens."""
+    """Compute slots and splits by MoEpic's Algorithm 1 from a trace's decode tokens.
+
+    The algorithm reads the trace's activations and predictions.
+    """
     from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
     from greenroom.plan.sizing import recorded_activity
 

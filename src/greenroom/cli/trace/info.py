@@ -71,7 +71,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """Counts of a trace's content."""
+    """Count the tokens, layers, experts and other content of a trace."""
     prefill = trace.pass_prefill
     lengths = trace.pass_starts[1:] - trace.pass_starts[:-1]
     sample = trace.gate_inputs

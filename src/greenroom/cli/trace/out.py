@@ -1,4 +1,4 @@
-"""The line about a trace that a command has written."""
+"""The line that describes a trace file after a command has written it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def contents(trace: Trace) -> str:
-    """Describe a trace's content in one line."""
+    """Describe a routing trace's content in one line."""
     most = sorted(set(trace.experts_per_layer.tolist()))
     experts = str(most[0]) if len(most) == 1 else f"{most[0]} to {most[-1]}"
     return (

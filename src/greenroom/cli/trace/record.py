@@ -66,7 +66,7 @@ def _recorded(
     prompts: list[Prompt],
     progress: Progress,
 ) -> Stats:
-    """Load the model, answer the prompts, write the trace."""
+    """Load the model, answer the prompts, and write the trace of their routing."""
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import parse_predictors
     from greenroom.trace.journal import journal_path
