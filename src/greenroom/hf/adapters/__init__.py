@@ -27,18 +27,18 @@ ADAPTERS = (
 
 
 def folder_of(kind: type[PreTrainedModel]) -> str:
-    """The folder of transformers that holds a class's code, such as `qwen3_moe`."""
+    """Return the folder of transformers that holds a model class's code, such as `qwen3_moe`."""
     return kind.__module__.split(".")[-2]
 
 
 def load_adapter(folder: str) -> Adapter:
-    """The adapter of a folder of ADAPTERS."""
+    """Import the adapter module of an architecture and return its Adapter."""
     adapter: Adapter = import_module(f"{__name__}.{folder}").ADAPTER
     return adapter
 
 
 def adapter_of(model: PreTrainedModel) -> Adapter | None:
-    """The adapter that a model needs, if any."""
+    """Return the adapter for a model's architecture, or None where it needs none."""
     folder = folder_of(type(model))
     return load_adapter(folder) if folder in ADAPTERS else None
 
@@ -57,7 +57,7 @@ def adapt(model: PreTrainedModel) -> str:
 
 
 def weight_transforms(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
-    """The weight transforms that make this model's parameters from a checkpoint's tensors.
+    """Return the weight transforms that make a model's parameters from a checkpoint's tensors.
 
     `quantiser`: transformers' quantiser, where the tensors must be dequantised.
     """

@@ -22,7 +22,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class DbrxExperts(Experts):
-    """DBRX's experts: separate products for gate and up, and `w2` as it is stored."""
+    """Experts of DBRX, with separate gate and up projections and an untransposed `w2`."""
 
     own_arithmetic = True
 
@@ -36,7 +36,7 @@ class DbrxExperts(Experts):
 
 
 class StackedRows(ConversionOps):
-    """[experts * rows, columns] -> [experts, rows, columns]."""
+    """Weight conversion that reshapes stacked expert matrices from two axes to three."""
 
     stacked = True  # the tensor has no expert axis
 

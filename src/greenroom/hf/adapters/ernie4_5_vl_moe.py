@@ -21,7 +21,7 @@ from greenroom.hf.adapters.helpers.experts_interface import (
 
 
 class UnservedExperts(nn.Module):
-    """A placeholder for the image experts; it raises when it is called."""
+    """Placeholder for ERNIE 4.5 VL's image experts, which raises an error when called."""
 
     def forward(self, *_: Tensor) -> Tensor:
         raise UnsupportedModel("ERNIE 4.5 VL: image inputs are not supported; give text only")

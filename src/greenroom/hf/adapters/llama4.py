@@ -17,7 +17,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class Llama4Experts(Experts):
-    """Llama 4's experts: a batched product over all tokens, with zeros for unrouted ones."""
+    """Experts of Llama 4, in transformers' eager form: every expert computes all tokens."""
 
     own_arithmetic = True
 

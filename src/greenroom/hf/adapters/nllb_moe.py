@@ -1,4 +1,4 @@
-"""NLLB-MoE, with the routing that transformers computes.
+"""Adapter for NLLB-MoE; its routing is that of transformers.
 
 transformers 5 reads the router's one-hot mask, zeros and ones, as expert ids. So a token's first
 choice goes to expert 1 and everything else to expert 0, whatever the router chose. Greenroom does

@@ -1,4 +1,4 @@
-"""Step 3.7: its experts have the experts interface's shapes, and only lack the decorator."""
+"""Adapter for Step 3.7, whose experts only lack transformers' decorator."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a config and safetensors files; only headers have been read.
+    """A model folder with a config and safetensors files, of which only headers are read.
 
     files:   absolute paths; `StoredTensor.file` is an index of this tuple
     tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
@@ -50,7 +50,7 @@ class Checkpoint:
         names: Sequence[str],
         stored: dict[str, StoredTensor],
     ) -> Checkpoint:
-        """A checkpoint from the folder's file names and the tensors in their headers."""
+        """Make a checkpoint from a folder's file names and the tensors in their headers."""
         files = tuple(str(folder / name) for name in names)
         return cls(folder, config, files, combine_codes_and_scales(config, stored, folder), stored)
 
@@ -58,7 +58,7 @@ class Checkpoint:
     def of_files(
         cls, folder: Path, config: dict[str, Any], names: Sequence[str], file_of: Mapping[str, str]
     ) -> Checkpoint:
-        """A checkpoint from safetensors files; reads their headers.
+        """Make a checkpoint by reading the headers of safetensors files.
 
         `file_of` names the file of each tensor, as the index does; it is empty without an index.
         """
@@ -78,11 +78,11 @@ class Checkpoint:
 
     @property
     def pretrained_arguments(self) -> dict[str, Any]:
-        """The keyword arguments for transformers' `from_pretrained` methods."""
+        """Keyword arguments that make transformers' `from_pretrained` load this checkpoint."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
     def read_by_transformers(self) -> AbstractContextManager[None]:
-        """A context to hold while transformers reads the files itself."""
+        """Return the context manager in which transformers reads this checkpoint's files itself."""
         return nullcontext()
 
     def read(
@@ -91,16 +91,19 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> torch.Tensor:
-        """One tensor, dequantised and cast to `dtype`, in memory from `empty`."""
+        """Read one tensor of the checkpoint, dequantised and cast to a dtype.
+
+        `empty` allocates the tensor's memory.
+        """
         return read_tensor(self.files, name, self.tensors[name], dtype, empty)
 
     def read_stored(self, name: str) -> torch.Tensor:
-        """One tensor in its stored form, by its name in the file."""
+        """Read one tensor as stored (not dequantised), by its name in the file."""
         return read_tensor(self.files, name, self.stored[name])
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder of safetensors.
+    """Open a folder of safetensors files as a checkpoint, by reading only headers.
 
     Raises NotAModel, UnsupportedModel or CheckpointError.
     """
@@ -109,7 +112,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; NotAModel where it is missing or describes no model."""
+    """Read a model folder's config.json; raise NotAModel where it describes no model."""
     path = folder / "config.json"
     if not path.is_file():
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
@@ -120,7 +123,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(names of the weight files, file of each tensor by the index; empty without an index)."""
+    """Return the names of the weight files, and each tensor's file by the index.
+
+    The second is empty without an index.
+    """
     if (folder / SINGLE).is_file():
         return [SINGLE], {}
     index = folder / INDEX
@@ -149,7 +155,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _no_weights(folder: Path) -> Exception:
-    """The error for a folder without model.safetensors and without an index."""
+    """Return the error for a folder without model.safetensors and without a safetensors index."""
     if next(folder.glob("model-*.safetensors"), None):
         return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):

@@ -12,7 +12,7 @@ IGNORED = {"transformers_version"}  # keys of the config that differ between cop
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A model's fingerprint: 64 hexadecimal digits, independent of machine and sharding.
+    """Return a model's fingerprint: 64 hexadecimal digits, independent of machine and sharding.
 
     It covers config.json and each tensor's name, type, shape and size in the headers; no weight is
     read. So it distinguishes architectures and sizes, but not two trainings of one architecture. A
@@ -29,7 +29,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _content(value: Any) -> Any:
-    """A config without the keys in which two copies of a model may differ."""
+    """Return a config without the keys in which two copies of a model may differ."""
     if isinstance(value, dict):
         return {
             key: _content(inner)

@@ -43,11 +43,14 @@ UNMAPPED = {  # metadata that transformers' mapping leaves out -> the config's n
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):
-    """A model in GGUF files: `folder` is the (first) file, `tensors` have GGUF's names."""
+    """A checkpoint stored in one or several GGUF files.
+
+    `folder` is the (first) file, `tensors` have GGUF's names.
+    """
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> GgufCheckpoint:
-        """Open a GGUF file by its headers.
+        """Open a GGUF model as a checkpoint, by reading only its headers.
 
         Raises NotAModel, UnsupportedModel or CheckpointError.
         """
@@ -70,12 +73,12 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def has_value_mapping(self) -> bool:
-        """True if transformers maps the tensors' values too, and not only their names."""
+        """True if transformers maps a GGUF model's tensor values too, not only names."""
         return self.architecture in GGUF_CONFIG_ARCHS
 
     @property
     def pretrained_arguments(self) -> dict[str, Any]:
-        """The keyword arguments for transformers' `from_pretrained` methods."""
+        """Keyword arguments that make transformers' `from_pretrained` load this GGUF model."""
         return {
             "pretrained_model_name_or_path": self.folder.parent,
             "gguf_file": self.folder.name,
@@ -105,7 +108,7 @@ class GgufCheckpoint(Checkpoint):
             gguf.GGUFReader = original
 
     def hf_config(self) -> PreTrainedConfig:
-        """transformers' config of the model, completed by metadata that its mapping leaves out."""
+        """Make transformers' config of a GGUF model, with values that transformers leaves out."""
         check_layers(self.config, len(self.tensors), str(self.folder))
         with wrap_library_errors(f"{self.folder}: no config can be made of its metadata"):
             if self.has_value_mapping:
@@ -122,7 +125,7 @@ class GgufCheckpoint(Checkpoint):
         return config
 
     def _scaling(self) -> dict[str, Any] | None:
-        """The config's rope_scaling; transformers' mapping reads it from the wrong bytes."""
+        """Read the config's rope_scaling from GGUF metadata; transformers reads the wrong bytes."""
         prefix = f"{self.architecture}.rope.scaling."
         kind = self.config.get(f"{prefix}type", "none")
         if kind == "none":
@@ -142,7 +145,7 @@ class GgufCheckpoint(Checkpoint):
         }
 
     def dtype(self) -> str:
-        """The dtype to compute in: the weights' own float type, bfloat16 for quantised weights."""
+        """Return a GGUF model's compute dtype: the weights' own, bfloat16 where quantised."""
         kinds = {(s.encoding, s.dtype) for s in self.tensors.values() if len(s.shape) > 1}
         if any(encoding != PLAIN for encoding, _ in kinds) or (PLAIN, "bfloat16") in kinds:
             return "bfloat16"

@@ -40,7 +40,7 @@ PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, StoredTensor]]:
-    """(paths, metadata, tensors) of a GGUF model in one or several files.
+    """Read the headers of a GGUF model: its file paths, metadata and tensors.
 
     Arrays of strings in the metadata are only counted.
 
@@ -68,18 +68,21 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
 
 
 def encoding_of(ggml: str) -> str:
-    """The encoding of a ggml type; ggml's name for types that no kernel reads."""
+    """Return Greenroom's encoding name for a ggml quantisation type.
+
+    ggml's own name for types that no kernel reads.
+    """
     name = ggml.lower()
     return next((each for each in (f"gguf_{name}", name) if each in BLOCKS), ggml)
 
 
 def ggml_type(encoding: str) -> str:
-    """ggml's name of an encoding."""
+    """Return ggml's type name for one of Greenroom's encodings, such as Q4_K."""
     return encoding.removeprefix("gguf_").upper()
 
 
 def model_in(folder: Path) -> Path | None:
-    """The only GGUF model of a folder; NotAModel where there are several."""
+    """Find the only GGUF model in a folder; raise NotAModel where there are several."""
     models = [
         path
         for path in sorted(folder.glob("*.gguf"))
@@ -95,7 +98,7 @@ def model_in(folder: Path) -> Path | None:
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """All files of the model that `path` belongs to."""
+    """Return the paths of all files of a (split) GGUF model, given one."""
     match = PART.match(path.name)
     if match is None:
         return (path,)
@@ -148,7 +151,7 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
 
 
 class DamagedHeader(ValueError):
-    """A GGUF header with values that cannot be right."""
+    """Error for a GGUF header with values that cannot be right."""
 
 
 _Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, type, offset
@@ -163,7 +166,7 @@ class Cursor:
         self.version, self.tensors, self._pairs = self._take("IQQ")
 
     def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
-        """(key, value, the bytes of both) for each entry of the metadata."""
+        """Yield each entry of a GGUF file's metadata: key, value and raw bytes."""
         for _ in range(self._pairs):
             begin = self.at
             key = self._text(LONGEST_NAME)
@@ -171,7 +174,10 @@ class Cursor:
             yield key, value, bytes(self._blob[begin : self.at])
 
     def entry(self) -> _Entry:
-        """The next tensor's (name, shape, type, offset); the shape is in torch's order."""
+        """Read the next tensor's name, shape, type and offset from a GGUF header.
+
+        The shape is in torch's order.
+        """
         name = self._text(LONGEST_NAME)
         (axes,) = self._take("I")
         if axes > MOST_AXES:
@@ -217,7 +223,7 @@ class Cursor:
             raise DamagedHeader("it has a name or text that is not UTF-8") from error
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        """The next values, by a format of `struct`."""
+        """Read the next values of a GGUF header, by a format of `struct`."""
         try:
             values = struct.unpack_from(f"<{form}", self._blob.data, self.at)
         except struct.error as error:

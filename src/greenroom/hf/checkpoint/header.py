@@ -55,7 +55,9 @@ BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch'
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`.
+    """The place and type of one tensor on disk, plain or encoded.
+
+    It is C-contiguous: `nbytes` from byte `offset` of file number `file`.
 
     An encoded tensor is a matrix, or a stack of matrices: its codes lie at `offset`, its companions
     (scales) elsewhere. `shape` is that of the decoded tensor: [..., outputs, inputs], or [...,
@@ -76,13 +78,13 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The plain tensors in the files: this one, or the codes and the companions."""
+        """The plain tensors that store this tensor: itself, or its codes and scales."""
         if self.encoding == PLAIN:
             return (self,)
         return replace(self, shape=self.codes, encoding=PLAIN), *self.companions
 
     def __getitem__(self, number: int) -> StoredTensor:
-        """One matrix of a stack, by its index on the first axis."""
+        """Return one matrix of a stacked stored tensor, by its index on the first axis."""
         return replace(
             self.rows(number, 1),
             shape=self.shape[1:],
@@ -91,7 +93,7 @@ class StoredTensor:
         )
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """Rows `first` .. `first + count` of a plain tensor."""
+        """Return `count` consecutive rows of a plain stored tensor, from row `first` on."""
         size = self.nbytes // self.shape[0]
         shape = (count, *self.shape[1:])
         return replace(self, shape=shape, offset=self.offset + first * size, nbytes=count * size)
@@ -99,7 +101,7 @@ class StoredTensor:
 
 @contextmanager
 def read_errors(path: str | Path) -> Iterator[None]:
-    """Raise CheckpointError where reading `path` fails."""
+    """Context manager that turns an OSError of reading a file into CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -107,7 +109,7 @@ def read_errors(path: str | Path) -> Iterator[None]:
 
 
 def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
-    """All tensors of one safetensors file, in the order of its header.
+    """Read the header of a safetensors file: its tensors, in the header's order.
 
     Raises CheckpointError, naming the file, where the header or the file's length cannot be right.
     """
@@ -131,7 +133,10 @@ def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
 
 
 def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> StoredTensor:
-    """The tensor of one JSON entry, or CheckpointError; `data` is the data's first byte."""
+    """Make the StoredTensor of one JSON entry of a safetensors header.
+
+    `data` is the data's first byte. Raises CheckpointError for an entry that cannot be right.
+    """
     check_name(path, name)
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -163,13 +168,13 @@ def _bad_entry(path: Path, name: str) -> CheckpointError:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Check that `name` can be a tensor's name, or CheckpointError."""
+    """Raise CheckpointError where a name cannot be that of a tensor."""
     if not name.isprintable() or len(name) > LONGEST_NAME:
         raise CheckpointError(f"{path}: {show_value(name)} is not a valid name of a tensor")
 
 
 def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
-    """Check that no tensor overlaps another or ends beyond the file, or CheckpointError."""
+    """Raise CheckpointError where tensors of a file overlap or end beyond the file."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.nbytes == 0:

@@ -42,7 +42,10 @@ NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, meta
 
 
 def download(model: str) -> Path:
-    """The local snapshot of a hub id, downloaded if needed; NotAModel where that fails."""
+    """Return the local snapshot folder of a hub id, downloaded where needed.
+
+    Raises NotAModel where that fails.
+    """
     with hub_errors(model):
         folder = snapshot_download(
             model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=DownloadBar,
@@ -53,7 +56,7 @@ def download(model: str) -> Path:
 
 
 class DownloadBar(tqdm):
-    """The hub library's progress bar: it calls `report(done, total)` and draws nothing."""
+    """Progress bar for huggingface_hub that calls `report(done, total)` and draws nothing."""
 
     report: Callable[[float, float], object] = staticmethod(lambda done, of: None)
 
@@ -67,7 +70,10 @@ class DownloadBar(tqdm):
 
 
 def reachable() -> bool:
-    """True if the hub answers one request; the hub's library would retry six times, with pauses."""
+    """True if the Hugging Face hub answers one request.
+
+    The hub's library would retry six times, with pauses.
+    """
     if constants.HF_HUB_OFFLINE:
         return False
     answers: list[Any] = []
@@ -83,14 +89,14 @@ def reachable() -> bool:
 
 
 def cached_snapshot(model: str) -> Path | None:
-    """The local snapshot of a hub id, perhaps incomplete, or None; uses no network."""
+    """Find a hub id's local snapshot (perhaps incomplete) without network; None without one."""
     with hub_errors(model):
         path = try_to_load_from_cache(model, "config.json")
     return Path(path).parent if isinstance(path, str) else None
 
 
 def read_remote(model: str) -> Checkpoint:
-    """A checkpoint of a hub id's config and headers, without weights.
+    """Read a hub model's config and headers from the network, without weights, as a checkpoint.
 
     The config is a small file in the hub's cache; headers come by range requests, one or two a
     file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
@@ -117,7 +123,7 @@ def read_remote(model: str) -> Checkpoint:
 
 @contextmanager
 def hub_errors(model: str) -> Iterator[None]:
-    """Raise errors of the hub and of the network as one line of Greenroom's."""
+    """Context manager that turns hub and network errors into Greenroom's one-line errors."""
     try:
         yield
     except ModelError:

@@ -24,7 +24,9 @@ PANIC = "PanicException"  # raised by Rust libraries; it is no subclass of Excep
 
 @contextmanager
 def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError) -> Iterator[None]:
-    """Raise whatever a library raises as one line of `error`, prefixed by `what`.
+    """Context manager that turns a library's exceptions into one-line errors of Greenroom.
+
+    `error` is the class raised, `what` the prefix.
 
     Greenroom's own errors, errors of the disk or of memory and interrupts pass unchanged.
     """
@@ -40,14 +42,14 @@ def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError
 
 
 def error_line(error: BaseException) -> str:
-    """An error's message in one line, with its class where that is needed."""
+    """Return an exception's message in one line, with the exception's class where needed."""
     message = " ".join(str(error).split())[:300]
     plain = isinstance(error, ValueError | RuntimeError | OSError) and message
     return message if plain else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
-    """Check that a config has no more layers than the checkpoint could hold, or CheckpointError.
+    """Raise CheckpointError where a config has more layers than the checkpoint could hold.
 
     Libraries allocate lists of that length before they look for any tensor.
     """

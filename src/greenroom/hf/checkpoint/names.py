@@ -1,4 +1,4 @@
-"""Early checks of MODEL, and suggestions for mistyped names; imports nothing heavy."""
+"""Early checks of model names, and suggestions for mistyped ones; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 
 
 def check_name(model: str | os.PathLike[str]) -> None:
-    """Check that a name is local or can be a hub id; NotAModel otherwise."""
+    """Raise NotAModel where a model's name is neither local nor a possible hub id."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if text == DEMO or path.exists() or path.with_name(f"{path.name}.unfinished").exists():
@@ -33,7 +33,7 @@ def check_name(model: str | os.PathLike[str]) -> None:
 
 
 def suggestion(text: str) -> str:
-    """The end of an error message: "; did you mean NAME?", or "" without a similar name."""
+    """Return "; did you mean NAME?" for a mistyped model name, or ""."""
     names = {name.lower(): name for name in _models()}
     names.pop(text.lower(), None)
     parts = {key.rpartition("/")[2]: name for key, name in names.items()}
@@ -42,7 +42,7 @@ def suggestion(text: str) -> str:
 
 
 def _models() -> Iterator[str]:
-    """Names of the demo, of models in the working folder, and of hub ids in the cache."""
+    """Return names of models at hand: demo, working folder, hub cache."""
     from huggingface_hub import constants
 
     yield DEMO

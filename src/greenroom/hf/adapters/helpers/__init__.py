@@ -1,1 +1,1 @@
-"""Code that several adapters share."""
+"""Code that several architectures' adapters share."""

@@ -1,4 +1,4 @@
-"""The experts interface: the attributes and shapes that an experts implementation relies on.
+"""The experts interface: attributes and shapes that transformers' experts implementations rely on.
 
 transformers gives it to a class by the decorator `use_experts_implementation`. For a class without
 the decorator an adapter replaces or changes the modules, on the meta device, before any weight is
@@ -36,7 +36,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The changes that give an architecture's modules the experts interface.
+    """Changes that let transformers' experts implementations run an architecture's MoE modules.
 
     block:       the name of transformers' class whose modules are changed, if any
     adapt:       changes one such module in place; raises UnsupportedModel for a config that is not
@@ -64,12 +64,18 @@ class Adapter:
 def merge_experts(
     target: str, *sources: str, then: Sequence[ConversionOps] = ()
 ) -> WeightConverter:
-    """The converter for experts that are stored one by one; `*` in a pattern is their number."""
+    """Make the weight converter that stacks experts stored as one tensor each.
+
+    A `*` in a source pattern is the expert's number.
+    """
     return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
 
 
 def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
-    """A test of tensor names: is it an expert numbered from the config's value `first` on?"""
+    """Make a predicate for names of experts numbered from a config value upwards.
+
+    `first` is the name of the config's value.
+    """
 
     def is_unused(name: str, model: PreTrainedModel) -> bool:
         match = _NUMBER.search(name)
@@ -79,7 +85,10 @@ def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
 
 
 def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool) -> None:
-    """Set the attributes that transformers' decorator sets on an instance; `flags` as in FLAGS."""
+    """Set the attributes that transformers' experts decorator sets on an experts module.
+
+    `flags` are as in FLAGS.
+    """
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown
     for name, value in {**FLAGS, **flags}.items():
@@ -90,7 +99,10 @@ def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool)
 
 @cache
 def decorate(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with transformers' decorator; `set_interface_attributes` sets its flags."""
+    """Make a subclass of an experts class, with transformers' experts decorator.
+
+    `set_interface_attributes` sets the flags of its instances.
+    """
     subclass: type[nn.Module] = use_experts_implementation(
         type(kind.__name__, (kind,), {"__module__": kind.__module__})
     )
@@ -98,7 +110,7 @@ def decorate(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward: the module becomes an instance of a subclass."""
+    """Replace a module's forward method by making the module an instance of a subclass."""
     kind: Any = type(module)
     module.__class__ = _with_forward(kind, forward)
 
@@ -110,7 +122,7 @@ def _with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn
 
 @use_experts_implementation
 class _Loop(nn.Module):
-    """The eager loop over experts that most of transformers' classes have."""
+    """Base class with the eager loop over experts, as in most transformers models."""
 
     gate_up_proj: Tensor
     up_proj: Tensor
@@ -137,7 +149,7 @@ class _Loop(nn.Module):
 
 
 class Experts(_Loop):
-    """Experts with the experts interface, for an architecture that stores them otherwise.
+    """Experts module for architectures whose own class lacks the shapes of the experts interface.
 
     up:   [E, I or 2I, H] (transposed: [E, H, I or 2I]), on the meta device
     down: [E, H, I] (transposed: [E, I, H])

@@ -27,7 +27,7 @@ Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, byte
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
-    """The experts of a pack, unsplit or split into tops and bottoms.
+    """The catalog of a pack's experts, unsplit or split into top and bottom segments.
 
     spans: for each layer, one span for each kind of piece. A piece's id is its expert's id plus,
            for each kind before its own, the number of all experts
@@ -42,16 +42,19 @@ class PackCatalog(Catalog):
 
     @property
     def pieces(self) -> list[int]:
-        """The ids of all pieces, except empty ones."""
+        """The ids of all non-empty pieces (experts, segments or copies) of a pack."""
         kinds = range(len(self.spans[0]) * self.experts)
         return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of one piece of each kind in each layer: [kind][layer]."""
+        """Return the bytes of one piece (expert, segment or copy), by [kind][layer]."""
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
     def cut_at(self, cuts: Sequence[int]) -> PackCatalog:
-        """The catalog of split experts; `cuts` has the segments of a top, by layer."""
+        """Return the pack's catalog with every expert split into top and bottom segments.
+
+        `cuts` has the number of segments of a top, by layer.
+        """
         spans = []
         for layout, cut in zip(self.layouts, cuts, strict=True):
             ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
@@ -59,18 +62,18 @@ class PackCatalog(Catalog):
         return replace(self, spans=tuple(spans), cuts=tuple(cuts))
 
     def _position_of(self, piece: int) -> tuple[PackLayer, int, Span]:
-        """(layer, the expert's index in it, span) of a piece."""
+        """Return a piece's layer, its expert's index in that layer, and its span."""
         kind, expert_id = divmod(piece, self.experts)
         layer = self.layer_of(expert_id)
         return self.header.layers[layer], expert_id - self.offsets[layer], self.spans[layer][kind]
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
-        """The extents of a piece, given its id."""
+        """Return the byte ranges to read for a piece, given the piece's id."""
         layer, expert, (begin, n, copies) = self._position_of(expert_id)
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
-        """The CRC-32 of a piece's bytes."""
+        """Return the CRC-32 of the bytes of a piece (expert, segment or copy)."""
         layer, expert, (begin, n, _) = self._position_of(piece)
         combined = 0
         for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
@@ -80,11 +83,11 @@ class PackCatalog(Catalog):
 
     @property
     def kind(self) -> str:
-        """The kind of the packed experts and the source model, as text."""
+        """Text that names the encoding of a pack's experts and the pack's source model."""
         return f"{self.header.kind} from {self.header.source.model}"
 
     def damage_message(self, piece: int) -> str:
-        """The error message for a piece whose checksum is wrong."""
+        """Return the error message for a piece (expert, segment or copy) with a wrong checksum."""
         layer, expert, _ = self._position_of(piece)
         return (
             f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
@@ -94,7 +97,7 @@ class PackCatalog(Catalog):
 
 @dataclass(frozen=True)
 class CopiesCatalog(PackCatalog):
-    """The catalog of a pack with low-precision copies.
+    """The catalog of a pack that has low-precision copies of its experts.
 
     Kinds of pieces: exact experts, copies, and the remainders of nested copies.
     """
@@ -103,11 +106,14 @@ class CopiesCatalog(PackCatalog):
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:
-        """The header's layers; their `low_copy` describes the copies."""
+        """The layers of a pack with low-precision copies.
+
+        Their `low_copy` describes the copies.
+        """
         return self.header.layers
 
     def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of an exact expert, a copy, and a remainder, [kind][layer].
+        """Return the bytes of exact experts, low-precision copies and remainders, by [kind][layer].
 
         The remainders are an empty tuple where copies are not nested.
         """
@@ -118,7 +124,9 @@ class CopiesCatalog(PackCatalog):
 def catalog_of(
     header: PackHeader, folder: Path, dtypes: Sequence[Mapping[str, str]] | None = None
 ) -> PackCatalog:
-    """The catalog of a pack; `dtypes` are those of the expert parameters, by layer.
+    """Make the catalog of a pack from the pack's header.
+
+    `dtypes` are those of the expert parameters, by layer.
 
     They are the pack's unless the user sets another dtype: then plain tensors are cast on their way
     into the slot.
@@ -162,12 +170,12 @@ def catalog_of(
 
 
 def _run(begin: int, nbytes: int) -> Span:
-    """A span that is copied to a slot unchanged."""
+    """Make a span of a packed expert's bytes that is copied to a slot unchanged."""
     return begin, nbytes, (contiguous_copy(0, 0, nbytes),)
 
 
 def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
-    """(the layout in a slot of a stored expert, the copies that fill the slot)."""
+    """Return a packed expert's layout in a slot, and the copies that fill the slot."""
     tensors = []
     for spec in stored.tensors:
         plain = stored.encodings.get(spec.name, PLAIN) == PLAIN

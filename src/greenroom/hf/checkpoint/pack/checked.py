@@ -20,14 +20,14 @@ from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
 
 
 def disk_store(catalog: Catalog, direct: str = "auto") -> DiskStore:
-    """The store of a catalog; a pack's store also checks checksums."""
+    """Make the disk store of a catalog; that of a pack also checks checksums."""
     if isinstance(catalog, PackCatalog):
         return CheckedStore(catalog, direct=direct)
     return DiskStore(catalog, direct=direct)
 
 
 class CheckedStore(DiskStore):
-    """The store of a pack, which checks every expert's checksum. Thread-safe.
+    """Thread-safe disk store of a pack, which checks every expert's checksum.
 
     When the last chunk of a damaged expert is read, `read` raises StoreError with the expert's name
     and the repair command. So a damaged expert is never computed with.
@@ -44,7 +44,7 @@ class CheckedStore(DiskStore):
         self._lock = threading.Lock()
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """A chunk's bytes; StoreError where it completes a damaged expert."""
+        """Read a chunk's bytes; raise StoreError where the chunk completes a damaged expert."""
         data = super().read(chunk, staging)
         piece = self._piece[chunk.extent.offset, chunk.extent.length]
         if not self._verified[piece]:

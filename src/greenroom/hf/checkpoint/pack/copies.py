@@ -24,7 +24,10 @@ NESTED = "int8", "int4"  # the packed expert, and the copy that it contains
 
 @dataclass(frozen=True, slots=True)
 class LowPrecisionCopy:
-    """The low-precision copies of a layer's experts; `layout` is that of one copy."""
+    """The form of the low-precision copies of a layer's experts in a pack.
+
+    `layout` is that of one copy.
+    """
 
     precision: str
     nested: bool
@@ -32,7 +35,10 @@ class LowPrecisionCopy:
 
     @property
     def stride(self) -> int:
-        """Bytes of a copy in complete blocks; the expert or the remainder begins there."""
+        """Bytes of a low-precision copy, rounded up to complete blocks.
+
+        The expert or the remainder begins there.
+        """
         return -(-self.layout.nbytes // BLOCK) * BLOCK
 
     @property
@@ -41,17 +47,17 @@ class LowPrecisionCopy:
         return SlotLayout.pack([(s.name, s.shape, s.dtype) for s in codes_of(self.layout)])
 
     def remainder_bytes(self, exact: SlotLayout) -> int:
-        """Bytes that follow the copy: the exact expert, or the remainder."""
+        """Bytes that follow a low-precision copy: the exact expert, or the remainder."""
         return self.remainder.nbytes if self.nested else exact.nbytes
 
 
 def codes_of(layout: SlotLayout) -> list[TensorSpec]:
-    """The tensors of a layout that are matrices or codes, without scales."""
+    """Return an expert layout's tensors that are matrices or codes, without scales."""
     return [spec for spec in layout.tensors if "." not in spec.name]
 
 
 def nested_copy_layout(exact: SlotLayout) -> SlotLayout:
-    """The layout of the copies that are nested in experts of the layout `exact`."""
+    """Return the layout of low-precision copies that are nested in exact experts."""
     kind, precision = NESTED
     tensors = []
     for spec in codes_of(exact):
@@ -66,7 +72,10 @@ def nested_copy_layout(exact: SlotLayout) -> SlotLayout:
 def nested_slot_of(
     low_copy: LowPrecisionCopy, exact: SlotLayout
 ) -> tuple[NestedLayout, tuple[Copy, ...], tuple[Copy, ...]]:
-    """(how planes are joined, slot copies of both planes, slot copies of the remainder)."""
+    """Return how a nested low-precision copy and its remainder fill a slot.
+
+    (how planes are joined, slot copies of both planes, slot copies of the remainder).
+    """
     remainder, planes, first, second = low_copy.remainder, [], [], []
     for spec in codes_of(exact):
         scale, half = exact[f"{spec.name}.scale"], spec.nbytes // 2
@@ -82,11 +91,14 @@ def nested_slot_of(
 
 
 def contiguous_copy(source: int, target: int, nbytes: int) -> Copy:
-    """A copy of a run of bytes, unchanged."""
+    """Make the instruction that copies a run of bytes unchanged."""
     return Copy(source, target, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
 
 
 def join_planes(high: Tensor, remainder: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 codes, scales) from both planes and the copy's scale: the reference for slots."""
+    """Join both planes of a nested int4 copy to int8 codes and scales.
+
+    This is the reference for the values in slots.
+    """
     codes = (nibbles(high).short() - 8) * STEP + nibbles(remainder).short() - 8
     return codes.to(torch.int8), scale / STEP

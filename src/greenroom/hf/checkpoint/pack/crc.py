@@ -1,4 +1,4 @@
-"""The CRC-32 of concatenated runs of bytes, like zlib's `crc32_combine`."""
+"""CRC-32 of concatenated runs of bytes from their own CRCs, like zlib's `crc32_combine`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ ONE = 1 << 31  # x^0
 
 
 def combine_crc32(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two concatenated runs of bytes; `length` is the second's."""
+    """Return the CRC-32 of two concatenated runs of bytes from their own CRC-32s.
+
+    `length` is the second's.
+    """
     return _product(_power(length), first) ^ second
 
 
 @lru_cache(maxsize=1024)
 def _power(nbytes: int) -> int:
-    """x^(8 nbytes) modulo the polynomial."""
+    """Return x^(8 nbytes) modulo the polynomial of CRC-32."""
     power, square, n = ONE, ONE >> 8, nbytes
     while n:
         if n & 1:
@@ -25,7 +28,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """a * b modulo the polynomial."""
+    """Return the product of two polynomials modulo the polynomial of CRC-32."""
     product = 0
     while a:
         if a & ONE:

@@ -32,7 +32,7 @@ KINDS = ("int8", "int4", "fp8", "same")  # the choices of --experts
 
 @dataclass(frozen=True, slots=True)
 class DenseFile:
-    """A file of the dense parts: its size in bytes, and the CRC-32 of its content."""
+    """The size and CRC-32 of a pack's file of dense parts."""
 
     name: str
     nbytes: int
@@ -41,7 +41,9 @@ class DenseFile:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """The experts of one layer: expert e lies at `offset + e * stride` of the data.
+    """The place of one layer's experts in a pack's data file.
+
+    Expert e lies at `offset + e * stride` of the data.
 
     stride:   the `nbytes` of an expert, rounded up to complete blocks
     crc32:    the checksums of all `runs`, expert by expert
@@ -57,7 +59,7 @@ class PackLayer:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(first byte, bytes) of each run of an expert; a run has one checksum."""
+        """The (first byte, bytes) of each run of a packed expert that has one checksum."""
         if self.low_copy is not None:
             stride = self.low_copy.stride
             return (0, stride), (stride, self.low_copy.remainder_bytes(self.layout))
@@ -66,7 +68,7 @@ class PackLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an expert and its copy."""
+        """Bytes of a packed expert and its low-precision copy."""
         begin, length = self.runs[-1]
         return begin + length
 
@@ -75,16 +77,16 @@ class PackLayer:
         return -(-self.nbytes // BLOCK) * BLOCK
 
     def place(self, expert: int) -> int:
-        """The byte at which an expert begins."""
+        """Return the byte of the pack's data file at which an expert begins."""
         return self.offset + expert * self.stride
 
     def checksums(self, expert: int) -> tuple[int, ...]:
-        """The checksums of an expert in the header, one a run."""
+        """Return an expert's checksums from a pack's header, one a run of bytes."""
         runs = len(self.runs)
         return self.crc32[expert * runs : (expert + 1) * runs]
 
     def checksums_of(self, data: memoryview) -> tuple[int, ...]:
-        """The checksums of an expert's bytes, one a run."""
+        """Compute the checksums of a packed expert's bytes, one a run of bytes."""
         return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in self.runs)
 
 
@@ -103,7 +105,10 @@ class PackSource:
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """The content of greenroom.json; `dtype` is the type that the model computes in."""
+    """The content of a pack's header file, greenroom.json.
+
+    `dtype` is the type that the model computes in.
+    """
 
     kind: str
     dtype: str
@@ -113,40 +118,40 @@ class PackHeader:
 
     @property
     def version(self) -> int:
-        """The lowest format version that can express this header."""
+        """The lowest version of the pack format that can express a header."""
         if self.precision:
             return COPIES
         return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
 
     @property
     def precision(self) -> str:
-        """The precision of the copies; "" where there are none."""
+        """The precision of a pack's low-precision copies; "" where there are none."""
         low_copy = self.layers[0].low_copy
         return low_copy.precision if low_copy is not None else ""
 
     @property
     def segments(self) -> int:
-        """The largest number of segments of an expert; 1 where experts are unsplit."""
+        """The largest number of segments of a packed expert; 1 where experts are unsplit."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data file."""
+        """Bytes of a pack's data file."""
         last = self.layers[-1]
         return last.place(last.experts)
 
     @property
     def experts(self) -> int:
-        """The number of experts in all layers."""
+        """The number of experts in all layers of a pack."""
         return sum(layer.experts for layer in self.layers)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The id of each layer's first expert, then the number of experts."""
+        """The id of the first expert of each packed layer, then the number of experts."""
         return (0, *accumulate(layer.experts for layer in self.layers))
 
     def layer_of(self, expert_id: int) -> tuple[PackLayer, int]:
-        """(the layer of an expert, the expert's index in it)."""
+        """Return the packed layer of an expert id, and the expert's index in that layer."""
         for layer in self.layers:
             if expert_id < layer.experts:
                 return layer, expert_id
@@ -155,16 +160,19 @@ class PackHeader:
 
     @property
     def identity(self) -> str:
-        """A digest of the header without checksums: 64 hexadecimal digits."""
+        """A digest of a pack's header without checksums: 64 hexadecimal digits."""
         bare = replace(self, files=(), layers=tuple(replace(x, crc32=()) for x in self.layers))
         return hashlib.sha256(json.dumps(_content(bare), sort_keys=True).encode()).hexdigest()
 
     def first_block(self) -> bytes:
-        """The first block of the data file."""
+        """Return the content of the first block of a pack's data file."""
         return f"{FORMAT} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
 
     def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> PackHeader:
-        """The header with the experts' checksums, given by their ids."""
+        """Return a copy of a pack's header with the given checksums of experts.
+
+        Checksums are given by the experts' ids.
+        """
         layers = tuple(
             replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
             for layer, first in zip(self.layers, self.offsets, strict=False)
@@ -172,7 +180,7 @@ class PackHeader:
         return replace(self, layers=layers)
 
     def command(self, folder: Path, *more: str) -> str:
-        """The command that makes this pack."""
+        """Return the `greenroom pack` command that makes a pack."""
         arguments = [
             "greenroom",
             "pack",
@@ -196,12 +204,12 @@ class PackHeader:
 
 
 def as_json(header: PackHeader) -> dict[str, Any]:
-    """The header as the JSON object in its file."""
+    """Return a pack's header as the JSON object of greenroom.json."""
     return {**_content(header), "identity": header.identity}
 
 
 def _content(header: PackHeader) -> dict[str, Any]:
-    """The header without its identity."""
+    """Return a pack's header as a JSON object without the header's digest."""
     return {
         "format": FORMAT,
         "version": header.version,
@@ -245,7 +253,7 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
 
 
 def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
-    """Set the offsets of layers, which follow one another in the data file."""
+    """Set the offsets of layers in a pack's data file, one after another."""
     placed: list[PackLayer] = []
     end = BLOCK
     for layer in layers:
