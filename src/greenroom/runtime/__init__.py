@@ -1,1 +1,1 @@
-"""The runtime: real bytes and tensors, driven by the scheduler's decisions."""
+"""Runtime of streamed experts: executes the scheduler's decisions with real bytes and tensors."""

@@ -1,4 +1,4 @@
-"""Fakes: slots that poison stale bytes, and a store that is slow or fails.
+"""Fakes for tests: slots that poison stale bytes, and a slow, unreliable store.
 
 `device="fake"` uses both to show that results do not depend on the times and order of arrivals.
 """
@@ -22,7 +22,7 @@ POISON = 0xFF  # NaN in every floating-point type
 
 
 class FakeSlots(HostSlots):
-    """Host slots that are filled with NaN until the bytes of a piece arrive."""
+    """Fake slots in host memory, filled with NaN until an expert's bytes arrive."""
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
@@ -34,7 +34,7 @@ class FakeSlots(HostSlots):
 
 
 class FakeStore:
-    """Another store, behind a slow and unreliable link.
+    """Fake store: reads experts from another store over a slow, unreliable link.
 
     latency, jitter: each read takes `latency` seconds, plus a random part of `jitter`
     bandwidth: bytes a second that all reads share

@@ -1,4 +1,4 @@
-"""The experts forward, which a model calls instead of its own loop over experts."""
+"""The forward function of streamed experts, which replaces a model's loop over experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The objects with which one experts module is served."""
+    """The driver, kernel and callbacks that serve one experts module."""
 
     driver: Driver
     kernel: Any  # one of runtime.kernels.KERNELS
@@ -45,7 +45,7 @@ class Binding:
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 
     def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
-        """The kernel for one token's experts, made at its first use."""
+        """Return the kernel that computes a single token's experts, made at its first use."""
         key = top_k, weights
         if key not in self.one_token:
             self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
@@ -59,7 +59,9 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
+    """Compute the weighted sum of the chosen experts' outputs, as an experts module's forward.
+
+    x [T, H], index and weights [T, K] -> [T, H]
 
     Resident experts are computed in one call, the others in groups as they land. The sum over a
     token's experts has a fixed order, so groups do not change a bit. A backward pass through the
@@ -96,7 +98,10 @@ def experts_with_residual(
     top_k_weights: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """Add the experts' output to a residual [T, H], on a CPU and without gradients."""
+    """Add an MoE layer's expert output to a residual, on a CPU and without gradients.
+
+    The residual is [T, H].
+    """
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -111,7 +116,7 @@ def experts_with_residual(
 
 
 class FusedExperts:
-    """The experts of consecutive layers, for one token in one parallel region."""
+    """Experts of consecutive MoE layers, computed for one token in one parallel region."""
 
     def __init__(self, bindings: Sequence[Binding], keys: Sequence[ExpertsKey]) -> None:
         self._bindings, self._keys = bindings, keys
@@ -120,12 +125,12 @@ class FusedExperts:
 
     @property
     def all_have_slots(self) -> bool:
-        """True if every expert has a slot."""
+        """Check whether there is a slot for every expert of the model."""
         return self._driver.all_have_slots
 
     @cached_property
     def layer_experts(self) -> Sequence[OneTokenExperts] | None:
-        """The one-token kernels of the layers; None if a layer has none."""
+        """Return each layer's kernel for a single token's experts; None if one is missing."""
         kernels: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
             one = binding.one_token_experts(top_k, dtype)
@@ -136,17 +141,23 @@ class FusedExperts:
 
     @cached_property
     def first_pieces(self) -> Sequence[int]:
-        """The id of each layer's first expert."""
+        """List the model-wide id of each layer's first expert."""
         offsets = self._driver.pieces.offsets
         return [int(offsets[layer]) for layer in self._layers]
 
     def resident_steps(self, first: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Serve steps from layer number `first` on (see `Driver.resident_steps`)."""
+        """Compute resident experts of consecutive layers, starting at layer number `first`.
+
+        See `Driver.resident_steps`.
+        """
         return self._driver.resident_steps(self._layers[first:], find)
 
 
 def fuse_experts(keys: Sequence[ExpertsKey]) -> FusedExperts | None:
-    """Fuse the experts of modules; None if not all are bound to one driver."""
+    """Fuse the experts modules of consecutive layers, for one token's computation.
+
+    None if not all are bound to one driver.
+    """
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None
     ]

@@ -1,4 +1,4 @@
-"""Exclusion of code from `torch.compile`: reads of experts, and calls of kernels."""
+"""Exclusion of expert reads and kernel calls from the graphs of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHY = "Greenroom loads and computes experts outside of compiled graphs"
 
 
 def outside_graphs(function: Function) -> Function:
-    """Decorator: compiled models call the function uncompiled, between two graphs.
+    """Decorator for functions that compiled models call uncompiled, between two graphs.
 
     `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds a call,
     compiled or not. Here Dynamo skips the function's code and all that it calls, and ends the graph

@@ -30,7 +30,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(output: Tensor, *inputs: Tensor) -> Tensor:
-    """Mark an output, so that a backward pass through it raises UnsupportedCall.
+    """Mark a tensor, so that a backward pass through it raises UnsupportedCall.
 
     Gradients must be enabled, and one of the inputs must require one.
     """

@@ -1,1 +1,1 @@
-"""GPUs: slots in device memory, the host memory behind them, kernels on several devices."""
+"""GPU support: slots for experts, staging in host memory, and several devices."""

@@ -1,4 +1,4 @@
-"""Calibration of transfer and compute costs of an expert, when a model is attached.
+"""Calibration of an expert's transfer and compute costs when a model is attached.
 
 It takes a few milliseconds, on empty slots. The speed of the disk is measured by its later reads;
 until then it has an ordinary disk's.
@@ -29,7 +29,7 @@ TOUCHED = 4  # slots of host memory: more than the processor's cache holds
 
 
 def nominal_costs(nbytes: int) -> Costs:
-    """Costs on an ordinary machine, for an expert of `nbytes`."""
+    """Return nominal transfer and compute costs of an expert of `nbytes`, without measuring."""
     links = Link(DISK), Link(BUS)
     expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
     return Costs(links, expert, Work.constant(0.0), host=host)
@@ -38,7 +38,10 @@ def nominal_costs(nbytes: int) -> Costs:
 def calibrate(
     both: CoComputeKernel, layer: LayerExperts, engine: Engine, slots: Tier, slab: HostSlots
 ) -> Costs:
-    """Measure the costs of a layer's experts, which fill a slot of `slab`."""
+    """Measure the transfer and compute costs of a layer's experts on this machine.
+
+    Each expert fills a slot of `slab`.
+    """
     touched = min(TOUCHED, slab.capacity)
     for slot in range(touched):
         slab.bytes(slot)[:] = 0
@@ -62,7 +65,7 @@ def calibrate(
 
 
 def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> KernelStep:
-    """Begin a step of zeros in which every token chooses expert 0."""
+    """Begin a trial step of an MoE layer: zeros, for which all choose expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)
     routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
@@ -70,7 +73,10 @@ def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int)
 
 
 def shortest_time(works: list[Callable[[], None]]) -> float:
-    """Seconds of the quickest call, without the first; never 0, since rates are ratios."""
+    """Return the seconds of the quickest call, without the first; never 0.
+
+    Rates are ratios of these times.
+    """
     times = []
     for work in works:
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Co-computing: one step computed on a device and on the host, by two kernels.
+"""Co-computation of one MoE layer's experts on a GPU and on the host processor.
 
 The host's kernel computes from slots in host memory, on a copy of the step's inputs. Its outputs
 are merged with the device's before the device sums over a token's experts, by ascending id as
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class HostShare:
-    """The part of a step that the host processor computes.
+    """The part of an MoE layer's step that the host processor computes.
 
     Copying the step's inputs to the host begins at once.
     """
@@ -39,7 +39,7 @@ class HostShare:
         self._step: KernelStep | None = None
 
     def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts from slots in host memory."""
+        """Compute the given experts on the host, from slots in host memory."""
         if self._step is None:
             for _, mark in self._inputs:
                 self._engine.wait(mark)
@@ -49,14 +49,14 @@ class HostShare:
         self.experts += experts
 
     def merge_into(self, step: KernelStep) -> None:
-        """Merge the host's outputs into the device's step."""
+        """Merge the outputs of the host's experts into the device's step."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
             step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
 
 
 class CoComputeKernel(Kernel):
-    """A device's kernel that also has experts computed on the host."""
+    """GPU expert kernel that also has some experts computed on the host processor."""
 
     def __init__(self, kernel: Kernel, engine: Engine, slots: Slots) -> None:
         """`slots` are in host memory; `engine` is the first device's."""
@@ -68,7 +68,7 @@ class CoComputeKernel(Kernel):
         self._share: HostShare | None = None  # of the current step
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare a layer for computing on the device and on the host."""
+        """Prepare an MoE layer's experts for computation on the device and on the host."""
         self.kernel.prepare(layer)
         module = copy_module(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
@@ -76,20 +76,23 @@ class CoComputeKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        """Start a step: x [T, H], weights [T, K], on the first device."""
+        """Start an MoE layer's step on the first device.
+
+        x [T, H], weights [T, K]
+        """
         self._share = None
         return self.kernel.begin(layer, x, routing, weights)
 
     def host_job(
         self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
-        """Make a job that computes a group from host slots, for the host processor's thread."""
+        """Make a host job that computes an expert group from slots in host memory."""
         if self._share is None:
             self._share = HostShare(step, self._layers[id(step.layer)], self._engine)
         return partial(self._share.compute, experts, slots)
 
     def combine(self, step: KernelStep) -> Tensor:
-        """The step's result [T, H], in x's type."""
+        """Return the summed expert outputs of device and host: [T, H], in x's type."""
         share, self._share = self._share, None
         if share is not None:
             share.merge_into(step)

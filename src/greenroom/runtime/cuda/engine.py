@@ -1,4 +1,4 @@
-"""Engines: a GPU's memory, copies that overlap with computation, and marks in its streams.
+"""Device engines: memory allocation, asynchronous copies, and events in CUDA streams.
 
 Streams and events are made by an `Engine` only. `Cuda` is a GPU; an `Engine` itself does the same
 on a CPU, for the fake device and for tests. Every failure of a GPU's driver becomes one
@@ -24,57 +24,69 @@ _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 
 
 class Engine:
-    """Copies and marks on one device; this base class is the CPU, where all is synchronous."""
+    """Interface to a device's memory, copies and events; the base class is the CPU.
+
+    On the CPU all is synchronous.
+    """
 
     device = torch.device("cpu")
     name = "the host"  # for people
     node: int | None = None  # NUMA node, if known
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate device memory, [nbytes] uint8; DeviceError if there is not enough."""
+        """Allocate device memory, uninitialised: [nbytes] uint8.
+
+        DeviceError if there is not enough.
+        """
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device, of all processes."""
+        """Return the device's free and total bytes, as all processes share them."""
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        """Release cached unused memory to the device."""
+        """Release torch's cached unused memory to the device."""
         trim_heap()
 
     def mark(self) -> Mark:
-        """Record a mark behind all work that this thread has launched so far."""
+        """Record an event behind all device work that this thread has launched so far."""
         return None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
-        """Run copies of the block concurrently with computation, after the mark `after`.
+        """Run the block's copies concurrently with computation, after the event `after`.
 
         They are done when the block is left.
         """
         yield
 
     def wait(self, mark: Mark) -> None:
-        """Wait until a mark has passed."""
+        """Wait until the device has reached a recorded event."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        """Copy a device tensor to host memory; the copy is complete once the mark has passed."""
+        """Copy a device tensor to host memory asynchronously.
+
+        The copy is complete once the mark has passed.
+        """
         return tensor, None
 
     def copy_to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to the device, for work that is launched from here on."""
+        """Copy a host tensor to the device, for device work launched afterwards."""
         return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Register (pin) host memory for direct reads by the device; None, or the refusal."""
+        """Pin host memory for direct reads by the device.
+
+        Returns None, or the refusal.
+        """
         return None
 
     def unregister(self, address: int) -> None:
-        """Undo `register`."""
+        """Unpin host memory that `register` pinned."""
 
 
 class Cuda(Engine):
-    """A GPU. Copies run on their own stream; the calling thread sleeps until they are done."""
+    """CUDA engine: copies run on their own stream; the calling thread sleeps meanwhile."""
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -147,19 +159,22 @@ class Cuda(Engine):
 
 
 def pci_address(device: torch.device) -> str:
-    """A GPU's PCI address, as Linux writes it."""
+    """Return a GPU's PCI address in the form that Linux writes."""
     gpu: Any = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of torch, without the pages of advice that follow."""
+    """Return the first line of a torch error, without the advice that follows."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def device_errors(what: str = "") -> Iterator[None]:
-    """Turn a CUDA error into a DeviceError of one line; `what` names the allocation."""
+    """Turn a CUDA error of the block into a one-line DeviceError.
+
+    `what` names the allocation.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -176,7 +191,7 @@ def device_errors(what: str = "") -> Iterator[None]:
 
 
 def out_of_memory(what: str, error: BaseException) -> str:
-    """The message for refused memory: how much is free, and who has the rest."""
+    """Make the message for a failed GPU allocation: free bytes, and who holds the rest."""
     problem = f"has no room for {what}" if what else "is out of memory"
     try:
         free, total = torch.cuda.mem_get_info()
@@ -192,6 +207,6 @@ def out_of_memory(what: str, error: BaseException) -> str:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """True if a RuntimeError of torch is the device's, by its type or its text."""
+    """Check whether a RuntimeError of torch comes from CUDA, by type or text."""
     markers = ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
     return isinstance(error, torch.AcceleratorError) or any(each in str(error) for each in markers)

@@ -1,4 +1,4 @@
-"""Host memory behind a device: staging slots, and the slots of the host cache.
+"""Host memory behind a GPU: staging slots for transfers, and a cache of experts.
 
 It is one reservation, registered (pinned) with the device once, so that copies run concurrently
 with computation. Where the system refuses to register it (a limit of locked memory, for example),
@@ -30,12 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def chunk_room(chunk: Chunk) -> int:
-    """Bytes that a chunk needs in host memory: direct reads begin and end at blocks."""
+    """Return the bytes of host memory that reading a chunk of an expert needs.
+
+    Direct reads begin and end at blocks.
+    """
     return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
 
 
 class HostMemory:
-    """Host memory of `staging_slots` for a chunk each and `capacity` slots for an expert each.
+    """Host memory behind a GPU: staging slots for chunks, and cache slots for experts.
 
     Slots hold experts in the disk's layout, and the device rearranges them as they arrive there.
     With a `stride`, `slots` have the layout that kernels read, and the host processor computes from
@@ -52,7 +55,7 @@ class HostMemory:
         nodes: Sequence[tuple[int, int | None]] = (),
         stride: int | None = None,
     ) -> None:
-        """Reserve and register the memory; DeviceError if there is no address space for it.
+        """Reserve and pin the host memory; DeviceError if there is no address space.
 
         chunks: of every expert
         nodes: (slots, NUMA node) of each device's part, if there are several devices
@@ -94,7 +97,9 @@ class HostMemory:
         read: Callable[[Chunk, Staging], np.ndarray],
         staging: Staging,
     ) -> None:
-        """Read a chunk into host memory; `staging` is the calling thread's.
+        """Read a chunk of an expert from the store into host memory.
+
+        `staging` is the calling thread's.
 
         A store may return its own memory, which is then copied.
         """
@@ -112,7 +117,7 @@ class HostMemory:
     def chunk_source(
         self, action: StartChunk, chunk: Chunk
     ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
-        """The copies, bytes and first offset with which a chunk is written to a slot."""
+        """Return the copies, bytes and first offset that write a chunk to a device slot."""
         if self.slots is not None and action.host_slot >= 0:
             return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
@@ -132,7 +137,10 @@ class HostMemory:
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Return the pages; the address range is freed with its last view."""
+        """Return the host memory's pages to the system.
+
+        The address range is freed with its last view.
+        """
         if self.refused is None:
             self.engine.unregister(self._bytes.ctypes.data)
             self.refused = "closed"
@@ -141,7 +149,10 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Bytes of a staging slot (the largest chunk) and of a slot (the largest expert)."""
+    """Return the bytes of a staging slot and of an expert's slot.
+
+    A staging slot holds the largest chunk, a slot the largest expert.
+    """
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),
         max(sum(chunk_room(chunk) for chunk in each) for each in chunks),
@@ -149,7 +160,7 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """Copies of a chunk's bytes from a slot to the same place of another slot."""
+    """List a chunk's copies from one slot to the same offsets of another slot."""
     copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk

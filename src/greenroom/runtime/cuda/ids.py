@@ -1,4 +1,4 @@
-"""The copy of a layer's chosen experts and gate weights to the host."""
+"""Copy of an MoE layer's chosen experts and gate weights from GPU to host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _local = threading.local()
 
 
 def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], Any]:
-    """Copy a step's index and weights to the host, as NumPy arrays.
+    """Copy a layer's chosen experts and gate weights to the host, as NumPy arrays.
 
     index [T, K] becomes int64; weights [T, K] become float32, or are None. From a GPU they are
     copied by pinned memory, after the work launched before: the one synchronisation of a layer.

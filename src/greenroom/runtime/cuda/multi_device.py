@@ -1,4 +1,4 @@
-"""Experts on several devices, with one sum a step.
+"""Computation of one MoE layer's experts on several devices, with one sum.
 
 Slot `n * devices + d` of the tier is slot n of device d. Dense parts are on the first device. A
 group is computed on the devices that hold its experts; each gets the step's inputs once. Their
@@ -22,7 +22,7 @@ from greenroom.runtime.slots.tier import Tier, group_by_pool
 
 
 class MultiDeviceStep(base.KernelStep):
-    """A step on several devices: one step for each device that computes a group."""
+    """An MoE layer's step on several devices, with a step for each device used."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class MultiDeviceStep(base.KernelStep):
         self._experts: dict[int, list[int]] = {}  # computed on each device
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step, each on the device of its slot."""
+        """Compute a group of an MoE layer's experts, each on its slot's device."""
         for device, places in group_by_pool(slots, len(self._layers)).items():
             local = [experts[i] for i in places]
             numbers = [slots[i] // len(self._layers) for i in places]
@@ -73,7 +73,7 @@ class MultiDeviceStep(base.KernelStep):
 
 
 class MultiDeviceKernel(Kernel):
-    """A kernel for experts on several devices, one for each pool of the tier."""
+    """Kernel that computes each expert on the device, of several, that holds it."""
 
     def __init__(self, kernel: Kernel, slots: Tier, devices: Sequence[torch.device]) -> None:
         self.kernel, self.name, self._slots = kernel, kernel.name, slots
@@ -83,7 +83,10 @@ class MultiDeviceKernel(Kernel):
         ] = {}  # of all devices, by the id() of the first one's
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare a layer on all devices; `layer` is the first device's."""
+        """Prepare an MoE layer's experts on all devices.
+
+        `layer` is the first device's.
+        """
         self._layers[id(layer)] = [
             layer,
             *(
@@ -95,12 +98,15 @@ class MultiDeviceKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> MultiDeviceStep:
-        """Start a step: x [T, H], weights [T, K], on the first device."""
+        """Start an MoE layer's step on the first device.
+
+        x [T, H], weights [T, K]
+        """
         return MultiDeviceStep(self.kernel, self._layers[id(layer)], x, routing, weights)
 
 
 def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copy the parameters of an experts module that are not in slots (biases, norms)."""
+    """Copy an experts module's parameters that are not in slots (biases, norms) to a device."""
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device == device:
         return module

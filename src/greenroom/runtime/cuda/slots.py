@@ -1,4 +1,4 @@
-"""Slots in device memory: slabs of equal slots, one allocation a segment.
+"""Slots for experts in device memory: equal slots, one allocation a segment of slots.
 
 A resize adds or drops segments and moves no other: kernels find a slot by its address. Bytes are
 copied from host memory on a stream of their own. A slot is written only after every launched
@@ -25,7 +25,10 @@ SEGMENT_BYTES = 256 << 20
 
 
 class DeviceSlots(SlotPool):
-    """Slots on an engine's device, of `stride` bytes, a multiple of the alignment."""
+    """Slots for experts in a device's memory.
+
+    Each has `stride` bytes, a multiple of the alignment.
+    """
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
         """`reserve` is the largest capacity that a resize may request.
@@ -44,30 +47,32 @@ class DeviceSlots(SlotPool):
         self.trim(capacity)
 
     def bytes(self, slot: int) -> Tensor:
-        """The slot's bytes, [stride] uint8, on the device."""
+        """Return a slot's bytes on the device: [stride] uint8."""
         number = bisect_right(self._first_slots, slot) - 1
         at = (slot - self._first_slots[number]) * self.stride
         return self._segments[number][at : at + self.stride]
 
     def address(self, slot: int) -> int:
-        """The address of a slot in device memory; slots need not be consecutive."""
+        """Return a slot's address in device memory; slots need not be consecutive."""
         number = bisect_right(self._first_slots, slot) - 1
         segment = self._segments[number].data_ptr()
         return segment + (slot - self._first_slots[number]) * self.stride
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A view of one tensor of the expert in a slot."""
+        """Return a view of one tensor of the expert in a slot."""
         flat = self.bytes(slot)[spec.offset : spec.offset + spec.nbytes]
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
-        """Record a mark behind a launched group that reads these slots."""
+        """Record an event behind launched computation that reads the given slots."""
         mark = self.engine.mark()
         for slot in slots:
             self._marks[slot] = mark
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write a chunk into a slot, as `SlotPool.write`, and wait until it is there.
+        """Write a chunk of an expert into a device slot, and wait until it arrives.
+
+        See `SlotPool.write`.
 
         DeviceError if the device fails.
         """
@@ -97,13 +102,16 @@ class DeviceSlots(SlotPool):
         return scratch
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another, after the groups that read them."""
+        """Copy one slot's bytes to another slot, after computation that reads them."""
         self.engine.wait(self._marks.get(source))
         with self.engine.copying(self._marks.get(target)):
             self.bytes(target).copy_(self.bytes(source))
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots, by adding segments or by dropping the last ones."""
+        """Set the number of slots in device memory.
+
+        Segments are added, or the last ones dropped.
+        """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
                 f"the cache can have between 1 and {self.reserve} slots, not {capacity}"
@@ -119,7 +127,7 @@ class DeviceSlots(SlotPool):
         self.capacity = capacity
 
     def fitting_capacity(self, capacity: int) -> int:
-        """The largest number of slots that needs no more memory than `capacity` slots.
+        """Return the largest number of slots that needs no more memory than `capacity` slots.
 
         Existing segments are only freed as a whole, except the first one.
         """
@@ -153,7 +161,7 @@ class DeviceSlots(SlotPool):
         return self._first_slots[-1] + self._segments[-1].numel() // self.stride
 
     def close(self) -> None:
-        """Free the memory of all slots."""
+        """Free the device memory of all slots."""
         self._segments.clear()
         self._first_slots.clear()
         self._marks.clear()

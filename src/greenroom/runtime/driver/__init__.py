@@ -1,1 +1,1 @@
-"""The scheduler with real bytes: the driver, its threads, and what they count."""
+"""The driver, which executes the scheduler's actions, its threads and its counters."""

@@ -1,4 +1,4 @@
-"""The queue of actions that a step's thread waits for, under the driver's one lock."""
+"""Queue of scheduler actions that a step's thread waits for, under the driver's lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from greenroom.errors import ClosedError, Interrupted
 
 
 class ActionQueue(deque[ComputeGroup | Finish]):
-    """Queue of the groups to compute, closed by the step's end, and its error states.
+    """Queue of expert groups to compute, with the driver's error states.
+
+    The action that ends the step closes the groups.
 
     All methods but the checks need the lock, `changed`.
     """
@@ -27,7 +29,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until something has changed, or raise why nothing will."""
+        """Wait until the driver's state changes, or raise the error that prevents it."""
         self.check_open()
         if (error := self.host_error) is not None:
             self.host_error = None
@@ -44,7 +46,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
             ) from self.broken
 
     def check_interrupted(self) -> None:
-        """Raise Interrupted if the pass was interrupted."""
+        """Raise Interrupted if the model's current forward pass was interrupted."""
         if self.interrupted:
             raise Interrupted("the pass was interrupted: its caller no longer waits for it")
 

@@ -1,4 +1,4 @@
-"""The copier moves chunks towards their slots, by one thread a lane.
+"""The copier, whose threads move chunks of experts towards their slots.
 
 With one link (disk to slots) a lane reads a chunk into its own staging buffer and copies it into
 the slot. With two (disk to host to device) the lanes of the first link read into the staging slot,
@@ -24,7 +24,7 @@ from greenroom.runtime.store.disk import Chunk, Staging
 
 
 class Store(Protocol):
-    """A read-only source of the bytes of pieces, in chunks."""
+    """Protocol of a read-only source of experts' bytes, read in chunks."""
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]: ...
 
@@ -38,7 +38,9 @@ OnDelivery = Callable[[StartChunk, int, Failure | None], None]
 
 
 class Copier:
-    """Threads that move chunks, and call `on_delivery(action, nbytes, error)` after each.
+    """Threads that move chunks of experts, and call `on_delivery` after each chunk.
+
+    The call is `on_delivery(action, nbytes, error)`.
 
     Link h has `lanes[h]` threads; between two links lies `host_memory`.
     """
@@ -100,7 +102,7 @@ class Copier:
         return chunk.length
 
     def close(self) -> None:
-        """End the threads, after the chunks in their queues."""
+        """End the copier's threads, after the chunks in their queues."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:

@@ -46,7 +46,7 @@ PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of h
 
 
 class Driver:
-    """The run-time service of one model's experts, one step at a time.
+    """Fetches and computes one model's experts as the scheduler decides, step by step.
 
     `foresight` predicts, unless every expert has a slot; `guard` switches prefetching off where it
     does not pay; `host_memory` lies between two links. An exception inside the scheduler leaves the
@@ -88,7 +88,7 @@ class Driver:
         self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
 
     def begin_pass(self, at: PassStart) -> None:
-        """Note that a pass of prompt `at.request` begins."""
+        """Tell the driver that a forward pass of the model begins."""
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
@@ -96,11 +96,11 @@ class Driver:
 
     @property
     def all_have_slots(self) -> bool:
-        """True if every expert has a slot."""
+        """Check whether there is a slot for every expert of the model."""
         return self.scheduler.capacity >= self.pieces.experts
 
     def end_pass(self) -> None:
-        """Note that the pass has ended, or was abandoned."""
+        """Tell the driver that the forward pass has ended or was abandoned."""
         if self._pass_start is None:
             return
         begin, stalls, tokens = self._pass_start
@@ -113,7 +113,7 @@ class Driver:
         self.predictions.end(self._prefill, seconds, waited, tokens)
 
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
-        """Start to fetch experts that a router has chosen, ahead of their step.
+        """Start to fetch experts that a router has chosen, before their layer runs.
 
         experts: ids within the layer, ascending. Without borrowed slots nothing is fetched.
         """
@@ -122,14 +122,14 @@ class Driver:
             self._handle(Predicted(layer, experts + first, certain=True))
 
     def interrupt(self) -> None:
-        """Interrupt the current pass: its steps raise Interrupted until `resume` is called.
+        """Interrupt the current forward pass: its layers raise Interrupted until `resume`.
 
         Experts that it still waits for are not fetched.
         """
         self._actions.interrupt()
 
     def resume(self) -> None:
-        """Serve steps again after `interrupt`."""
+        """Let forward passes run again after `interrupt`."""
         self._actions.interrupted = False
 
     def step(
@@ -145,7 +145,9 @@ class Driver:
         overlapped_work: Callable[[], None] | None = None,
         prepare_host_job: PrepareHostJob | None = None,
     ) -> None:
-        """Fetch and compute the experts of one step, in groups, each expert once.
+        """Fetch and compute the experts that one MoE layer's tokens chose.
+
+        The experts are computed in groups, each expert once.
 
         compute: called with (experts, slots) of a group; with split experts (experts, slots, part)
             for each part, the top before the bottom
@@ -233,7 +235,7 @@ class Driver:
     def resident_steps(
         self, layers: Sequence[int], find: Callable[[SlotTables], Sequence[int]]
     ) -> int | None:
-        """Serve steps of consecutive layers whose experts are all resident.
+        """Compute consecutive layers' experts in one call, while all of them are resident.
 
         `find` computes them too (see `ResidentTables`), up to the first layer that needs `step`.
         Returns the number of steps served; None where the scheduler has to decide.
@@ -249,13 +251,13 @@ class Driver:
             return done
 
     def send(self, event: Event) -> None:
-        """Send the scheduler an event between two steps."""
+        """Send the scheduler an event between the steps of two MoE layers."""
         with self._step_lock:
             self._begin_exclusive()
             self._handle(event)
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots between two steps; return when it is done."""
+        """Change the number of slots for experts between two steps, and wait for it."""
         with self._step_lock:
             self._begin_exclusive()
             if capacity == self.scheduler.capacity:
@@ -383,7 +385,7 @@ class Driver:
             self._actions.clear()
 
     def close(self) -> None:
-        """End the threads and free the slots, after the current step."""
+        """End the driver's threads and free its slots, after the current step."""
         with self._step_lock:
             if not self._actions.closed:
                 self._actions.closed = True

@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class FairLock:
-    """A lock for `with` that is granted in the order of requests.
+    """A lock for `with` that threads get in the order of their requests.
 
     `threading.Lock` goes to whichever thread runs first: a generating model, which takes it again
     and again, could keep a resize of the cache waiting for seconds.

@@ -16,7 +16,9 @@ Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """A thread that runs jobs in order, and counts their seconds in `meter`.
+    """A thread that runs expert computation on the host processor, in order.
+
+    It counts the seconds of its jobs in `meter`.
 
     It has as many torch threads as its creator.
     """
@@ -29,11 +31,14 @@ class HostWorker:
         self._thread.start()
 
     def start(self, job: Job, done: Done) -> None:
-        """Queue a job; `done` is then called with the exception it raised, or None."""
+        """Queue a job for the host processor's thread.
+
+        `done` is then called with the exception that the job raised, or None.
+        """
         self._jobs.put((job, done, torch.is_inference_mode_enabled()))
 
     def wait(self) -> None:
-        """Wait until every job is done."""
+        """Wait until the host processor's thread has done every queued job."""
         self._jobs.join()
 
     def _work(self) -> None:
@@ -54,7 +59,7 @@ class HostWorker:
             self._jobs.task_done()
 
     def close(self) -> None:
-        """End the thread, after the jobs in its queue."""
+        """End the host processor's thread, after the jobs in its queue."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()

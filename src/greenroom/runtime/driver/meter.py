@@ -1,4 +1,4 @@
-"""Counters of transfers and waits, in seconds and bytes since the start."""
+"""Counters of a driver's transfers and stalls, in bytes and seconds since the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CAUSES = ("miss", "late", "prefill")
 
 @dataclass(slots=True)
 class LinkMeter:
-    """Bytes that a link delivered, and seconds in which any lane was busy."""
+    """Counters of a link: delivered bytes, and seconds with a transfer in flight."""
 
     nbytes: int = 0
     busy_s: float = 0.0
@@ -33,7 +33,9 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class Meter:
-    """Counters of a driver: links, stalls and decode passes. Bytes are those on disk.
+    """Counters of a driver: traffic of links, stalls and decode passes.
+
+    Bytes are those on disk.
 
     A stall is time in which a step only waits. Its cause is `prefill` in the steps of a prompt;
     otherwise `late` where the expert's prefetch had begun, else `miss`.
@@ -58,7 +60,7 @@ class Meter:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that came from the store."""
+        """Number of bytes that were read from the store (the disk)."""
         return self.links[0].nbytes
 
     @property
@@ -66,19 +68,19 @@ class Meter:
         return sum(self.stalls.values())
 
     def add_decode(self, seconds: float, waited: float) -> None:
-        """Count a decode pass that has ended."""
+        """Add a decode pass that has ended to the driver's counters."""
         self.decodes += 1
         self.decode_s += seconds
         self.waited_s += waited
 
     def copy(self) -> Meter:
-        """Copy the counters as they are now."""
+        """Copy the driver's counters, with the time of the copy."""
         links = [replace(link) for link in self.links]
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 
 
 def subtract_counts(after: Any, before: Any) -> Any:
-    """Subtract two states of the same counters.
+    """Subtract an earlier state of counters from a later state.
 
     They are numbers, or dataclasses, lists and dicts of them.
     """

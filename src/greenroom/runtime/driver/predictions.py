@@ -1,4 +1,4 @@
-"""Predictions in a model's passes, switched off where they do not pay."""
+"""Calls of an expert predictor in a model's passes, stopped while prefetching does not pay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Predictions:
-    """Calls a predictor in every pass and sends its predictions to the scheduler.
+    """Calls a predictor of experts in every pass, and sends its predictions to the scheduler.
 
     A predictor that raises is warned of once and dropped.
     """
@@ -37,18 +37,21 @@ class Predictions:
         return self.foresight is not None and not self._all_have_slots()
 
     def begin(self, at: PassStart, closed: bool) -> None:
-        """Tell the predictor that a pass begins."""
+        """Tell the predictor that a forward pass begins."""
         self._pass_observed = self._enabled
         if self._pass_observed and not closed:
             self._collect(lambda foresight: foresight.begin(at))
 
     def routed(self, observe_routing: Callable[[bool], LayerRouting] | None) -> None:
-        """Show the predictor a layer's routing; `observe_routing(inputs)` makes the observation."""
+        """Show the predictor which experts a layer's router chose.
+
+        `observe_routing(inputs)` makes the observation.
+        """
         if self._pass_observed and self._enabled and observe_routing is not None:
             self._collect(lambda foresight: foresight.routed(observe_routing(foresight.on)))
 
     def end(self, prefill: bool, seconds: float, waited: float, tokens: int) -> None:
-        """Judge the pass that has ended, and switch prefetching on or off."""
+        """Judge by the ended pass whether prefetching pays, and switch it on or off."""
         observed, self._pass_observed = self._pass_observed, False
         if self.guard is not None and observed and self._enabled and not prefill:
             assert self.foresight is not None
@@ -56,7 +59,7 @@ class Predictions:
             self.foresight.on = self.guard.on
 
     def resized(self) -> None:
-        """Restart the guard's judgement after a resize."""
+        """Restart the guard's judgement of prefetching after the number of slots changed."""
         if self.guard is not None:
             self.guard.changed()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stats(Mapping[str, Any]):
-    """Counts since the last reset; also a mapping of its fields.
+    """Statistics of a model's run since the last reset; also a mapping of its fields.
 
     `capacity` is the present number of slots; where the KV cache shares their memory, it has been
     between `capacity_least` and `capacity_most` since the last reset. `expert_requests` counts each
@@ -73,7 +73,7 @@ class Stats(Mapping[str, Any]):
 
 
 def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
-    """Slots, shares, requests and hits of split experts.
+    """Return the slots, shares, requests and hits of experts that are split into two segments.
 
     tops: slots for top segments in each group; seats: slots for bottom segments
     shares: the top segment's share of an expert, by layer
@@ -94,7 +94,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
 def approximation_stats(
     driver: Driver, counts: Counts, at: Approximation | None
 ) -> dict[str, Any] | None:
-    """Counts of approximated misses, and their shares of all evaluations.
+    """Count cache misses that were approximated, and their shares of all expert requests.
 
     low, low_hits: computed from a copy; those whose copy was resident
     left_out: not computed
@@ -126,7 +126,9 @@ def approximation_stats(
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """Counts of misses `moved` to a device and of misses computed `on_host`.
+    """Count misses moved to the GPU, and misses computed on the host processor.
+
+    The fields are `moved` and `on_host`.
 
     adopted: experts computed on the host that were promoted to the device afterwards
     host_s: seconds of computing on the host
@@ -144,7 +146,7 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
-    """Counts and accuracy of prefetches.
+    """Return counts of prefetched experts, and the accuracy of their predictions.
 
     began: prefetches; each ended as one of the next six, or is in flight
     accuracy: share of the used experts that were among the top-k predicted, also by layer
@@ -174,7 +176,7 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
 
 
 def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
-    """Bytes that each link carried, and the seconds in which it was busy and idle."""
+    """Return each link's transferred bytes, and its busy and idle seconds."""
     return [
         {
             "link": name,

@@ -1,4 +1,4 @@
-"""Timelines in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
+"""Timelines of a run in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
 
 One row shows computation, one row each lane of a link. Any thread appends events without a lock.
 The latest `limit` events are kept, about 400 bytes each.
@@ -28,7 +28,7 @@ _PID = 1
 
 
 def lane(link: str, number: int) -> str:
-    """The name of a lane's row: `lane("disk -> host", 0)`."""
+    """Name a transfer lane's row in the timeline, as in `lane("disk -> host", 0)`."""
     return f"{link}, lane {number}"
 
 
@@ -37,7 +37,10 @@ _Event = tuple[int, str, str, float, float, dict[str, Any]]
 
 
 class Timeline:
-    """A recording of spans of time; `timeline` is None while nothing is recorded."""
+    """Recording of a run's computation, transfers and stalls as spans of time.
+
+    `timeline` is None while nothing is recorded.
+    """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.origin = time.perf_counter()
@@ -45,7 +48,9 @@ class Timeline:
         self._numbers = itertools.count()
 
     def add_span(self, row: str, name: str, begin: float, end: float, **args: Any) -> None:
-        """Add a span to a row; `begin` and `end` are seconds of `time.perf_counter`.
+        """Add a span of time to a row of the timeline.
+
+        `begin` and `end` are seconds of `time.perf_counter`.
 
         Spans of a row may nest, but not overlap otherwise. `args` are shown with the span: numbers,
         texts, or lists of them.
@@ -53,24 +58,27 @@ class Timeline:
         self._events.append((next(self._numbers), row, name, begin, end, args))
 
     def add_group(self, layer: int, group: ComputeGroup, begin: float) -> None:
-        """Add an expert group that was computed from `begin` until now."""
+        """Add to the timeline an expert group that was computed from `begin` until now."""
         name = f"layer {layer}: {group.experts.size} experts"
         place = ON_HOST if group.device == HOST else COMPUTE
         self.add_span(place, name, begin, time.perf_counter(), layer=layer)
 
     def add_chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
-        """Add a chunk that was carried over a link."""
+        """Add to the timeline a chunk of an expert that a link carried."""
         self.add_span(
             lane(link, action.lane), "demand" if action.demand else "prefetch", begin, end,
             expert=action.piece, chunk=action.chunk, slot=action.slot,
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """The number of kept events."""
+        """Return the number of events that the timeline keeps."""
         return len(self._events)
 
     def save(self, path: str | Path) -> None:
-        """Write all kept events, atomically. OutputError if the file cannot be written."""
+        """Write the timeline's events to a file, atomically.
+
+        OutputError if the file cannot be written.
+        """
         events = sorted(self._events.copy())
         dropped = events[0][0] if events else 0
         note = {

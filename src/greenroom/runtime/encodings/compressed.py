@@ -17,7 +17,7 @@ from greenroom.runtime.encodings.packed import scale_groups
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand ct_int4 codes to values, as the module says."""
+    """Decode codes and scales of `ct_int4` (compressed-tensors, 4 bits) to weights."""
     values = scale_groups(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
     return values.to(scale.dtype)
 

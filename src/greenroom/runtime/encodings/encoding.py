@@ -1,4 +1,4 @@
-"""The base of all encodings."""
+"""Base class of the encodings in which quantised matrices are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One way to store a matrix of [outputs, inputs].
+    """An encoding of quantised matrices, with the function that decodes them.
+
+    A matrix has the shape [outputs, inputs].
 
     expand:     (codes, companions, ...) -> its values row by row, in any shape; the arguments are
                 not changed
@@ -23,10 +25,13 @@ class Encoding:
     companions: tuple[str, ...] = ()
 
     def decode(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Decode a matrix to a shape and dtype; `parts` has the tensors of `WeightSpec.parts`."""
+        """Decode a quantised matrix to a shape and dtype.
+
+        `parts` has the tensors of `WeightSpec.parts`.
+        """
         return self.expand(*parts).reshape(shape).to(dtype)
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Split bytes into 4-bit halves, the low one first: uint8 [..., n] -> uint8 [..., 2n]."""
+    """Split bytes into 4-bit halves, the low half first: [..., n] -> [..., 2n]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -16,7 +16,7 @@ from greenroom.runtime.encodings.encoding import Encoding
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand fp8 codes to values, as the module says."""
+    """Decode fp8 codes and their block scales to weights."""
     down, across = scale.shape
     blocks = codes.float().unflatten(1, (across, -1)).unflatten(0, (down, -1))
     return blocks * scale[:, None, :, None]

@@ -1,4 +1,4 @@
-"""The block types of GGUF files: every row is a run of blocks, in ggml's own bytes.
+"""Decoders of GGUF's block formats, in which rows are runs of ggml blocks.
 
 The codes are uint8 [rows, row bytes]; scales lie inside the blocks. Layouts and arithmetic are
 those of ggml's `dequantize_row_*` and of gguf's `quants.py`, which are the reference: everything

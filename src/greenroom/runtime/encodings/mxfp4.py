@@ -20,7 +20,7 @@ E2M1 = (
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand mxfp4 codes to values, as the module says."""
+    """Decode mxfp4 codes and their block scales to weights."""
     values = torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()]
     power = scale.view(torch.float8_e8m0fnu).float()[..., None]
     return values.unflatten(1, (-1, 32)) * power

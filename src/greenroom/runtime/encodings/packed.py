@@ -1,4 +1,4 @@
-"""`int8` and `int4`: Greenroom's symmetric integers, with one scale a group of inputs.
+"""`int8` and `int4`: Greenroom's symmetric integer encodings, with one scale a group of inputs.
 
 int8:   codes int8 [rows, columns], groups of 64
 int4:   codes uint8 [rows, columns / 2], two values a byte, the low half first, stored plus 8;
@@ -17,17 +17,20 @@ GROUP = {"int8": 64, "int4": 32}  # inputs that share a scale
 
 
 def int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand int8 codes to values, as the module says."""
+    """Decode Greenroom's int8 codes and scales to weights."""
     return scale_groups(codes.float(), scale.float())
 
 
 def int4(codes: Tensor, scale: Tensor) -> Tensor:
-    """Expand int4 codes to values, as the module says."""
+    """Decode Greenroom's int4 codes and scales to weights."""
     return scale_groups(nibbles(codes).float() - 8, scale.float())
 
 
 def scale_groups(codes: Tensor, scale: Tensor) -> Tensor:
-    """Scale groups of a row: [rows, columns] and [rows, groups] -> [rows, groups, n]."""
+    """Multiply each group of a row's integers by the group's scale.
+
+    [rows, columns] and [rows, groups] -> [rows, groups, n]
+    """
     return codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
 
 

@@ -1,1 +1,1 @@
-"""Measurements of this machine: memory, disk, kernels, GPU."""
+"""Measurements of this machine: memory, disk, kernels and GPU."""

@@ -1,4 +1,4 @@
-"""Bandwidth of memory and disk, in bytes a second.
+"""Measurements of the bandwidth of memory and disk, in bytes a second.
 
 The disk is read past the page cache (O_DIRECT), as the store reads it; if the file system refuses,
 through the page cache, after dropping the files from it.
@@ -39,7 +39,7 @@ Reads = Mapping[tuple[int, int], float]  # (bytes of a read, threads) -> bytes a
 
 
 def run_threads(work: Sequence[Callable[[], Any]]) -> float:
-    """Seconds until all threads have ended; raises the first error of any of them."""
+    """Return the seconds until all threads have ended; raise their first error."""
     with ThreadPoolExecutor(len(work)) as threads:
         start = time.perf_counter()
         for each in [threads.submit(part) for part in work]:
@@ -57,7 +57,7 @@ def _total(values: np.ndarray) -> int:
 
 
 def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> float:
-    """Bandwidth of memory reads by `threads` threads, in the best pass."""
+    """Measure the bandwidth of memory reads by `threads` threads: the best pass's."""
     values = np.ones(nbytes // 8, np.int64)
     parts = np.array_split(values, threads)
     _total(parts[0][:8])
@@ -69,7 +69,7 @@ def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> fl
 
 
 def drop_page_cache(files: Sequence[Path]) -> None:
-    """Drop files from the page cache; pages that a live process maps stay."""
+    """Drop files from the OS page cache; pages that a live process maps stay."""
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -80,7 +80,7 @@ def drop_page_cache(files: Sequence[Path]) -> None:
 
 
 def reads_directly(path: Path) -> bool:
-    """True if the file system supports direct reads (O_DIRECT)."""
+    """Check whether a file's file system supports direct reads (O_DIRECT)."""
     try:
         os.close(open_direct(str(path)))
     except (OSError, AttributeError):
@@ -96,7 +96,9 @@ def disk_bandwidth(
     most_bytes: int = 1_200_000_000,
     seconds: float = math.inf,
 ) -> float:
-    """Bandwidth of cold random reads of `size` bytes (rounded up to 4 KiB).
+    """Measure a disk's bandwidth by cold random reads of `size` bytes.
+
+    The size is rounded up to 4 KiB.
 
     Ends after `most_bytes` or `seconds`, or when every block has been read once: no block is in a
     cache because of an earlier read.
@@ -138,7 +140,10 @@ def disk_bandwidth(
 
 @contextmanager
 def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Create a temporary file of noise in a folder; OutputError if it cannot be written."""
+    """Create a temporary file of random bytes in a folder, for disk measurements.
+
+    OutputError if it cannot be written.
+    """
     noise = np.random.default_rng(0).bytes(4 << 20)
     try:
         handle, name = tempfile.mkstemp(prefix=".greenroom-", dir=folder)
@@ -161,7 +166,7 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fit_link(reads: Reads) -> Link:
-    """Fit a link of the cost model to measured reads.
+    """Fit the cost model's link (bandwidth and more) to measured disk reads.
 
     bandwidth: the best one measured
     latency: of a single thread's reads, the median time beyond that at the best bandwidth
@@ -176,7 +181,7 @@ def fit_link(reads: Reads) -> Link:
 
 
 def host_facts() -> dict[str, Any]:
-    """Facts about the machine that belong to every measurement, with its present load."""
+    """Describe the host of a measurement: its hardware, software and present load."""
     import torch
 
     info = ""

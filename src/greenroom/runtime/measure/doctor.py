@@ -1,4 +1,4 @@
-"""Measure this machine, and make the profile that the simulator reads."""
+"""Measurement of this machine, for the profile that the simulator reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUFFIXES = (".safetensors", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Sizes and durations of the measurements."""
+    """Sizes and durations of a machine's measurements: bytes, passes and seconds."""
 
     ram_bytes: int
     ram_passes: int
@@ -43,7 +43,7 @@ Report = Callable[[str], None]
 
 
 def gpu_engines() -> list[Engine]:
-    """The GPU that a run would use; [] if there is none."""
+    """Return an engine for the GPU that a run would use; [] without a GPU."""
     return [Cuda(0)] if torch.cuda.is_available() else []
 
 
@@ -53,7 +53,9 @@ def measure_machine(
     report: Report = lambda _: None,
     devices: Sequence[Engine] = (),
 ) -> Machine:
-    """Measure memory, disk and kernels of this machine, and its devices. UsageError, OutputError.
+    """Measure this machine's memory, disk, kernels and given devices, as a profile.
+
+    UsageError, OutputError.
 
     path: a model's folder or file, which is read, or any other folder, where a file is written
         and read back (default: the folder of downloaded models)
@@ -110,7 +112,7 @@ def measure_machine(
 
 @contextmanager
 def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple[list[Path], Path]]:
-    """Files to read during the block, and the folder or file to report for them."""
+    """Provide files for disk measurements during the block, and the path to report."""
     if path is not None and not path.exists():
         raise UsageError(f"--path {path}: no such file or folder")
     files = model_files(path) if path is not None else []
@@ -136,14 +138,14 @@ def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple
 
 
 def model_files(path: Path) -> list[Path]:
-    """The file itself, or the weight files in a folder."""
+    """List a model's weight files: the file itself, or those in a folder."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 def models_folder() -> Path:
-    """The folder of downloaded models, or its nearest parent that can be written to."""
+    """Return the folder of downloaded models, or its nearest parent that is writable."""
     folder = Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(StopIteration):
         return next(each for each in (folder, *folder.parents) if os.access(each, os.W_OK))

@@ -1,4 +1,4 @@
-"""Measurements of a GPU: its link to host memory, its memory, its matrix products.
+"""Measurements of a GPU: its link to host memory, its memory and matrix products.
 
 All of them use an `Engine`, so a CPU in place of a GPU is measured by the same code. Host memory is
 copied both pinned (registered with the device), as a run does if the system allows it, and
@@ -30,7 +30,9 @@ STEP_LAUNCHES = 4  # experts or layers launched at once, so that their launches 
 
 
 def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
-    """Add a device behind host memory to a machine's profile; DeviceError if it fails.
+    """Add a measured GPU, behind host memory, to a machine's profile.
+
+    DeviceError if it fails.
 
     Each figure is measured for about `seconds`.
     """
@@ -50,7 +52,7 @@ def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
 
 
 def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
-    """Measure the link from host to device, and its rates in bytes a second.
+    """Measure a GPU's link to host memory, and its rates in bytes a second.
 
     `pinned` is None, and `unpinned` is the reason, if the device refuses to register memory; the
     link is then that of `pageable` copies.
@@ -69,7 +71,7 @@ def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
 
 @contextmanager
 def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
-    """Register host memory during the block; yields None, or the device's refusal."""
+    """Pin host memory during the block; yield None, or the device's refusal."""
     refusal = engine.register(memory.data_ptr(), memory.nbytes)
     try:
         yield refusal
@@ -79,7 +81,7 @@ def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
 
 
 def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, seconds: float) -> float:
-    """Seconds of one copy to the device, including the wait for it."""
+    """Measure the seconds of one copy to the GPU, including the wait for it."""
 
     def copy() -> None:
         with engine.copying(None):
@@ -89,14 +91,14 @@ def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, secon
 
 
 def memory_rate(engine: Engine, seconds: float) -> float:
-    """Bytes a second that the device reads and writes in its own memory, in total."""
+    """Measure the bytes a second that a GPU reads and writes in its own memory."""
     nbytes = min(MEMORY, engine.memory()[0] // 8)
     source, target = engine.empty(nbytes), engine.empty(nbytes)
     return 2 * nbytes / typical(with_wait(engine, lambda: target.copy_(source)), seconds)
 
 
 def with_wait(engine: Engine, work: Work) -> Work:
-    """The work, followed by a wait until the device has done it."""
+    """Return a function that runs GPU work and waits until it is done."""
 
     def work_and_wait() -> None:
         work()
@@ -106,7 +108,10 @@ def with_wait(engine: Engine, work: Work) -> Work:
 
 
 def expert_times(engine: Engine, seconds: float) -> Table:
-    """Seconds of one bf16 SwiGLU expert by torch's products; steps use other experts."""
+    """Measure the seconds of one bf16 SwiGLU expert on a GPU, by torch's products.
+
+    Steps use other experts.
+    """
 
     def expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate, h = linear(x, up).chunk(2, dim=-1)
@@ -117,7 +122,7 @@ def expert_times(engine: Engine, seconds: float) -> Table:
 
 
 def dense_times(engine: Engine, seconds: float) -> Table:
-    """Seconds of one bf16 linear layer without bias."""
+    """Measure the seconds of one bf16 linear layer without bias on a GPU."""
     shapes = [(shape,) for shape in kernels.DENSE]
     return table_of((_steps(engine, shape, linear) for shape in shapes), seconds, STEP_LAUNCHES)
 

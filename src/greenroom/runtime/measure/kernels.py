@@ -1,4 +1,4 @@
-"""Times of this machine's kernels: one expert, and one dense layer, by size and tokens.
+"""Times of this machine's CPU kernels for experts and dense layers.
 
 Weights are larger than all caches of the processor, so they come from memory, as in a running
 model. Times are medians of several calls.
@@ -36,7 +36,7 @@ Steps = tuple[int, Callable[[int], Work]]  # bytes of weights; makes a step of n
 
 
 class SwiGLUExperts(nn.Module):
-    """A module of SwiGLU experts whose weights lie in slots."""
+    """Experts module for measurements: SwiGLU experts whose weights lie in slots."""
 
     def __init__(self, experts: int, transposed: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ class SwiGLUExperts(nn.Module):
 
 
 def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False) -> LayerExperts:
-    """Make a layer of bf16 experts, all resident; expert e lies in slot e.
+    """Make an MoE layer of resident bf16 experts, for measurements.
+
+    Expert e lies in slot e.
 
     All have the same small random weights: drawing them takes longer than any measurement.
     """
@@ -69,7 +71,10 @@ def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False
 def compute_step(
     chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Compute a step of `random_layer`: x [T, H], index and weights [T, K] -> [T, H]."""
+    """Compute an MoE layer that `random_layer` made.
+
+    x [T, H], index and weights [T, K] -> [T, H]
+    """
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = chosen.begin(layer, x, routing, weights)
     ids = routing.experts.tolist()
@@ -78,12 +83,18 @@ def compute_step(
 
 
 def expert_times(seconds: float) -> Table:
-    """Seconds of one resident bf16 SwiGLU expert, by the compiled kernel, four a step."""
+    """Measure the seconds of one resident bf16 SwiGLU expert, by the compiled CPU kernel.
+
+    Each step computes four experts.
+    """
     return table_of(map(_expert_steps, SHAPES), seconds, EXPERTS_PER_STEP)
 
 
 def dense_times(seconds: float) -> Table:
-    """Seconds of one bf16 linear layer without bias, compiled by Greenroom."""
+    """Measure the seconds of one bf16 linear layer on the CPU, compiled by Greenroom.
+
+    It has no bias.
+    """
     return table_of(map(_dense_steps, DENSE), seconds)
 
 
@@ -129,7 +140,10 @@ def _linear(width: int, height: int) -> nn.Linear:
 
 
 def typical(work: Work, seconds: float) -> float:
-    """The median time of calls after a first one; at least one call is timed."""
+    """Return the median time of a function's calls after the first.
+
+    At least one call is timed.
+    """
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -142,7 +156,9 @@ def typical(work: Work, seconds: float) -> float:
 
 @torch.no_grad()
 def table_of(measured: Iterable[Steps], seconds: float, per_step: int = 1) -> Table:
-    """Seconds of one of `per_step` equal computations in a step, by bytes and tokens.
+    """Measure one of a step's equal computations, as a table by bytes and tokens.
+
+    The times are seconds; a step has `per_step` computations.
 
     Each entry is measured for about `seconds`. Noise is levelled: more tokens are never faster.
     """

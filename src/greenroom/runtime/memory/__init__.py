@@ -1,1 +1,1 @@
-"""Memory of this machine and process: sizes, page sizes, NUMA nodes."""
+"""Memory of this machine and process: sizes, page sizes and NUMA nodes."""

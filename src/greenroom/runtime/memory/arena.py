@@ -1,4 +1,4 @@
-"""Memory in large pages, for tensors that are streamed again and again.
+"""Memory in large pages, for weights that are read again and again.
 
 A core that streams weights from pages of 4 KB also waits for their addresses: from pages of 2 MB
 the same matrix is read a tenth to a quarter faster (docs/log/).
@@ -18,7 +18,7 @@ SPAN = 256 << 20  # bytes of address space that are reserved at a time
 
 
 class TensorArena:
-    """An allocator of tensors side by side in large pages.
+    """Allocator that places tensors side by side in large pages.
 
     Memory is taken as tensors are written, and freed with the last tensor of a span, so it suits
     tensors of equal lifetime.
@@ -29,7 +29,10 @@ class TensorArena:
         self._used = 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor like torch.empty; DeviceError if there is no address space."""
+        """Allocate an uninitialised tensor in large pages, like torch.empty.
+
+        DeviceError if there is no address space.
+        """
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(*shape, dtype=dtype)

@@ -23,13 +23,16 @@ log = logging.getLogger(__name__)
 
 
 def nodes(sys: Path = SYS) -> list[int]:
-    """The NUMA nodes of this machine, ascending; [] where Linux does not tell."""
+    """List this machine's NUMA nodes, ascending; [] where Linux does not name any."""
     folders = (sys / "devices/system/node").glob("node*")
     return sorted(int(p.name[4:]) for p in folders if re.fullmatch(r"node\d+", p.name))
 
 
 def node_of(pci: str, sys: Path = SYS) -> int | None:
-    """The node that a device (`0000:3b:00.0`) is attached to; None if unknown."""
+    """Return the NUMA node that a PCI device is attached to; None if unknown.
+
+    The address has the form `0000:3b:00.0`.
+    """
     try:
         node = int((sys / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -38,7 +41,7 @@ def node_of(pci: str, sys: Path = SYS) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Prefer a node for the untouched pages within a range.
+    """Prefer a NUMA node for a memory range's pages that are still untouched.
 
     Returns None, or the reason why the system refuses.
     """
@@ -61,7 +64,9 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
 
 
 def place(address: int, parts: list[tuple[int, int | None]], sys: Path = SYS) -> None:
-    """Prefer nodes for consecutive parts of a reservation, (bytes, node) each.
+    """Prefer NUMA nodes for consecutive parts of a memory reservation.
+
+    Each part is (bytes, node).
 
     Failures are logged as warnings. On a machine with one node nothing is done.
     """

@@ -1,4 +1,4 @@
-"""Sizes of free and used memory, reservations, and the release of unused memory."""
+"""Sizes of free and used memory, reservations of memory, and its release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def available_bytes() -> int:
-    """Memory available to this process: the machine's or its cgroup's, whichever is less."""
+    """Return the bytes available to this process: the machine's or its cgroup's.
+
+    The smaller number counts.
+    """
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms()])
 
 
@@ -58,7 +61,7 @@ def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> lis
 
 
 def rss_bytes() -> int:
-    """Memory that this process and its helper processes hold now.
+    """Return the bytes of memory that this process and its helper processes hold.
 
     Budgets, the start-up line, the closing line and statistics all use this count. Pages of library
     files count once, as this process maps them; of a helper process only private pages count. A
@@ -69,7 +72,7 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The peak memory of this process since it started, with its helper processes."""
+    """Return this process's peak memory in bytes since its start, with its helper processes."""
     peak = _status_bytes("self", "VmHWM")
     return (peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB) + _helpers_bytes()
 
@@ -94,7 +97,7 @@ def _status_bytes(pid: str, name: str) -> int:
 
 
 def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
-    """Reserve address space, which takes memory as its pages are written.
+    """Reserve address space, whose pages take memory only once they are written.
 
     Pages have the smallest size, or with `large_pages` the largest that the system has. The space
     is freed with its last view. DeviceError if there is not enough.
@@ -109,27 +112,27 @@ def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
 
 
 def advise_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
-    """Request pages of 2 MiB for an aligned part of a reservation."""
+    """Request pages of 2 MiB for the aligned part of a memory reservation."""
     if nbytes:
         with contextlib.suppress(OSError, AttributeError):
             space.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
 
 def trim_heap() -> None:
-    """Return freed heap pages to the system, which glibc would keep."""
+    """Return freed heap pages, which glibc would keep, to the operating system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def release_memory() -> None:
-    """Collect garbage and return freed heap pages to the system."""
+    """Collect Python's garbage, and return freed heap pages to the operating system."""
     gc.collect()
     trim_heap()
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector.
+    """Pause Python's garbage collector during the block.
 
     While a model is built and kernels are compiled it takes a fifth of the time, since it visits a
     million objects of the libraries again and again.

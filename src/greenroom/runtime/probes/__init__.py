@@ -1,4 +1,4 @@
-"""Probes for predictors: a model's routers, and the hidden states that enter them."""
+"""Access to a model's routers and their input hidden states, for predictors."""
 
 from greenroom.runtime.probes.gates import RouterGates, top_k_of
 from greenroom.runtime.probes.inputs import GateInputProbe

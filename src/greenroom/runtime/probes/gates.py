@@ -1,4 +1,7 @@
-"""A model's routers, called outside of a forward pass (`core.predictor.Gates`)."""
+"""Calls of a model's routers outside of a forward pass, for predictors.
+
+See `core.predictor.Gates`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from greenroom.runtime.probes.routers import Router
 
 
 class RouterGates:
-    """Rankings of experts by a model's routers.
+    """Ranks experts for hidden states by a model's own routers.
 
     Linear routers are computed by a compiled product, others by calling them. PredictorError if a
     router cannot be called outside of a forward pass.
@@ -27,11 +30,14 @@ class RouterGates:
 
     @property
     def compiled(self) -> int:
-        """The number of routers that are computed by one product."""
+        """Number of a model's routers that one compiled product computes."""
         return sum(linear is not None for linear in self._linear)
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
-        """Rank experts: [T, H] -> [T, width], likeliest first; -1 where a router names fewer."""
+        """Rank a layer's experts for hidden states by the layer's router, likeliest first.
+
+        [T, H] -> [T, width]; -1 where a router names fewer.
+        """
         if (linear := self._linear[layer]) is not None:
             ranked: Ids = top(linear.scores(inputs), width)
             return ranked
@@ -66,7 +72,10 @@ def _choose(router: Router) -> Ids:
 
 
 def top_k_of(router: Router) -> int:
-    """The number of experts a router chooses a token; PredictorError if it cannot be called."""
+    """Return the number of experts that a router chooses for each token.
+
+    PredictorError if the router cannot be called.
+    """
     return int(_choose(router).shape[1])
 
 

@@ -14,7 +14,10 @@ from greenroom.runtime.probes.routers import Router
 
 
 class GateInputProbe:
-    """Forward pre-hooks that capture each router's latest input, until `detach`."""
+    """Forward pre-hooks that capture the latest input of each of a model's routers.
+
+    They capture until `detach`.
+    """
 
     def __init__(self, routers: Sequence[Router]) -> None:
         self._inputs: list[Tensor | None] = [None] * len(routers)
@@ -33,7 +36,7 @@ class GateInputProbe:
         return capture
 
     def take_tensor(self, layer: int) -> Tensor:
-        """Take the router's latest input as a tensor [T, H]; the probe drops it."""
+        """Take a router's latest input out of the probe, as a tensor [T, H]."""
         hidden, self._inputs[layer] = self._inputs[layer], None
         if hidden is None:
             raise ValueError(f"no input of the router of layer {layer} was captured")
@@ -41,16 +44,19 @@ class GateInputProbe:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def take_if_captured(self, layer: int) -> Inputs | None:
-        """Take the router's latest input; None if only the experts were called."""
+        """Take a router's latest input out of the probe; None if none was captured.
+
+        None is captured if only the experts were called.
+        """
         return None if self._inputs[layer] is None else self.take_array(layer)
 
     def take_array(self, layer: int) -> Inputs:
-        """Take the router's latest input as a NumPy array of float32, for predictors."""
+        """Take a router's latest input as a float32 NumPy array, for predictors."""
         values: Inputs = self.take_tensor(layer).to("cpu", torch.float32).numpy()
         return values
 
     def detach(self) -> None:
-        """Remove the hooks; a second call does nothing."""
+        """Remove the probe's hooks from the model's routers; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

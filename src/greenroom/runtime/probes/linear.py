@@ -1,4 +1,4 @@
-"""Linear routers: recognised by trials, and computed by one compiled product.
+"""Routers with linear scores: recognised by trials, computed by one compiled product.
 
 Nearly all routers rank by f(W x + b) + c with a monotone f, and some scale x before. The roles of a
 router's tensors, and f, are recognised by its results for random inputs.
@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The formula f(W (scale * x) + bias) + correction of a router's scores.
+    """Linear formula of a router's scores: f(W (scale * x) + bias) + correction.
 
     `weight` shares the router's memory.
     """
@@ -54,7 +54,10 @@ class Linear:
     correction: Floats | None = None  # [E]
 
     def scores(self, inputs: Inputs) -> Floats:
-        """Scores of the experts: [T, H] -> [T, E], higher is likelier."""
+        """Compute the router's scores of all experts; a higher score is likelier.
+
+        [T, H] -> [T, E]
+        """
         x = inputs if self.scale is None else inputs * self.scale
         out = self._product(np.ascontiguousarray(x, np.float32))
         if self.bias is not None:
@@ -89,7 +92,7 @@ def _address(x: Floats) -> int:
 
 @torch.no_grad()
 def find_linear(router: Router) -> Linear | None:
-    """Find the linear formula of a router; None if no formula gives its results."""
+    """Find a linear formula of a router's scores by trials; None without one."""
     try:
         exact = _exact(router)
         forms = list(_forms(exact))
@@ -166,7 +169,10 @@ def _floats(vector: Tensor) -> Floats:
 
 
 def random_inputs(hidden: int) -> Inputs:
-    """Reproducible random inputs of routers, [ROWS, hidden], at several scales."""
+    """Make reproducible random hidden states for router trials, at several scales.
+
+    [ROWS, hidden]
+    """
     random = np.random.default_rng(0)
     x = random.standard_normal((ROWS, hidden)).astype(np.float32)
     x *= np.resize(np.array(_SCALES, np.float32), ROWS)[:, None]

@@ -17,14 +17,17 @@ NAMES = ("gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router of an MoE layer with `experts` experts, and the block that holds it."""
+    """A router module of an MoE layer, with the block that contains it.
+
+    The layer has `experts` experts.
+    """
 
     module: nn.Module
     block: nn.Module
     experts: int
 
     def arguments(self) -> dict[str, Tensor]:
-        """Further arguments of the router besides hidden states, taken from the block.
+        """Return a router's further arguments besides hidden states, taken from its block.
 
         Some blocks own a correction bias and pass it in each call. PredictorError if the router
         needs arguments that only a forward pass has, such as token ids.
@@ -47,7 +50,9 @@ class Router:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Call the router without its hooks: [T, H] -> (scores [T, E], chosen [T, K]).
+        """Call the router without its hooks; return scores and chosen experts.
+
+        [T, H] -> (scores [T, E], chosen [T, K])
 
         Scores are the router's logits or their softmax, or None. ValueError if its result has
         another form.
@@ -78,7 +83,9 @@ def _read(out: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
 
 
 def find_routers(model: nn.Module, layers: Sequence[str]) -> list[Router]:
-    """Find the router of each experts module; `layers` are their names, in the model's order.
+    """Find the router of each experts module of a model.
+
+    `layers` are the experts modules' names, in the model's order.
 
     A router has the same parent as its experts: the MoE block, or the decoder layer. PredictorError
     if the parent has no module `gate` or `router`.

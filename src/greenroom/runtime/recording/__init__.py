@@ -1,1 +1,1 @@
-"""Recording the routing of a run, and training a predictor from recordings."""
+"""Recording of which experts a model's routers choose, and training of predictors."""

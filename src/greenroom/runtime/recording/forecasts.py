@@ -1,4 +1,4 @@
-"""Predictions made alongside a running model, for its trace."""
+"""Predictions of experts, made alongside a running model for its routing trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = NDArray[np.int64]
 
 
 def parse_predictors(text: str) -> list[PredictorChoice]:
-    """Parse `NAME[:distance],...` to predictors that can run alongside a model.
+    """Parse `NAME[:distance],...` to expert predictors that can run alongside a model.
 
     Options keep their commas: `markov:2,option=1,next-gate`. UsageError names a wrong predictor.
     """
@@ -40,12 +40,12 @@ def parse_predictors(text: str) -> list[PredictorChoice]:
 
 
 def distance_of(predictor: Predictor) -> int:
-    """The number of layers that a predictor predicts ahead; 0 for a pass in advance."""
+    """Return how many layers ahead a predictor predicts; 0 for a whole pass."""
     return predictor.distance or 0
 
 
 class ForecastRecorder:
-    """Runs predictors alongside a model, and collects each pass's predictions.
+    """Runs expert predictors alongside a model, and collects each pass's predictions.
 
     They equal those of a replay of the trace (tests/predictors/replay.py): a prediction counts if
     made `distance` layers ahead or earlier; the last one replaces those before. Predictions at the
@@ -58,7 +58,7 @@ class ForecastRecorder:
         self._predicted: dict[str, Rows] = {}  # [T, L, width] of this pass
 
     def begin(self, at: PassStart) -> None:
-        """Begin a pass."""
+        """Begin to collect predictions of a forward pass."""
         shape = (at.tokens, self._shape.layers, self._shape.width)
         announced = at.first == 0 or at.tokens > 1
         before, self._next_token = self._next_token, {}
@@ -73,7 +73,7 @@ class ForecastRecorder:
                 self._store(name, predictions, -1, 0)
 
     def layer(self, routing: LayerRouting) -> None:
-        """Show the predictors a layer's routing."""
+        """Show the expert predictors which experts a layer's router chose."""
         for name, each in self._predictors.items():
             each.observe(routing)
             self._store(name, each.predict(routing.layer), routing.layer, distance_of(each))
@@ -93,6 +93,9 @@ class ForecastRecorder:
                 rows[:, :width] = prediction.experts[:, :width]
 
     def end(self) -> dict[str, Rows]:
-        """End the pass; return each predictor's predictions of it, [T, L, width]."""
+        """End the forward pass; return each predictor's predictions of its experts.
+
+        [T, L, width]
+        """
         predicted, self._predicted = self._predicted, {}
         return predicted

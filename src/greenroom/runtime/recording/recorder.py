@@ -1,4 +1,4 @@
-"""The recorder of a running model's routing, by hooks on its experts.
+"""Recorder of the experts that a running model chooses, by hooks.
 
 It sees the same passes as the driver (a pass begins where the layers begin again), so a replay of
 the trace in `runtime` order makes the cache requests of the run. Predictors may run alongside:
@@ -31,7 +31,10 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts 
 
 
 class SegmentSink(Protocol):
-    """A destination of segments: a journal, or memory; `tokens` is its present length."""
+    """Protocol of a destination for recorded routing: a journal file, or memory.
+
+    `tokens` is its present length.
+    """
 
     header: Header
     tokens: int
@@ -40,7 +43,7 @@ class SegmentSink(Protocol):
 
 
 class Recorder:
-    """Context manager that records requests into a journal, one after another.
+    """Context manager that records the routing of requests to a journal, one by one.
 
     modules: the experts modules, in the model's order
     embedding: the module whose input is the token ids
@@ -83,7 +86,10 @@ class Recorder:
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
-        """Record the block as request `number`; its first `prompt_tokens` tokens are prefill."""
+        """Record the block's routing as request `number`.
+
+        The request's first `prompt_tokens` tokens are prefill.
+        """
         self._number, self._label, self._prompt = number, label, prompt_tokens
         self._request_tokens, self._flushed = 0, time.monotonic()
         self._random = np.random.default_rng([self._seed, number])

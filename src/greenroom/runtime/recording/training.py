@@ -1,4 +1,4 @@
-"""Train the networks of the predictor `learned` from a recording with gate inputs.
+"""Training of the expert predictor `learned`, from a recording with router inputs.
 
 Each layer's network maps the gate's input `distance` layers before to the experts that the token
 used; for the first layers, the last gates' inputs to the experts of the next token. Inputs are
@@ -32,7 +32,7 @@ OnLayer = Callable[[int], None]
 
 
 class TrainingResult(NamedTuple):
-    """The tensors of a predictor's file, and their accuracy."""
+    """Result of training a predictor: its file's tensors, and their accuracy."""
 
     tensors: dict[str, NDArray[Any]]
     accuracy: dict[str, list[float]]  # predictor -> share by layer, on the held-out requests
@@ -41,7 +41,7 @@ class TrainingResult(NamedTuple):
 
 
 class TrainingPairs(NamedTuple):
-    """Training data of a layer's network: rows of gate inputs, and the target tokens."""
+    """Training data of a layer's predictor network: router inputs, and target tokens."""
 
     source: int  # the layer whose gate inputs they are
     rows: Ints  # [n] positions among the sampled tokens
@@ -49,7 +49,7 @@ class TrainingPairs(NamedTuple):
 
 
 def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
-    """Make the training data of one layer at one distance.
+    """Make a predictor's training data for one layer at one prediction distance.
 
     For the first layers the input is that of the last gates for the token before, if both tokens
     belong to one request.
@@ -67,7 +67,7 @@ def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
 def train(
     trace: Trace, config: TrainConfig, device: torch.device, on_layer: OnLayer = lambda done: None
 ) -> TrainingResult:
-    """Train on most requests, and test on the others.
+    """Train an expert predictor on most recorded requests, and test it on the others.
 
     `on_layer` is called with the number of finished layers. UsageError or TraceError if the trace
     has no gate inputs, too few tokens or requests, or fewer layers than the distance.
@@ -139,7 +139,10 @@ def _train_layer(
 
 
 def accuracy(predicted: NDArray[np.int64], used: NDArray[np.int64]) -> float:
-    """The share of the used experts [T, K] that were among the predicted [T, k]."""
+    """Compute the share of used experts that a predictor predicted.
+
+    used [T, K], predicted [T, k]
+    """
     return float((used[:, :, None] == predicted[:, None, :]).any(axis=2).mean())
 
 
@@ -180,7 +183,7 @@ def _fit(
 def result_metadata(
     trace: Trace, config: TrainConfig, trained: TrainingResult
 ) -> Mapping[str, Any]:
-    """The metadata of a predictor's file."""
+    """Make the metadata of a trained predictor's file."""
     return {
         "model": trace.meta.get("model", "not named"),
         "distance": config.distance,

@@ -1,1 +1,1 @@
-"""Slots: the memory that experts are computed from, and how an expert lies in one."""
+"""Slots: equal pieces of memory, each of which holds one expert for computation."""

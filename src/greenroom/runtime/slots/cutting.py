@@ -1,4 +1,4 @@
-"""Cutting an expert's matrices along its intermediate dimension, and joining them."""
+"""Cutting of an expert's matrices along the intermediate dimension, and joining of the segments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 64  # channels: the down projection is summed in such blocks, so bits do
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The way in which one module's experts are cut into segments.
+    """The way in which an experts module's experts are cut into segments.
 
     runs: 2 where the gate's channels are followed by those of up, else 1
     """
@@ -28,18 +28,18 @@ class Cutting:
 
     @classmethod
     def of(cls, module: nn.Module, layout: SlotLayout) -> Cutting:
-        """Make the cutting of a module's experts, whose uncut layout this is."""
+        """Make the cutting of an experts module's experts, from their uncut layout."""
         return cls(bool(module.is_transposed), _runs(module), layout)
 
     @property
     def channels(self) -> int:
-        """The intermediate dimension."""
+        """Return the size of the uncut expert's intermediate dimension."""
         rows, columns = self.layout.weight("down_proj").shape
         plain = self.layout.encodings.get("down_proj", PLAIN) == PLAIN
         return rows if plain and self.transposed else columns
 
     def segments(self, count: int, where: str) -> SlotLayout:
-        """The layout of the experts in at most `count` segments, of about equal size.
+        """Make the layout of experts cut into at most `count` segments of similar size.
 
         UnsupportedModel if they are too small to be cut.
         """
@@ -79,7 +79,7 @@ class Cutting:
         return unit >= self.channels or unit * per % self.channels == 0
 
     def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Cut channels first .. end out of a tensor of the uncut expert."""
+        """Cut channels `first` to `end` out of a tensor of the uncut expert."""
         axis, runs = self._axis(spec), self._runs(spec)
         per = tensor.shape[axis] // runs
         a, b = (n * per // self.channels for n in (first, end))
@@ -87,7 +87,7 @@ class Cutting:
         return cuts[0] if runs == 1 else torch.cat(cuts, axis)
 
     def join(self, spec: TensorSpec, parts: Sequence[Tensor]) -> Tensor:
-        """Join a tensor of the uncut expert from those of its segments."""
+        """Join an uncut expert's tensor from the tensors of its segments."""
         axis, runs = self._axis(spec), self._runs(spec)
         each = [part.chunk(runs, axis) for part in parts]
         return torch.cat([part[run] for run in range(runs) for part in each], axis)

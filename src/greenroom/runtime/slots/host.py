@@ -1,4 +1,4 @@
-"""Slots in host memory: one anonymous reservation, divided into slots of equal size.
+"""Slots for experts in host memory: one anonymous reservation in equal slots.
 
 Address space is reserved for the largest capacity, and takes no memory until a slot is written. A
 smaller cache returns the pages of its last slots at once. A resize therefore changes no address,
@@ -22,7 +22,10 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 
 
 class HostSlots(SlotPool):
-    """Slots of `stride` bytes in host memory; slot s begins at `base + s * stride`."""
+    """Slots for experts in host memory, of `stride` bytes each.
+
+    Slot s begins at `base + s * stride`.
+    """
 
     def __init__(
         self,
@@ -59,14 +62,20 @@ class HostSlots(SlotPool):
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write a chunk as `SlotPool.write` does; join the planes of a complete nested expert."""
+        """Write a chunk of an expert into a slot in host memory.
+
+        See `SlotPool.write`. The planes of a complete nested expert are joined.
+        """
         target = self.bytes(slot)
         _copy(target, copies, data, start)
         if self._plane_joiner is not None:
             self._plane_joiner.count_bytes(slot, target, copies, data.size)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy the planes of a low-precision copy into its expert's slot; the rest is read."""
+        """Copy a low-precision copy's planes into the slot of its exact expert.
+
+        The rest is read.
+        """
         assert self._plane_joiner is not None
         _copy(self.bytes(slot), self._plane_joiner.from_copy(layer), copy, 0)
 
@@ -92,7 +101,10 @@ class HostSlots(SlotPool):
         self.capacity = capacity
 
     def close(self) -> None:
-        """Return the pages now; the address range is freed with its last view."""
+        """Return the pages of all slots to the system now.
+
+        The address range is freed with its last view.
+        """
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0
 

@@ -1,4 +1,4 @@
-"""Joining nested experts, which are stored as two planes of four bits.
+"""Nested experts: int8 codes, stored as two planes of four bits and joined here.
 
 A nested int8 expert has codes 16 h + l: h is the code of its int4 copy, in steps of 16 scales, and
 l, from -8 to 7, is the remainder. Bytes arrive plane by plane, in any order: h goes to the first
@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlanes:
-    """Offsets and sizes of one matrix's codes and scales in an exact expert's slot."""
+    """Offsets and sizes of one matrix's codes and scales in a nested expert's slot."""
 
     codes: int
     nbytes: int
@@ -34,7 +34,7 @@ class MatrixPlanes:
 
 @dataclass(frozen=True)
 class NestedLayout:
-    """The layout of the nested experts of a layer.
+    """Slot layout of a layer's nested experts, stored as two planes of four bits.
 
     planes: of each matrix
     from_copy: copies from a low-precision copy's slot to its expert's, if only the rest is fetched
@@ -47,7 +47,7 @@ class NestedLayout:
 
 
 class PlaneJoiner:
-    """Counter of the missing bytes of each slot, which joins the planes of complete slots.
+    """Joins a nested expert's planes once the last missing byte is in its slot.
 
     Thread-safe for different slots, and for different chunks of one.
     """
@@ -60,11 +60,11 @@ class PlaneJoiner:
         self._lock = threading.Lock()
 
     def from_copy(self, layer: int) -> tuple[Copy, ...]:
-        """Copies from a low-precision copy's slot to its expert's."""
+        """List the copies from a low-precision copy's slot to its exact expert's slot."""
         return self._nestings[layer].from_copy
 
     def count_bytes(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
-        """Count bytes that arrived in a slot; join its planes if they are the last."""
+        """Count bytes that arrived in a slot; join the expert's planes after the last."""
         nesting, total = self._by_copies[copies]
         with self._lock:
             missing = self._missing[slot] = self._missing.get(slot, total) - nbytes
@@ -74,13 +74,16 @@ class PlaneJoiner:
             join(memory, nesting.planes)
 
     def clear(self, slot: int) -> None:
-        """Forget the bytes counted in a slot, before a new piece is read into it."""
+        """Forget the bytes counted in a slot, before another expert is read into it."""
         with self._lock:
             self._missing.pop(slot, None)
 
 
 def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
-    """Join planes to int8 codes, and divide the copy's scales, in place."""
+    """Join an expert's 4-bit planes to int8 codes in place, and divide its scales.
+
+    The scales are the low-precision copy's.
+    """
     for each in planes:
         codes = slot[each.codes : each.codes + each.nbytes]
         _join(codes, codes[: each.nbytes // 2].copy())

@@ -1,4 +1,4 @@
-"""Addresses of the all-resident path's tables, for compiled code."""
+"""Tables of resident experts' slots, whose addresses compiled code receives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SlotTables: TypeAlias = "array[int]"
 
 
 class ResidentTables:
-    """Tables with which compiled code serves steps of a scheduler's all-resident path.
+    """Tables with which compiled code finds the slots of resident experts.
 
     `request_counts` has the number of requests of each expert.
     """
@@ -28,7 +28,7 @@ class ResidentTables:
         self._tables: SlotTables
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Serve consecutive steps from a layer's on, while all their experts are resident.
+        """Compute consecutive layers from `layer` on, while all their chosen experts are resident.
 
         `find(tables)` looks up the slots of the experts, records their use in the tables, which
         are those of the first step, and returns each step's number of experts, up to the first

@@ -1,4 +1,4 @@
-"""Tiers: memory that experts are computed from, in one or several pools of equal slots."""
+"""Memory tiers that experts are computed from: pools of equal slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from greenroom.errors import DeviceError
 
 
 class Slots(Protocol):
-    """Addresses of slots of `stride` bytes, for kernels; in host memory they are consecutive."""
+    """Protocol of slots for experts, as kernels see them: addresses and tensors.
+
+    A slot has `stride` bytes; in host memory slots are consecutive.
+    """
 
     stride: int
 
@@ -25,7 +28,7 @@ class Slots(Protocol):
 
 
 class SlotPool(Slots):
-    """A tier of one memory, with `capacity` slots."""
+    """A pool of `capacity` equal slots in one memory; alone it is a tier."""
 
     capacity: int
     # Called with the slots of each group on devices that compute it asynchronously.
@@ -36,41 +39,48 @@ class SlotPool(Slots):
         return (self,)
 
     def at(self, slot: int) -> tuple[SlotPool, int]:
-        """The pool of a tier's slot, and the slot's number in that pool."""
+        """Return the pool that holds a tier's slot, and the slot's number there."""
         return self, slot
 
     def bytes(self, slot: int) -> Any:
-        """A slot's bytes, [stride] uint8: a NumPy array in host memory, a tensor on a device."""
+        """Return a slot's bytes: [stride] uint8.
+
+        A NumPy array in host memory, a tensor on a device.
+        """
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write a chunk into a slot: `data` are the bytes of an extent from `start` on.
+        """Write a chunk of an expert into a slot.
+
+        `data` are the bytes of an extent from `start` on.
 
         `copies` say where an extent's bytes go in the slot.
         """
 
     def clear(self, slot: int) -> None:
-        """Prepare a slot for a new piece."""
+        """Prepare a slot, before another expert is written into it."""
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
+        """Copy one slot's bytes to another slot."""
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy the bytes that a low-precision copy shares with its expert to the expert's slot."""
+        """Copy the bytes shared by a low-precision copy and its expert to the expert's slot."""
         raise AssertionError("experts here contain no copy")
 
     def trim(self, capacity: int) -> None:
         """Set the number of slots; the memory of dropped slots is freed."""
 
     def fitting_capacity(self, capacity: int) -> int:
-        """The largest number of slots that needs no more memory than `capacity` slots."""
+        """Return the largest number of slots that needs no more memory than `capacity` slots."""
         return capacity
 
     def close(self) -> None:
-        """Free the memory now."""
+        """Free the memory of all slots now."""
 
 
 def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
-    """The part of a contiguous copy in bytes `start .. start + nbytes` of an extent.
+    """Return the part of a contiguous copy that lies in a range of an extent.
+
+    The range is bytes `start .. start + nbytes`.
 
     Returns its ranges within these bytes and within the slot; None if there is no overlap.
     """
@@ -82,7 +92,7 @@ def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
 
 
 def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
-    """Indices into `slots`, grouped by the pool that each slot belongs to."""
+    """Group indices into `slots` by the pool that each slot belongs to."""
     indices: dict[int, list[int]] = {}
     for i, slot in enumerate(slots):
         indices.setdefault(slot % pools, []).append(i)
@@ -90,7 +100,7 @@ def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
 
 
 class MultiPoolTier:
-    """A tier of several pools, of different sizes or on different devices.
+    """A tier of several slot pools, of different slot sizes or on different devices.
 
     With n pools, slot s is number s // n of pool s % n. `sizes(capacity)` is the number of slots in
     each pool of a cache with room for `capacity` experts.

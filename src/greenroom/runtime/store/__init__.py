@@ -1,1 +1,1 @@
-"""Stores: where experts' bytes are read from."""
+"""Stores: the sources that experts' bytes are read from."""

@@ -1,4 +1,4 @@
-"""The disk store reads pieces from the checkpoint's own files.
+"""The disk store, which reads experts from the checkpoint's own files.
 
 Reads are direct (O_DIRECT) into an aligned staging buffer, so that no second copy of the experts
 in the page cache exceeds the budget. Where the file system refuses direct reads they are buffered,
@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20  # 1 to 4 MiB reach the disk's speed and keep a new demand
 
 
 class Chunk(NamedTuple):
-    """Bytes `start .. start + length` of an extent."""
+    """One read of an expert: bytes `start .. start + length` of an extent."""
 
     extent: Extent
     start: int
@@ -32,7 +32,10 @@ class Chunk(NamedTuple):
 
 
 def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
-    """Cut an extent into chunks of about equal size; an extent to be transformed is one chunk."""
+    """Cut an extent (a contiguous range of a file) into chunks of similar size.
+
+    An extent to be transformed is one chunk.
+    """
     parts = -(-extent.length // chunk_bytes) if extent.divisible else 1
     size = -(-extent.length // parts // BLOCK) * BLOCK if parts > 1 else extent.length
     return [
@@ -42,7 +45,7 @@ def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
 
 
 def open_direct(path: str) -> int:
-    """Open a file for reads past the page cache; OSError if the file system refuses.
+    """Open a file for direct reads (O_DIRECT); OSError if the file system refuses.
 
     Some file systems accept O_DIRECT when opening and refuse the read, so one is tried.
     """
@@ -57,7 +60,7 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A page-aligned read buffer that grows to its largest request, or the given `memory`.
+    """A page-aligned read buffer that grows to its largest request, or given memory.
 
     Its own memory lies in pages of 2 MiB where the system has them: the disk then writes to a few
     long runs of memory and not to a thousand short ones, up to twice as fast (docs/log/).
@@ -81,14 +84,14 @@ class Staging:
         self.array = np.frombuffer(self.view, np.uint8)
 
     def take(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the buffer, a multiple of the block size."""
+        """Return the buffer's first `nbytes` bytes, a multiple of the block size."""
         if nbytes > len(self.view):
             self._allocate(nbytes)
         return self.view[:nbytes]
 
 
 class DiskStore:
-    """A reader of a catalog's experts, in chunks; thread-safe, with one staging per thread.
+    """Reader of a checkpoint's experts in chunks; thread-safe with one buffer a thread.
 
     A file that changes while it is open ends all reading: an expert must not mix two states of a
     checkpoint. The file's stamp is compared after each chunk (one fstat for a read of up to
@@ -134,7 +137,7 @@ class DiskStore:
             self._files[i] = os.open(self.catalog.files[i], os.O_RDONLY | os.O_CLOEXEC)
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
-        """The chunks of an expert, in the order in which they are read."""
+        """Return the chunks of an expert, in the order of their reads."""
         chunks = self._chunks.get(expert_id)
         if chunks is None:
             extents = self.catalog.extents(expert_id)
@@ -143,7 +146,9 @@ class DiskStore:
         return chunks
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """Read a chunk: [length] uint8, a view of the staging buffer, valid until its next use.
+        """Read a chunk of an expert into a staging buffer, and return its view.
+
+        The view is [length] uint8, valid until the buffer's next use.
 
         StoreError if the disk fails; CheckpointChanged if a file changed since it was opened, then
         by every later read too.

@@ -1,4 +1,4 @@
-"""Detection of changes to a checkpoint's files while they are in use.
+"""Detection of changes to a checkpoint's files while a model uses them.
 
 A `Stamp` is compared, never interpreted. An open file that is overwritten or truncated gets another
 size or modification time. An open file whose path is replaced by another file (a rename) keeps its
@@ -15,20 +15,23 @@ Stamp = tuple[int, ...]  # device, inode, size and modification time
 
 
 def stamp_of(file: str | int) -> Stamp:
-    """The stamp of a path (links are followed) or of an open file. OSError."""
+    """Return a file's stamp, by which a later change is detected.
+
+    The argument is a path (links are followed) or an open file. OSError.
+    """
     stat = os.stat(file)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Stamps:
-    """The stamps of a checkpoint's paths, to be compared later."""
+    """Stamps of a checkpoint's files, by which later changes are detected."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         """CheckpointError if a file cannot be found."""
         self._of = {path: _stamp(path) for path in paths}
 
     def check(self, when: str) -> None:
-        """Raise CheckpointChanged if a file was changed or replaced.
+        """Raise CheckpointChanged if a file of the checkpoint was changed or replaced.
 
         `when` completes the message: "since the model was loaded".
         """

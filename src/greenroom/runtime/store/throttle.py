@@ -1,4 +1,4 @@
-"""A throttle makes transfers take as long as a link of a given bandwidth."""
+"""Throttle: makes transfers take as long as over a link of a given bandwidth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_OVERSLEPT = 0.001  # seconds; a later wake-up means that the thread was not
 
 
 class Throttle:
-    """A link that carries one chunk after another at `bandwidth` bytes a second.
+    """A simulated link that carries one chunk after another at `bandwidth` bytes a second.
 
     Thread-safe. The throttle keeps its own clock: a chunk is due when it and all chunks before it
     have been carried, and its thread sleeps until then. Sleeps last too long; the excess is
@@ -23,7 +23,7 @@ class Throttle:
         self._free = 0.0  # time at which the last chunk has been carried
 
     def carry(self, nbytes: int, early: float = 0.0) -> None:
-        """Sleep until the bytes have been carried, or until `early` seconds before.
+        """Sleep until the simulated link has carried the bytes, or `early` seconds less.
 
         Work that the caller does in these seconds (copying the bytes) then counts as part of the
         transfer, as with a link that writes while it carries.
