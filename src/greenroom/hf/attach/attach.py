@@ -185,8 +185,8 @@ class Greenroom:
     def memory_bytes(self) -> int | None:
         """Return the process's resident bytes once all expert slots are filled.
 
-        The figure is for short contexts and compares with `stats().peak_rss_bytes`. None on a GPU, and where the process was
-        not measured.
+        The figure is for short contexts and compares with `stats().peak_rss_bytes`. None on a GPU,
+        and where the process was not measured.
         """
         if self.process_bytes is None or (model := self._model()) is None:
             return None
@@ -312,7 +312,7 @@ class Greenroom:
         self.hooks.slot_budget = slot_budget
 
     def detach(self) -> None:
-        """Detach the expert cache: end its threads, free its slots, and remove its hooks.
+        """Detach the expert cache: end its threads, free its slots, remove its hooks.
 
         The model then has its dense parts as ordinary parameters (quantised ones expanded) and no
         experts: a forward raises ClosedError, saving UnsupportedCall, and `materialize` reads the

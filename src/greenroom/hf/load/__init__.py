@@ -1,1 +1,1 @@
-"""`greenroom.load` in stages: resolve, describe, budget, place, attach; start-up line."""
+"""Load a model (`greenroom.load`) in stages: resolve, describe, budget, place, attach, report."""

@@ -40,7 +40,7 @@ def attach(
     config: LoadConfig,
     progress: Progress,
 ) -> PreTrainedModel:
-    """Load the model and attach its expert cache, ready for a first prompt.
+    """Load the dense weights and attach an expert cache, ready for a first prompt.
 
     After an error the model is detached.
 
@@ -79,7 +79,7 @@ def attach(
 
 
 def _replace_settings(model: Any, kv: CacheKind) -> Any:
-    """Set the generation config's prompt blocks and KV cache; returns the config before."""
+    """Set the generation config's prompt blocks and KV cache; returns the earlier config."""
     settings = model.generation_config
     before = deepcopy(settings)
     if not model.config.is_encoder_decoder:  # an encoder reads a prompt in one pass
@@ -92,7 +92,10 @@ def _replace_settings(model: Any, kv: CacheKind) -> Any:
 def _measured_budget(
     model: Any, budget: Budget, slot_budget: SlotBudget, process: int
 ) -> SlotBudget:
-    """The slot budget with measured needs, now that all constant memory is allocated."""
+    """Return the budget of slots and KV cache with memory needs as measured.
+
+    All constant memory must be allocated.
+    """
     setup, need, catalog = model.greenroom.setup, slot_budget.need, slot_budget.catalog
     if budget.gpu is not None:
         need = budget.gpu.after(setup.capacity // slot_budget.devices * catalog.slot_bytes)

@@ -1,4 +1,4 @@
-"""Stage 3 of loading: the number of slots, before anything is loaded."""
+"""Stage 3 of loading: compute the number of expert slots, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greenroom.runtime.cuda.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The slots that a run's memory options leave, and the memory that they count.
+    """Expert slots that a run's memory options leave, and the memory that they count.
 
     setup:        the setup that the options ask for, with the host tier
     slot_budget:  of `--memory`; None where `--cache` is the number of slots
@@ -44,7 +44,7 @@ class Budget:
 def budget_for(
     description: Description, setup: ModelSetup, config: LoadConfig, caller_bytes: int
 ) -> Budget:
-    """The slots that the memory options leave for experts.
+    """Compute the number of expert slots that the memory options leave.
 
     `caller_bytes` of the process are left to the caller. BudgetError, which names a sufficient
     budget, where not even the fewest slots have room.
@@ -84,7 +84,10 @@ def budget_for(
 
 
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
-    """Set up the cache of experts in host memory, within `--host-memory`. BudgetError."""
+    """Set up the cache of experts in host memory, within `--host-memory`.
+
+    BudgetError where that is too small.
+    """
     lanes = spread(lanes_of(setup), len(setup.devices))
     staging_slots = count_staging_slots(lanes)
     offloaded = setup.keys_values.host_bytes(setup.context)
@@ -95,5 +98,5 @@ def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
 
 
 def least_slots(setup: ModelSetup) -> int:
-    """The fewest slots with which a step of one token can run."""
+    """Return the fewest expert slots with which a step of one token can run."""
     return least_capacity(pieces_of(setup), setup.scope)

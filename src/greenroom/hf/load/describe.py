@@ -34,7 +34,7 @@ LIBRARIES = 256 << 20  # GPU memory that cuBLAS and Triton allocate at their fir
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model on the meta device, with the sizes of its context and KV cache.
+    """Description of a model on the meta device: sizes of its context and KV cache.
 
     context: tokens that a run has room for
     top_k:   experts that one token uses in a layer
@@ -48,7 +48,7 @@ class Description:
 
     @classmethod
     def of(cls, skeleton: ModelSkeleton, config: LoadConfig, on_a_gpu: bool) -> Description:
-        """Describe a model; UsageError where it cannot have the kind of KV cache."""
+        """Describe a model; UsageError where it cannot have the chosen kind of KV cache."""
         context = context_of(skeleton.model, config.context)
         keys_values = kv_bytes(
             skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
@@ -64,7 +64,7 @@ class Description:
         caller_bytes: int = 0,
         **options: Any,
     ) -> SlotBudget:
-        """The slots that a budget leaves, before anything is loaded.
+        """Return the budget that expert slots and KV cache share, before anything is loaded.
 
         `caller_bytes` of the process are the caller's. The process itself takes what the last one
         of this model took here, without dense parts and slots; the first run of a model adds what
@@ -91,13 +91,13 @@ class Description:
 
 
 def context_of(model: PreTrainedModel, context: int) -> int:
-    """Tokens of context to make room for, at most the model's own limit."""
+    """Return the tokens of context to make room for, at most the model's limit."""
     config = model.config.get_text_config()
     return min(context, getattr(config, "max_position_embeddings", None) or context)
 
 
 def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
-    """Sizes and shape of a model under a run's options; only headers are downloaded.
+    """Describe a model's sizes and shape under a run's options; only headers are downloaded.
 
     The process's memory is what an earlier run of this model took here; without one, what this
     process takes and compiling adds. `on_a_gpu`: sizes are of the GPU's memory.
@@ -133,7 +133,10 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:
-    """Bytes of dense parts that a token does not read: an input embedding that is not the head."""
+    """Return the bytes of dense weights that decoding a token does not read.
+
+    They are an input embedding that is not the head.
+    """
     model: Any = skeleton.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.all_tied_weights_keys)

@@ -94,7 +94,7 @@ def load_with(
     progress: Progress = lambda share, what: None,
     caller_bytes: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model from a checked config.
+    """Load a Mixture-of-Experts model from a checked configuration.
 
     `remember`: use what earlier runs learned of the model, and save it for later ones. `progress`
     is called with the share of the time that has passed, roughly, and the stage that begins.

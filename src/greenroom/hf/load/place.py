@@ -1,4 +1,4 @@
-"""Stage 4 of loading: the setup with its defaults: policy, predictor, split and copies."""
+"""Stage 4 of loading: complete the setup with default policy, predictor, split and copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def requested_setup(
     source: ModelSource, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
-    """The setup that the options ask for, with the fewest possible slots.
+    """Return the setup that a run's options ask for, with the fewest possible slots.
 
     UsageError or PredictorError for options that this model cannot have.
     """
@@ -88,7 +88,7 @@ def _warn_about_kv(description: Description, kv: str) -> None:
 
 
 def complete_setup(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
-    """The setup of a run, with stored settings for its number of slots.
+    """Complete a run's setup with the stored settings for its number of slots.
 
     Options without effect are off where every expert has a slot.
     """

@@ -1,4 +1,4 @@
-"""The start-up line: sizes and places of a loaded model, and flags that reproduce them."""
+"""Write the start-up line: a loaded model's sizes and places, and flags that reproduce them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ LONGEST = 160  # characters of the short line
 def startup_line(
     name: str, model: PreTrainedModel, config: LoadConfig, verbose: bool = False
 ) -> str:
-    """The start-up line; with `verbose` it has all sizes and the flags for the same run again.
+    """Return the line that describes a loaded model at start-up.
 
-    Options that change the output are in both.
+    With `verbose` it has all sizes and the flags for the same run again. Options that change the
+    output are in both.
     """
     return _verbose_line(name, model, config) if verbose else _short_line(name, model)
 

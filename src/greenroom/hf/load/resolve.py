@@ -15,10 +15,11 @@ from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton, bool]:
-    """Find a model: its source, its skeleton on the meta device, and whether a GPU computes it.
+    """Find a model's source and its skeleton, and decide whether a GPU computes it.
 
-    Only headers are read. UnknownName, UsageError or DeviceError for impossible options;
-    NotAModel, NotMoE, UnsupportedModel or CheckpointError for the model.
+    The skeleton is on the meta device. Only headers are read. UnknownName, UsageError or
+    DeviceError for impossible options; NotAModel, NotMoE, UnsupportedModel or CheckpointError for
+    the model.
     """
     policy(config.policy).check_online()
     predictor(config.prefetch)
@@ -30,7 +31,7 @@ def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton
 
 
 def on_a_gpu(config: LoadConfig) -> bool:
-    """Decide whether a GPU computes the experts: where it is asked for, or `auto` finds one.
+    """Decide whether a GPU computes the experts: requested, or found by `auto`.
 
     DeviceError where the GPU does not exist, UsageError for options that need one.
     """

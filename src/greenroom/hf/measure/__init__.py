@@ -1,1 +1,1 @@
-"""Measurements: benchmark rounds of settings, recorded routing, a dry run of a machine."""
+"""Measure settings in benchmark rounds, record routing, and measure a machine by a dry run."""

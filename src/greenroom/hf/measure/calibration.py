@@ -1,4 +1,4 @@
-"""Calibration: sizes, splits and pinned sets, from the routing of a warm-up prompt.
+"""Calibrate cache sizes, splits and pinned experts from the routing of a warm-up prompt.
 
 A prompt is answered and recorded before the first round. AdapMoE's sizes come from a dynamic
 programme over its routing, MoEpic's budgets and splits from Algorithm 1, and a pinned set has the
@@ -38,13 +38,13 @@ from greenroom.trace.segments import Header
 
 @dataclass(frozen=True)
 class Calibration:
-    """The routing of a warm-up with predictions, and its latencies if tokens were decoded."""
+    """Expert routing and predictions of a warm-up prompt, and latencies of decoded tokens."""
 
     trace: Trace
     latency: TokenLatency | None
 
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
-        """Set an entry's `calibrated_options` from this routing.
+        """Set a benchmark entry's `calibrated_options` from the warm-up prompt's routing.
 
         Sizes and splits divide `capacity` slots. A pinned set has the `least` slots that there will
         be, without those of a token; BudgetError where none is left.
@@ -132,10 +132,10 @@ def record_warm_up(
 
 
 def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
-    """The predictors of an entry whose split is calibrated; none for other entries.
+    """Return the expert predictors for a benchmark entry whose split is calibrated.
 
-    UsageError or PredictorError where they cannot run with this model, or its routing cannot be
-    recorded.
+    None for other entries. UsageError or PredictorError where they cannot run with this model, or
+    its routing cannot be recorded.
     """
     model, catalog = harness.model, harness.setup.catalog
     if model.config.is_encoder_decoder:
@@ -152,7 +152,7 @@ def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
 def calibrate(
     harness: Harness, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
 ) -> None:
-    """Answer an uncounted prompt, and calibrate entries from its routing.
+    """Answer an uncounted prompt, and calibrate benchmark entries from its expert routing.
 
     The cache has the config that the model was loaded with. An entry that cannot be calibrated gets
     a `skip_reason`.

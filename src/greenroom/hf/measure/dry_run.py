@@ -1,4 +1,4 @@
-"""A dry run of the machine: a small random model shows costs besides matrix products.
+"""Measure a machine's costs besides matrix products, with a small random model.
 
 A layer takes more time than its weights (attention, norms, router, Python between kernels),
 fetching an expert takes time of the cores that compute, and these are slower after a wait. All of
@@ -35,7 +35,10 @@ def with_dry_run(
     shape: Shape | None = None,
     devices: Mapping[str, str] | None = None,
 ) -> Machine:
-    """Add the measured overheads of every processor; the model is written to `folder`."""
+    """Add overheads, measured with a small random model, to a machine's description.
+
+    The model is written to `folder`.
+    """
     shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
         processors = [
@@ -80,17 +83,23 @@ def _measure_processor(
 
 
 def compute_seconds(session: Measurement) -> float:
-    """Seconds of a token without stalls."""
+    """Return the seconds that a measured token takes without waits for experts."""
     return session.tpot_s - session.stall_s / len(session.gaps)
 
 
 def wait_seconds(session: Measurement) -> float:
-    """Seconds of waits in a token, each up to the limit that counts (see `Costs.wake`)."""
+    """Return the seconds that a token waits for experts.
+
+    Each wait counts up to a limit (see `Costs.wake`).
+    """
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 
 
 def wake_cost(short: Measurement, long: Measurement) -> float:
-    """The value of `Costs.wake`, from two runs that waited for about as many experts."""
+    """Return the slowdown of computation per second waited (`Costs.wake`), from two runs.
+
+    Both waited for about as many experts.
+    """
     more = wait_seconds(long) - wait_seconds(short)
     return max(0.0, (compute_seconds(long) - compute_seconds(short)) / more) if more > 0 else 0.0
 
@@ -101,7 +110,7 @@ def _copy_rate(machine: Machine) -> float:
 
 
 class Case(NamedTuple):
-    """A setting of the small model.
+    """Setting in which the small random model of a dry run is measured.
 
     all_resident: every expert is in a slot; else there are slots for SHARE of them
     prefetch:     a predictor, without its guard
@@ -119,7 +128,7 @@ ALL_RESIDENT, PART, AHEAD = Case(all_resident=True), Case(), Case(prefetch="next
 def measure(
     model: str, shape: Shape, device: str, cases: Sequence[Case] = (ALL_RESIDENT, PART, AHEAD)
 ) -> list[Measurement]:
-    """Measure the same prompt in each case."""
+    """Measure the answer to one prompt by a small random model in each setting."""
     harness = Harness(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     slots, measurements = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []

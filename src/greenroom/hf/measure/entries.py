@@ -1,4 +1,4 @@
-"""Entries of a benchmark: settings with their measured rounds, and the winner."""
+"""Benchmark entries: settings of a model with their measured rounds, and the winner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRED = 8  # tokens whose total time is one sample of a comparison
 
 @dataclass
 class Entry:
-    """A setting of a benchmark by name, with its measured rounds.
+    """Named setting of a benchmark, with its measured rounds.
 
     calibrated_options: options that are set from the routing of the warm-up
     pins:        the pinned set, where that is one of them
@@ -41,7 +41,10 @@ class Entry:
         return [session.tpot_s for session in self.rounds]
 
     def as_row(self, of: Entry) -> dict[str, Any]:
-        """Means over the rounds with intervals; `ratio` is its TPOT over that of another entry."""
+        """Return a benchmark entry's means over its rounds, with intervals.
+
+        `ratio` is its TPOT over that of another entry.
+        """
         tokens = sum(len(session.gaps) for session in self.rounds)
         requests = sum(session.requests for session in self.rounds)
         return {
@@ -62,7 +65,10 @@ class Entry:
         }
 
     def observed(self, expert_bytes: int) -> list[RunMeasurement]:
-        """The rounds as a plan reads them; none of a guarded predictor, which may be off."""
+        """Return a benchmark entry's rounds as measurements for plans.
+
+        None of a guarded predictor, which may be off.
+        """
         ahead = self.config.prefetch != "off"
         if ahead and not self.config.no_guard:
             return []
@@ -80,7 +86,7 @@ class Entry:
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
-    """The fastest entry if it is significantly faster than plain LRU; else plain LRU.
+    """Return the fastest benchmark entry if significantly faster than plain LRU; else plain LRU.
 
     Significance is that of a ratio over pairs of the same PAIRED tokens, in LEAST rounds or more.
     """

@@ -1,4 +1,4 @@
-"""Benchmark harness: a model that is loaded once, and measured with many settings.
+"""Benchmark harness: load a model once, and measure it with many settings.
 
 Each setting gets a new expert cache, and answers the same prompts with the same seeds. Lossless
 settings give the same tokens and do the same work; they differ in their waits.
@@ -35,7 +35,7 @@ WARM_S = 10.0  # seconds for filling a cache with the experts used most before
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurement of one setting on some prompts; times in seconds.
+    """Measurement of one benchmark setting on some prompts; times in seconds.
 
     ttft:   times to the first token, of each prompt
     gaps:   times between tokens, without the first ones after a prompt
@@ -54,7 +54,7 @@ class Measurement:
 
     @property
     def tpot_s(self) -> float:
-        """The mean time per output token, in which slow tokens count."""
+        """Return the mean time per output token, in which slow tokens count."""
         return float(np.mean(self.gaps))
 
     @property
@@ -63,12 +63,12 @@ class Measurement:
 
 
 class Harness:
-    """A loaded model whose expert cache is replaced for each measured setting."""
+    """Benchmark harness: a loaded model whose expert cache is replaced for each setting."""
 
     def __init__(
         self, source: str, config: LoadConfig, progress: Progress = lambda share, what: None
     ) -> None:
-        """Load the model, without state of earlier runs, and without saving any."""
+        """Load a model for benchmarks, without reading or saving state of other runs."""
         self.model: Any
         self.source, self._progress = source, progress
         self._load(config)
@@ -87,14 +87,14 @@ class Harness:
         self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     def learn(self) -> None:
-        """Fill further caches by all requests so far."""
+        """Make later caches start with the experts used most in all requests so far."""
         self.request_counts += self._pending
         self._pending[:] = 0
 
     def attach(
         self, config: LoadConfig, capacity: int | None = None, pins: Pins | None = None
     ) -> Greenroom:
-        """Replace the cache by one of this config, filled with the experts used most.
+        """Replace the expert cache by one of this config, filled with the experts used most.
 
         It has `capacity` slots, or those of the budget. The model is loaded again for another split
         or other approximations. `pins` replace those of a file. After an error there is no cache
@@ -144,14 +144,17 @@ class Harness:
         warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
 
     def close(self) -> None:
-        """Detach the cache, if there is one: end its threads and free its slots."""
+        """Detach the expert cache, if there is one: end its threads and free its slots."""
         if (attached := getattr(self.model, "greenroom", None)) is not None:
             attached.detach()
 
     def play(
         self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False
     ) -> Measurement:
-        """Answer the prompts with the present cache, and measure it. Sampling has fixed seeds."""
+        """Answer the prompts with the present expert cache, and measure times and misses.
+
+        Sampling has fixed seeds.
+        """
         greenroom: Greenroom = self.model.greenroom
         ttft, gaps, answers = [], [], []
         totals = np.zeros(5)

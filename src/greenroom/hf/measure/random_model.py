@@ -1,4 +1,4 @@
-"""A small random Qwen3-MoE in a folder, for a dry run of the machine."""
+"""Write a small random Qwen3-MoE model to a folder, to measure the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greenroom.interrupts import undo_on_interrupt
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a small random model; the default is typical of measured kernels."""
+    """Shape of a small random MoE model; the default is typical of measured kernels."""
 
     hidden: int = 1024
     inner: int = 512
@@ -47,7 +47,10 @@ class Shape:
 
 @contextmanager
 def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
-    """A temporary folder with a random Qwen3-MoE; OutputError where it cannot be written."""
+    """Make a temporary folder with a random Qwen3-MoE model.
+
+    OutputError where it cannot be written.
+    """
     try:
         with (
             TemporaryDirectory(prefix=".greenroom-", dir=folder) as name,
@@ -60,7 +63,10 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
 
 
 def write(folder: Path, shape: Shape) -> None:
-    """Write config, word tokenizer and weights; all experts of a layer have equal weights."""
+    """Write a random model's config, word tokenizer and weights.
+
+    All experts of a layer have equal weights.
+    """
     config = Qwen3MoeConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,

@@ -1,4 +1,4 @@
-"""Record the routing of prompts that a loaded model answers one after another."""
+"""Record which experts a loaded model's routers choose, prompt after prompt."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def record(
     name: str,
     on_request: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
-    """Answer every prompt, and write the trace to `path`; returns the tokens recorded now.
+    """Answer every prompt, and write the routers' choices to the trace `path`.
 
-    Of an encoder-decoder model the decoder is recorded: its passes go through all of its layers.
-    The trace grows in a journal beside `path`; an unfinished journal of the same arguments is
-    continued. `on_request(done, tokens)` is called after every request, and at the start with the
-    requests that the journal already has.
+    Returns the tokens recorded now. Of an encoder-decoder model the decoder is recorded: its passes
+    go through all of its layers. The trace grows in a journal beside `path`; an unfinished journal
+    of the same arguments is continued. `on_request(done, tokens)` is called after every request,
+    and at the start with the requests that the journal already has.
     """
     setup, catalog = model.greenroom.setup, model.greenroom.setup.catalog
     context = setup.context
@@ -91,9 +91,9 @@ def recorder_of(
     predictors: ModelPredictors,
     skipped: int = 0,
 ) -> Recorder:
-    """A recorder of a model's layers, but the first `skipped`, and of its predictors.
+    """Make a recorder of the routers' and predictors' choices in a model's layers.
 
-    Its segments are written to `sink`.
+    The first `skipped` layers are left out. Its segments are written to `sink`.
     """
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]

@@ -1,4 +1,4 @@
-"""Benchmark rounds: settings of one model take turns on real tokens.
+"""Benchmark settings of one model in rounds: they take turns on real prompts.
 
 A machine that slows down then slows all of them.
 """
@@ -40,7 +40,7 @@ def run_rounds(
     raw: bool,
     report: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Measure all entries in rounds, each on the next prompt and in another order.
+    """Measure all benchmark entries in rounds, each on the next prompt in a new order.
 
     No round begins after `seconds`, except the first LEAST. Caches begin with the experts that
     rounds before used most; for the first round the last prompt is answered, uncounted.

@@ -1,4 +1,4 @@
-"""Memory of a model: its budget, the slots of its experts, and their devices.
+"""Budget a model's memory, and make the slots of its experts on their devices.
 
 setup        options, sizes and devices of one run
 slots        number, size and memory of slots

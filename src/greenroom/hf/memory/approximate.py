@@ -1,4 +1,4 @@
-"""Approximated misses of a run: checks, low-precision copies of a pack, and their slots."""
+"""Set up approximate misses: checks, low-precision copies of a pack, and their slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APPROXIMATION_OPTIONS = tuple(
 
 
 def check_copies(catalog: Catalog, at: Approximation | None) -> None:
-    """Check that a checkpoint has the low-precision copies that the options need.
+    """Check that a checkpoint has the low-precision expert copies that the options need.
 
     UsageError, which names the command that makes such a pack.
     """
@@ -38,7 +38,7 @@ def check_copies(catalog: Catalog, at: Approximation | None) -> None:
 
 
 def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int) -> Copies | None:
-    """The copies of a pack, and the number of their secondary slots.
+    """Return a pack's low-precision expert copies, and the number of their slots.
 
     These take their share of the memory of `room` experts, but hold those of a token at least.
     """
@@ -54,7 +54,7 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """A layer's experts whose misses may be approximated, with the pack's copies if any."""
+    """Return a layer's experts whose misses may be approximated, with their low-precision copies."""
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)

@@ -1,4 +1,4 @@
-"""The memory budget: the slots that it leaves besides everything else in memory.
+"""Compute the expert slots that a memory budget leaves besides everything else.
 
 `--memory M` covers the entire process: Python and its libraries, dense parts, KV cache, workspace,
 staging; the remainder becomes slots. With a GPU it covers the GPU's memory, and `--host-memory` the
@@ -31,7 +31,10 @@ Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a run needs besides slots; `process` is measured, the others computed."""
+    """Bytes that a run needs besides expert slots.
+
+    `process` is measured, the others are computed.
+    """
 
     process: int
     dense: int
@@ -53,7 +56,10 @@ class MemoryNeeds:
 
 
 def budget_bytes(memory: str | int | None) -> int:
-    """`--memory` in bytes; a share (or `auto`) is of available memory and this process's."""
+    """Return `--memory` in bytes.
+
+    A share (or `auto`) is of available memory and this process's.
+    """
     return _amount(memory, "--memory", available_bytes() + rss_bytes())
 
 
@@ -71,7 +77,7 @@ def capacity_for(
     label: str = "",
     devices: int = 1,
 ) -> int:
-    """The slots that a budget leaves, but no more than there are experts.
+    """Return the expert slots that a memory budget leaves, at most one per expert.
 
     `label` is the memory in words, where it is not the process's. The budget is of each of several
     GPUs, which all have the same number of slots. BudgetError, which names a sufficient budget,
@@ -88,7 +94,7 @@ def capacity_for(
 
 
 class DeviceBudget:
-    """The budget of `--memory` on a GPU: bytes, or a share of what was free at the start.
+    """GPU memory budget from `--memory`: bytes, or a share of free memory at the start.
 
     `read` returns free and total bytes now. BudgetError where more is asked for than is free: other
     processes may use it, and a GPU cannot swap.
@@ -108,7 +114,7 @@ class DeviceBudget:
             )
 
     def after(self, slots: int) -> MemoryNeeds:
-        """The needs once everything is loaded, with so many bytes of slots.
+        """Return a loaded run's memory needs on the GPU besides its bytes of expert slots.
 
         Dense parts and libraries take what else became used since the start.
         """
@@ -122,7 +128,7 @@ def host_slots(
     kv: int = 0,
     slot_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """The budget of host memory in bytes, and the experts that it has room for.
+    """Return the budget of host memory in bytes, and how many experts fit in it.
 
     `kv` bytes are for offloaded keys and values; an expert takes `slot_bytes` where its layout is
     not that of the disk. Without an amount it is AUTO_SHARE of available memory, and may leave room
@@ -144,7 +150,7 @@ def host_slots(
 
 
 def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
-    """The chunks of every expert, as the store will cut them."""
+    """Return the chunks in which each expert is read from the checkpoint's files."""
     return [
         tuple(chunk for extent in catalog.extents(e) for chunk in cut(extent, CHUNK_BYTES))
         for e in range(catalog.experts)
@@ -152,14 +158,14 @@ def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """Experts that one token uses in a layer, by the config; 1 where it does not say."""
+    """Return a layer's experts per token, by the config; 1 without an entry."""
     config = model.config.get_text_config()
     return int(getattr(config, "num_experts_per_tok", None) or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes of a pass's activations.
+    """Memory of a forward pass's activations, in bytes.
 
     They are `fixed` bytes, bytes for each new `token`, for each token of the `context`, and for
     each `pair` of a new token and a token of the context.
@@ -172,7 +178,7 @@ class Workspace:
 
     @classmethod
     def of(cls, model: PreTrainedModel, catalog: Catalog) -> Workspace:
-        """The activations of experts, the widest dense layer, attention and logits."""
+        """Compute a model's activation sizes: experts, widest dense layer, attention and logits."""
         config: Any = model.config.get_text_config()
         hidden, heads = config.hidden_size, config.num_attention_heads
         weights = [
@@ -198,9 +204,10 @@ class Workspace:
         return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
 
     def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
-        """Bytes of a pass with `length` new tokens in each sequence, `tokens` with its context.
+        """Return the activation bytes of a pass with `length` new tokens in each sequence.
 
-        A block of a prompt is always counted, also while single tokens are decoded.
+        `tokens` counts the context too. A block of a prompt is always counted, also while single
+        tokens are decoded.
         """
         rows = max(batch * length, min(block, tokens))
         attention = batch * tokens * (self.context + length * self.pair)

@@ -18,24 +18,27 @@ log = logging.getLogger(__name__)
 
 
 def engine_for(setup: ModelSetup, number: int) -> Engine:
-    """One of a run's GPUs; the first one has the dense parts."""
+    """Return one of a run's GPUs by number; the first has the dense weights."""
     return Cuda(setup.devices[number])
 
 
 def engines_for(setup: ModelSetup) -> list[Engine]:
-    """All GPUs of a run; none where slots are in host memory."""
+    """Return all GPUs of a run; none where expert slots are in host memory."""
     return [engine_for(setup, n) for n in range(len(setup.devices))] if setup.cuda else []
 
 
 def lanes_of(setup: ModelSetup) -> tuple[int, ...]:
-    """The lanes of each link: its transfers at a time."""
+    """Return each link's concurrent transfers: from disk to host, and to GPU."""
     if setup.cuda:
         return setup.readers, IN_FLIGHT
     return (setup.readers, 1) if setup.fake else (setup.readers,)
 
 
 def links_of(setup: ModelSetup) -> tuple[str, ...]:
-    """Names of the links; each of several devices has a last link of its own."""
+    """Return the names of a run's links (disk to host, host to each device).
+
+    Each of several devices has a last link of its own.
+    """
     chain = LINKS[: len(lanes_of(setup))]
     if len(setup.devices) == 1:
         return chain
@@ -44,7 +47,7 @@ def links_of(setup: ModelSetup) -> tuple[str, ...]:
 
 
 def kernels_of(setup: ModelSetup) -> str:
-    """The name of the kernels; UsageError where the device cannot run those asked for."""
+    """Choose the kernels that compute experts; UsageError where the device cannot run them."""
     if setup.kernels == "auto":
         if not setup.cuda:
             return "numba"
@@ -62,7 +65,10 @@ def kernels_of(setup: ModelSetup) -> str:
 
 
 def host_computes(setup: ModelSetup) -> bool:
-    """Check that the host's CPU computes misses too; warns where it was asked to and cannot."""
+    """Check that the host's CPU computes experts missing on the GPU.
+
+    Warns where it was asked to and cannot.
+    """
     if not setup.config.uses_host():
         return False
     if reason := co_compute_obstacle(setup):
@@ -72,7 +78,10 @@ def host_computes(setup: ModelSetup) -> bool:
 
 
 def co_compute_obstacle(setup: ModelSetup) -> str:
-    """The reason why two processors cannot share the misses; "" where they can."""
+    """Return the reason why CPU and GPU cannot share missing experts.
+
+    "" where they can.
+    """
     if not (setup.cuda or setup.fake):
         return "without a GPU the CPU computes everything"
     if setup.host_capacity < len(setup.devices):

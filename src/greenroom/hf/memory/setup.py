@@ -1,4 +1,4 @@
-"""The setup of a run: options, sizes and devices."""
+"""Setup of a model's run: options, sizes and devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.hf.kv.sizes import KVBytes
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """The setup of a run of one model: options, sizes and devices.
+    """Setup of one model's run: options, sizes and devices.
 
     On a GPU (`cuda`) the slots are in its memory, and `host_capacity` further experts are in host
     memory, by `host_policy`. The `fake` device has that second link too, and poisons stale slots.
@@ -57,5 +57,5 @@ class ModelSetup:
 
     @property
     def approximation(self) -> Approximation | None:
-        """How misses may be approximated; None where all are exact."""
+        """Return how cache misses may be approximated; None where all are exact."""
         return self.config.approximation()

@@ -1,4 +1,4 @@
-"""One budget for slots and KV cache: slots shrink as the cache grows.
+"""Share one memory budget between expert slots and KV cache: slots shrink as the cache grows.
 
 The tokens of a pass's context are known before it runs. Their memory is taken from the slots a
 block of tokens at a time, before the pass; so memory stays inside the budget, and a conversation
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SlotBudget:
-    """Divides a memory budget between slots and the passes of one model.
+    """Divides a memory budget between expert slots and the forward passes of one model.
 
     need:      constant memory; KV cache and workspace of passes come on top of it
     min_slots: slots that a full `context` must leave, else BudgetError
@@ -62,36 +62,37 @@ class SlotBudget:
         self.full_context_slots = self._slots(self.full_context_needs())
 
     def full_context_needs(self) -> MemoryNeeds:
-        """The needs at the end of the longest prompt."""
+        """Return the memory needs besides expert slots at the end of the longest prompt."""
         return self._sequence_needs(self._block, self.context)
 
     def first_block_needs(self) -> MemoryNeeds:
-        """The needs with the first block of a prompt."""
+        """Return the memory needs besides expert slots with a prompt's first block."""
         return self._sequence_needs(self._block, self._block)
 
     def initial_slots(self) -> int:
-        """The slots at the start of a run, and with short contexts."""
+        """Return the number of expert slots at a run's start and with short contexts."""
         return self._slots(self.first_block_needs())
 
     def decode_slots(self) -> int:
-        """The slots while single tokens are decoded after a short prompt."""
+        """Return the number of expert slots while decoding after a short prompt."""
         return self._slots(self._sequence_needs(1, min(BLOCK, self.context)))
 
     def for_slots(self, slots: int) -> SlotBudget:
-        """A slot budget of the size that leaves so many slots with a full context."""
+        """Return a memory budget that leaves so many expert slots with a full context."""
         return replace(self, budget=self.full_context_needs().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
-        """Resize this driver's slots from now on, first to `initial_slots`."""
+        """Resize this driver's expert slots from now on, first to `initial_slots`."""
         self._driver = driver
         driver.resize(self.initial_slots())
         self._resized_for = self.first_block_needs().total
 
     def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
-        """Make room for a pass that adds `lengths` tokens to these caches of `batch` sequences.
+        """Shrink expert slots to make room for a pass that adds tokens to KV caches.
 
-        None stands for a cache that the pass will make. BudgetError, before anything is changed,
-        where not even the fewest slots leave room.
+        The pass adds `lengths` tokens to these caches of `batch` sequences. None stands for a cache
+        that the pass will make. BudgetError, before anything is changed, where not even the fewest
+        slots leave room.
         """
         existing = [cache for cache in caches if cache is not None]
         lengths_before = [_tokens(cache) for cache in caches]
@@ -117,19 +118,19 @@ class SlotBudget:
             self._last_pass = this_pass
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for so many further bytes of keys and values."""
+        """Shrink expert slots to make room for so many further bytes of KV cache."""
         with self._lock:
             nbytes += self._other_caches(())
             self._resize_slots(self._needs(nbytes, 1, self._block, self.context))
             self._last_pass = ()
 
     def max_kv_bytes(self) -> int:
-        """The most bytes that keys and values can have, with the fewest slots left."""
+        """Return the most bytes that the KV cache can have, with the fewest expert slots."""
         need = self._needs(0, 1, self._block, self.context)
         return max(0, self.budget - need.total - self._nbytes(self.min_slots))
 
     def track(self, cache: Any) -> None:
-        """Count the memory of a pass's KV cache as long as it lives."""
+        """Count the memory of a pass's KV cache as long as the cache lives."""
         if cache is not None:
             self._caches.add(cache)
 

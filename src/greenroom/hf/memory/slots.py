@@ -1,4 +1,4 @@
-"""Slots of a model's experts: number, size, memory, and the store that fills them."""
+"""Make the slots of a model's experts, and open the store that fills them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ Chunks = Sequence[tuple[Chunk, ...]]
 
 
 def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache") -> int:
-    """The number of slots in an amount of cache; BudgetError where no expert fits."""
+    """Return the number of expert slots in an amount of cache.
+
+    BudgetError where no expert fits.
+    """
     amount = Amount.parse(cache, what)
     if amount.share is not None:
         slots = amount.of(catalog.experts)
@@ -44,7 +47,7 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 
 
 def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
-    """All experts of a model, each with its home."""
+    """Return all units that are loaded (experts, segments or copies), each with its home device."""
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
         _check_one_memory(setup)
@@ -77,9 +80,10 @@ def _check_one_memory(setup: ModelSetup) -> None:
 
 
 def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, bool]:
-    """Open the store of experts; returns it, and whether it reads past the page cache.
+    """Open the store that experts are read from.
 
-    It is the checkpoint's files or their `replacement`, slowed to the read limit if there is one.
+    Returns the store, and whether it reads past the page cache. It is the checkpoint's files or
+    their `replacement`, slowed to the read limit if there is one.
     """
     if replacement is not None:
         store, direct = replacement, True
@@ -94,7 +98,10 @@ def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, boo
 
 
 def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
-    """The chunks of every piece, by its id; () for ids without a piece."""
+    """Return the file chunks of every loadable unit (expert, segment or copy), by its id.
+
+    () for ids without one.
+    """
     catalog = setup.catalog
     pieces, count = set(range(catalog.experts)), catalog.experts
     if isinstance(catalog, PackCatalog) and (setup.split or setup.copies):
@@ -104,7 +111,7 @@ def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
 
 
 def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
-    """Make slots for `setup.capacity` experts, in the memory of each device.
+    """Make cache slots for `setup.capacity` experts, in the memory of each device.
 
     Tops of split experts have slots of one size for each group. Bottoms and copies have a pool of
     secondary slots.
@@ -149,7 +156,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
-    """The tier of experts in host memory; None where it has no room for any."""
+    """Make the cache of experts in host memory; None where no expert fits."""
     if setup.host_capacity < len(setup.devices):
         return None
     return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
@@ -163,7 +170,7 @@ def make_host_memory(
     engines: Sequence[Engine],
     computes: bool,
 ) -> HostMemory:
-    """Host memory between the disk and the slots: staging slots, and those of the host tier.
+    """Make the host memory between disk and GPU: staging slots and cached experts.
 
     `computes`: the tier's slots have the layout from which the host's CPU can compute.
     """

@@ -1,4 +1,4 @@
-"""Split the experts of a pack in two: a top segment for slots, and a bottom segment."""
+"""Split a pack's experts in two: a top segment for slots, and a bottom segment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 def split_experts(
     catalog: Catalog, shares: float | Sequence[float], top_k: int
 ) -> tuple[Catalog, Split | None]:
-    """Split a pack's experts, each layer at the segment boundary nearest to its share.
+    """Split each layer's experts in a pack at the segment boundary nearest to its share.
 
     Returns the catalog of tops and bottoms with their sizes; the same catalog and None where no
     layer is split. UsageError where the pack has no segments, or another number of layers.
@@ -39,7 +39,7 @@ def split_experts(
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """The number of segments, at least 1, nearest to this share of an expert."""
+    """Return the number of segments, at least 1, nearest to this share of an expert."""
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))
