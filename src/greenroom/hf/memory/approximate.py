@@ -54,7 +54,7 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """Return a layer's experts whose misses may be approximated, with their low-precision copies."""
+    """Return a layer's experts with approximate misses, and with low-precision copies if any."""
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)

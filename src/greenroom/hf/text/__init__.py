@@ -1,1 +1,1 @@
-"""Prompts and answers: chat templates, generation, tool calls."""
+"""Prompts and answers of a model: chat templates, generation, tool calls."""

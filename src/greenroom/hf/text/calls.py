@@ -1,4 +1,4 @@
-"""Format of a model's tool calls, learned from its chat template.
+"""Learn how a model writes tool calls from its chat template.
 
 The template renders an answer that calls a tool, and an answer that is a marker; the text in place
 of the marker is the call. So no table of models is needed, and templates are refused whose calls
@@ -24,9 +24,10 @@ ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The text of a call: `before`, its name, `between`, its arguments as JSON, `after`.
+    """Format of a model's tool call, as the texts around name and arguments.
 
-    free: an answer without a call is plain text
+    The text of a call is `before`, its name, `between`, its arguments as JSON, `after`. free: an
+    answer without a call is plain text
     """
 
     before: str
@@ -41,7 +42,7 @@ class CallFormat:
 def find_call_format(
     dialogue: Dialogue, prompt: Sequence[int], tools: list[dict[str, Any]]
 ) -> CallFormat | None:
-    """Find the format of calls in answers to a prompt that lists `tools`.
+    """Find the format of a model's tool calls in answers to prompts that list `tools`.
 
     None where the template writes calls in another way, or where the reply parser does not
     recognise such a call.
@@ -80,7 +81,7 @@ def _compare_answers(called: str, marked: str) -> CallFormat | None:
 
 
 def _common_length(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
+    """Return the length of the common prefix of two texts."""
     return sum(takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))
 
 

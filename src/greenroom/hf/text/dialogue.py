@@ -1,4 +1,4 @@
-"""Conversion between conversations and tokens: chat templates, text, parsing of answers.
+"""Convert conversations to tokens by chat templates, and answers' tokens to text and tool calls.
 
     dialogue = Dialogue(tokenizer, "qwen3_moe")
     ids = dialogue.chat([{"role": "user", "content": "Hello"}])
@@ -37,7 +37,7 @@ Tools = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model asks for; `arguments` is JSON."""
+    """Tool call that a model's answer asks for; `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -45,7 +45,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A part of an answer: text, reasoning, or a tool call; one of them is set."""
+    """Part of a model's answer: text, reasoning, or a tool call; one is set."""
 
     text: str = ""
     reasoning: str = ""
@@ -53,7 +53,7 @@ class ReplyPart:
 
 
 class Dialogue:
-    """A tokenizer with its chat template and response template."""
+    """Tokenizer with chat template and response template, for conversations with a model."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class Dialogue:
         model_type: str | None = None,
         context: int = MOST_TOKENS,
     ) -> None:
-        """`model_type` is the model config's. Prompts of over `context` tokens are refused."""
+        """Set up a model's tokenizer for conversations of at most `context` tokens.
+
+        `model_type` is the model config's. Prompts of over `context` tokens are refused.
+        """
         self.tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
         self._limit = PromptLimit(tokenizer, context)
@@ -74,17 +77,17 @@ class Dialogue:
 
     @cached_property
     def supports_tools(self) -> bool:
-        """True where the template lists tools, and answers are parsed for calls."""
+        """Check that the chat template lists tools, and that answers are parsed for calls."""
         return self.template_uses("tools") and "tool_calls" in self._fields
 
     @property
     def supports_reasoning(self) -> bool:
-        """True where the model's answers have a part for reasoning."""
+        """Check that the model's answers have a part for reasoning."""
         return any(name in self._fields for name in REASONING)
 
     @property
     def _fields(self) -> Any:
-        """The fields of the response template; empty without one."""
+        """Return the fields of the tokenizer's response template; empty without one."""
         return self._response_template.fields if self._response_template else {}
 
     def template_uses(self, name: str) -> bool:
@@ -101,7 +104,7 @@ class Dialogue:
         ends: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the model's answer begins.
+        """Convert a conversation to token ids, up to where the model's answer begins.
 
         With `resume` the answer continues the last message; with `ends` the conversation is
         complete. `variables` are further variables of the template. UsageError where the template
@@ -114,22 +117,22 @@ class Dialogue:
         return self.encode(text, special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text; where `special`, with the tokenizer's own tokens around it."""
+        """Convert a text to token ids; with the tokenizer's special tokens where `special`."""
         self._limit.check_text(text)
         return token_ids(self.tokenizer, text, special)
 
     def close(self) -> None:
-        """End the process that renders templates."""
+        """End the separate process that renders chat templates."""
         self.templates.close()
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of token ids, with special tokens or without."""
+        """Convert token ids to text, with special tokens or without."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, also where they are half a character."""
+        """Return the bytes of one token, also where they are half a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token_id in self.tokenizer.added_tokens_decoder or token is None:
             return (token or "").encode()
@@ -140,7 +143,7 @@ class Dialogue:
         return self.decode([token_id]).encode()
 
     def reply_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> ReplyParser:
-        """A parser for the answer to this prompt."""
+        """Make a parser of text, reasoning and tool calls for the answer to this prompt."""
         if self._response_template is None:
             return ReplyParser(self)
         # The template may have begun the answer, as with "<think>".
@@ -175,9 +178,10 @@ class Dialogue:
 
 
 class ReplyParser:
-    """Parses an answer's tokens into text, reasoning and tool calls; all text without a parser.
+    """Parses an answer's tokens into text, reasoning and tool calls.
 
-    From an error of the response parser on (a call that is not JSON), the answer is text.
+    All is text without a parser. From an error of the response parser on (a call that is not JSON),
+    the answer is text.
     """
 
     def __init__(self, dialogue: Dialogue, parser: ResponseParser | None = None) -> None:
@@ -192,11 +196,11 @@ class ReplyParser:
             self._shown = 0
 
     def feed(self, token_id: int) -> list[ReplyPart]:
-        """The parts of the answer that are complete with this token."""
+        """Parse one more token; return the parts of the answer that are now complete."""
         return self._parse(self._text.feed(token_id))
 
     def end(self) -> list[ReplyPart]:
-        """The parts that are left at the end of the answer."""
+        """Return the unfinished parts of the answer at the end of its tokens."""
         parts = self._parse(self._text.end())
         if self._parser is None:
             return parts
@@ -256,14 +260,17 @@ class TextDecoder:
         self._returned = 0  # how many of `_ids` were returned
 
     def feed(self, token_id: int) -> str:
-        """The text that is complete with this token; "" in the middle of a character."""
+        """Decode one more token; return the text that is now complete.
+
+        "" in the middle of a character.
+        """
         self._ids.append(token_id)
         text = self._dialogue.decode(self._ids, self._special)
         half = text.endswith(HALF) and len(self._ids) - self._returned < MOST_HELD
         return "" if half else self._take(text)
 
     def end(self) -> str:
-        """The remaining text, complete or not."""
+        """Return the remaining text of the decoded tokens, complete or not."""
         return self._take(self._dialogue.decode(self._ids, self._special))
 
     def _take(self, text: str) -> str:

@@ -24,7 +24,7 @@ Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
 @dataclass(slots=True)
 class Answer:
-    """A generated answer with its times in seconds; `gaps` lie between its tokens."""
+    """Generated answer with its times in seconds; `gaps` lie between its tokens."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """The median time per output token."""
+        """Return an answer's median time per output token, in seconds."""
         return float(np.median(self.gaps)) if self.gaps else None
 
     @property
@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Decoding speed, without the prompt."""
+        """Return an answer's decoding speed in tokens a second, without the prompt."""
         return len(self.gaps) / sum(self.gaps) if self.gaps else None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False) -> torch.Tensor:
-    """Token ids [1, T] of a prompt, with the tokenizer's chat template if any.
+    """Convert a prompt to token ids [1, T], by the tokenizer's chat template if any.
 
     With `raw` a text has no template applied; messages need a template.
     """
@@ -85,7 +85,7 @@ def answer(
     on_text: OnText = lambda text: None,
     to_the_end: bool = False,
 ) -> Answer:
-    """Generate an answer; `on_text` is called with each piece of text.
+    """Generate an answer to a prompt; `on_text` is called with each piece of text.
 
     With `to_the_end` the model cannot end its answer before the number of tokens in `sampling`.
     """

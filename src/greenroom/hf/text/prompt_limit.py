@@ -1,4 +1,4 @@
-"""Limits of prompts, checked before templates and tokenizers do work.
+"""Refuse prompts that are too long, before templates and tokenizers do work.
 
 limit = PromptLimit(tokenizer, context=4096)
 limit.check_messages(messages, tools)      # TooLong, by characters, before they are rendered
@@ -25,7 +25,7 @@ class PromptLimit:
         self.most_chars = context * longest + SPARE
 
     def check_messages(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
-        """Raise TooLong for messages that cannot fit.
+        """Raise TooLong for a conversation whose messages cannot fit into the context.
 
         They have more characters with their tools than any prompt, or more messages than tokens.
         """
@@ -36,7 +36,10 @@ class PromptLimit:
         self._check(count_chars(messages) + count_chars(tools))
 
     def check_text(self, text: str) -> None:
-        """Raise TooLong for a text of too many tokens, without tokenising much more than fits."""
+        """Raise TooLong for a text of too many tokens.
+
+        Not much more is tokenised than fits.
+        """
         self._check(len(text))
         if len(text) <= max(PIECE, DENSE * self._context):
             return
@@ -57,7 +60,7 @@ class PromptLimit:
 
 
 def token_ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """The token ids of a text; UsageError where it is not valid Unicode."""
+    """Convert a text to token ids; UsageError where it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -68,7 +71,7 @@ def token_ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 
 def count_chars(value: Any) -> int:
-    """The number of characters in all texts of a JSON value."""
+    """Count the characters in all texts of a JSON value."""
     count, left = 0, [value]
     while left:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: `python template_worker.py BYTES SECONDS PATH...`.
+"""Render chat templates in a process: `python template_worker.py BYTES SECONDS PATH...`.
 
 A template is a program by the author of the checkpoint: it may loop, or write without end. The
 kernel limits this process: to BYTES of address space, and SECONDS of CPU time for each rendering.
@@ -23,7 +23,7 @@ RETIRE_BYTES = 40 << 20  # a process that has become this large is replaced by a
 
 
 class Dict:
-    """`dict` without the methods of a type."""
+    """Dictionary for chat templates: `dict` without the methods of its type object."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -33,14 +33,20 @@ class Dict:
 
 
 def environment():
-    """The Jinja environment of transformers (`_compile_jinja_template` of 5.23)."""
+    """Make the Jinja environment in which transformers renders chat templates.
+
+    It is that of `_compile_jinja_template` of 5.23.
+    """
     import jinja2
     import jinja2.ext
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """The block {% generation %}, which marks the model's own text; it renders its content."""
+        """Jinja block {% generation %}, which marks the model's own text.
+
+        The block renders its content.
+        """
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -54,7 +60,7 @@ def environment():
             return caller()
 
     class Namespace(jinja2.utils.Namespace):
-        """A namespace without names that begin with an underscore."""
+        """Jinja namespace that refuses names that begin with an underscore."""
 
         def __init__(*args, **kwargs):  # `self` may be one of the names
             attributes = dict(*args[1:], **kwargs)
@@ -89,7 +95,7 @@ def environment():
 
 
 def render(compiled, source, variables, most):
-    """Render a template; TemplateError beyond `most` characters."""
+    """Render a chat template; TemplateError where the text exceeds `most` characters."""
     from jinja2.exceptions import TemplateError
 
     pieces, left = [], most
@@ -102,7 +108,10 @@ def render(compiled, source, variables, most):
 
 
 def answer(compiled, request):
-    """Answer a request: whether it is rendered, whether memory ran out, and the text."""
+    """Answer a request to render a chat template.
+
+    The answer is whether it is rendered, whether memory ran out, and the text.
+    """
     from jinja2.exceptions import TemplateError
 
     try:
@@ -135,7 +144,10 @@ def main(limit, seconds, path):
 
 
 def resident_bytes():
-    """Resident memory of this process. (Its peak would include that of the parent before exec.)"""
+    """Return the resident memory of the template process, in bytes.
+
+    (Its peak would include that of the parent before exec.)
+    """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a separate process with limits.
+"""Render chat templates in a separate process with limits on time and memory.
 
 with closing(Templates()) as templates:
     text = templates.chat(tokenizer, messages)
@@ -35,7 +35,10 @@ Messages = list[dict[str, Any]]
 
 
 class Templates:
-    """Renders templates to texts of at most `most_chars`. Safe to share between threads."""
+    """Renders chat templates to texts of at most `most_chars`, in a separate process.
+
+    Safe to share between threads.
+    """
 
     def __init__(self, most_chars: int = MOST_CHARS) -> None:
         self.most_chars = min(most_chars, MOST_CHARS)
@@ -45,7 +48,10 @@ class Templates:
         self._end: Any = None  # ends the process, at the latest with ours
 
     def close(self) -> None:
-        """End the process. The next rendering starts another."""
+        """End the process that renders chat templates.
+
+        The next rendering starts another.
+        """
         with self._lock:
             self._end_process()
 
@@ -58,7 +64,7 @@ class Templates:
         ends: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation, up to where the model's answer begins.
+        """Render a conversation by its chat template, up to where the model's answer begins.
 
         With `resume` the answer continues the last message; with `ends` the conversation is
         complete. UsageError where the template does not accept it.
@@ -86,7 +92,7 @@ class Templates:
         return _text_before_mark(text, str(messages[-1]["content"])) if resume else text
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """Render a template; UsageError where it fails, or takes too much time or memory."""
+        """Render a chat template; UsageError where it fails, or exceeds time or memory."""
         try:
             request = json.dumps([template, variables, self.most_chars], default=_to_json)
         except (ValueError, RecursionError) as error:
