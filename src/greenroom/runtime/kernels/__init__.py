@@ -1,1 +1,1 @@
-"""Kernels: experts computed from their slots, and compiled dense layers for one token."""
+"""Kernels that compute experts from their memory slots, and compiled dense layers for one token."""

@@ -1,4 +1,4 @@
-"""Detection of a module's activation, by its values on sample inputs, never by its name.
+"""Detect a module's activation function by its values on sample inputs, never by its name.
 
 The formulas of the compiled kernel are written here as tensor operations. If one has the bits of
 the module's own activation on random and extreme inputs, the kernel computes it in place. Otherwise
@@ -21,7 +21,10 @@ from greenroom.runtime.kernels.layer import LayerExperts
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A formula of `gating.activate` with its constants; RAW: call the module."""
+    """A gated activation function that kernels can compute, with its constants.
+
+    A formula of `gating.activate`; RAW: call the module.
+    """
 
     code: int = RAW
     limit: float = inf
@@ -84,7 +87,10 @@ def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 @torch.no_grad()
 def find_activation(layer: LayerExperts) -> Activation:
-    """Find the formula that has the module's bits on the samples, or `Activation()`."""
+    """Find the compiled formula that equals a module's activation function bit by bit on samples.
+
+    Return `Activation()` if there is none.
+    """
     if layer.recipe.compute is not None:  # the compiled formulas round to the layer's own type
         return Activation()
     gate, up, both = _samples(layer, layer.dtype)

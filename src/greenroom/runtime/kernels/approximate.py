@@ -1,4 +1,4 @@
-"""Kernels for steps in which some experts are approximated.
+"""Kernels for decode steps in which low-precision copies or nothing replace some experts.
 
 Copies in low precision are computed by the kernels of their encoding, from separate slots. A
 skipped expert adds nothing; one with a substitute is computed from the substitute's slot. Outputs
@@ -22,7 +22,10 @@ from greenroom.runtime.slots.tier import Slots
 
 
 class ExpertsWithCopies(LayerExperts):
-    """One layer's experts; `low` is the layer of their copies in low precision, or None."""
+    """One MoE layer's exact experts, and their low-precision copies if there are any.
+
+    `low` is the layer of the copies, or None.
+    """
 
     def __init__(
         self,
@@ -36,12 +39,12 @@ class ExpertsWithCopies(LayerExperts):
 
 
 class ApproximateKernel(PooledKernel):
-    """A kernel around another one, for `ExpertsWithCopies`."""
+    """A kernel that computes some experts from low-precision copies, by an inner kernel."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> base.KernelStep:
-        """Start a step: x [T, H], weights [T, K].
+        """Start to compute an MoE layer's experts for tokens x [T, H], weights [T, K].
 
         The eager kernel computes a layer whose copies have no compiled product.
         """
@@ -53,7 +56,7 @@ class ApproximateKernel(PooledKernel):
     def compute_group(
         self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0
     ) -> None:
-        """Compute experts from their slots or their copies' slots, or skip them.
+        """Compute experts exactly or from their low-precision copies, or skip them.
 
         part: exact weights, LOW or SKIP (core/plan.py)
         """

@@ -43,7 +43,7 @@ _SERIAL = 1 << 16  # a sum over experts of so many elements is not worth a secon
 
 
 class CpuLayerPlan:
-    """A layer's compiled kernel entries and constant arguments."""
+    """The compiled kernel entries and constant arguments of one MoE layer on the CPU."""
 
     __slots__ = (
         *(
@@ -93,14 +93,17 @@ class CpuLayerPlan:
 
 
 def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
-    """Return the layer's plan, made at its first use; `rounded` as for `MatrixProduct`."""
+    """Return an MoE layer's CPU kernel plan, built at its first use.
+
+    `rounded` is as for `MatrixProduct`.
+    """
     if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
         layer.plan = CpuLayerPlan(layer, rounded)
     return layer.plan
 
 
 class CpuStep(base.KernelStep):
-    """A step of the compiled kernel.
+    """One MoE layer's computation for some tokens by the compiled CPU kernel.
 
     `buffer` holds, in float32, one after another: mid [S, 2I], act [S, I], out [T * K, H] and
     sums [T, H], where S is the number of entries of the routing. `out` and `sums` are offsets.
@@ -138,7 +141,7 @@ class CpuStep(base.KernelStep):
 
     @property
     def outputs(self) -> Tensor:
-        """Outputs of every entry [T * K, H], by token and rank."""
+        """Return every chosen expert's output [T * K, H], ordered by token and rank."""
         tokens, top_k = self.routing.shape
         return self._buffer_matrix(self.out, tokens * top_k, self.layer.hidden)
 
@@ -157,7 +160,7 @@ class CpuStep(base.KernelStep):
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        """Compute experts from another layer's slots, without the sum.
+        """Compute experts from another layer's slots, without the sum over experts.
 
         A segment has a multiple of 64 channels of the intermediate dimension.
         """
@@ -213,7 +216,7 @@ class CpuStep(base.KernelStep):
         return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Leave experts that are not computed out of the sum.
+        """Leave experts that are not computed out of the weighted sum.
 
         Their outputs and routing weights become 0; `combine` still adds biases to the outputs.
         """
@@ -246,7 +249,10 @@ class CpuStep(base.KernelStep):
         self.result = result
 
     def sum_arguments(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
-        """Return (arguments of `combine`, its result [T, H], weights to keep alive until then)."""
+        """Make the kernel arguments that sum a step's expert outputs for each token.
+
+        Return (arguments of `combine`, its result [T, H], weights to keep alive until then).
+        """
         layer, routing, x = self.layer, self.routing, self.x
         tokens, hidden = routing.shape[0], layer.hidden
         bias = None if layer.norm is not None else plan.combine_bias
@@ -280,7 +286,7 @@ class CpuStep(base.KernelStep):
         up: bool = True,
         down: bool = True,
     ) -> array[int]:
-        """Make the arguments of `compute_group` for a group (see expert_group.py)."""
+        """Make the kernel arguments that compute a group of experts (see expert_group.py)."""
         count, entries = len(experts), len(self.routing.rows)
         scratch, stride = self.kernel.scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(self.routing.experts) else plan.steps
@@ -325,10 +331,10 @@ class CpuStep(base.KernelStep):
 
 
 class CpuKernel(Kernel):
-    """The compiled kernel on the CPU: `kernels="numba"` and `kernels="rounded"`."""
+    """The compiled expert kernel on the CPU: `kernels="numba"` and `kernels="rounded"`."""
 
     def __init__(self, float32: bool = False, rounded: bool = False) -> None:
-        """Make a kernel.
+        """Make a compiled CPU kernel for experts.
 
         float32: compute float32 models too, not with the eager kernel
         rounded: round encoded weights to the model's type before use, as transformers does when it
@@ -342,7 +348,7 @@ class CpuKernel(Kernel):
 
     @contextmanager
     def batch_invariant(self) -> Iterator[None]:
-        """Context in which a token has the same bits in any batch.
+        """Return a context in which a token's output has the same bits in any batch.
 
         Without it that does not hold for encoded experts.
         """
@@ -353,7 +359,7 @@ class CpuKernel(Kernel):
             self.sequential_rows = before
 
     def supports(self, layer: LayerExperts) -> bool:
-        """Does this kernel compute a layer, rather than the eager one?"""
+        """Check that the compiled CPU kernel, not the eager kernel, computes an MoE layer."""
         return not layer.fallback_reason and (self._float32 or layer.dtype is not torch.float32)
 
     def begin(
@@ -364,7 +370,9 @@ class CpuKernel(Kernel):
         return CpuStep(self, layer, x, routing, weights)
 
     def scratch(self, stride: int) -> tuple[int, int]:
-        """Return (address, bytes per thread) of scratch memory for this thread's groups.
+        """Return the address of the calling thread's scratch memory for expert groups.
+
+        Return (address, bytes per thread).
 
         The memory is reused by later calls.
         """

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class EagerStep(base.KernelStep):
-    """A step of the eager kernel: per expert its tokens and their weighted outputs."""
+    """One MoE layer's computation by the eager kernel, expert by expert.
+
+    It holds per expert its tokens and their weighted outputs.
+    """
 
     __slots__ = ("outputs",)
 
@@ -77,7 +80,7 @@ class EagerStep(base.KernelStep):
 
 
 class EagerKernel(Kernel):
-    """The reference kernel: `kernels="eager"`."""
+    """The reference expert kernel, with transformers' eager operations: `kernels="eager"`."""
 
     name = "eager"
 
@@ -86,7 +89,9 @@ class EagerKernel(Kernel):
 
 
 class UnweightedStep(EagerStep):
-    """A step that leaves the sum to another device: outputs [n, H] of each expert.
+    """An MoE layer's computation on the host whose weighted sum another device takes.
+
+    It has the outputs [n, H] of each expert.
 
     They are computed by torch's products, before routing weights and norm.
     """
@@ -107,12 +112,12 @@ class UnweightedStep(EagerStep):
             )
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """Return an expert's outputs [n, H]."""
+        """Return an expert's outputs [n, H], before routing weights and norm."""
         return self.outputs[expert][1]
 
 
 class UnweightedEagerKernel(Kernel):
-    """The host's kernel, next to a GPU, for layers without a compiled kernel."""
+    """The host's expert kernel, next to a GPU, for layers without a compiled kernel."""
 
     name = "plain"
 
@@ -121,7 +126,7 @@ class UnweightedEagerKernel(Kernel):
 
 
 def expert_matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
-    """Return a matrix of the expert in a slot in the module's own layout, expanded.
+    """Return one expert's weight matrix from its slot, decoded, in the module's own layout.
 
     A transposed matrix is copied: the matrix product of a view would round differently.
     """
@@ -133,7 +138,7 @@ def expert_matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
 
 
 def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:
-    """Convert a tensor to the type that the layer computes in."""
+    """Convert a tensor to the data type that an experts layer computes in."""
     compute = layer.recipe.compute
     return tensor if compute is None else tensor.to(compute)
 
@@ -153,7 +158,7 @@ def forward_without_norm(
 
 
 def project(layer: LayerExperts, x: Tensor, w: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    """Compute x @ w (+ bias), rounded after the product and after the sum."""
+    """Multiply rows with an expert's weight matrix, add its bias, and round after both."""
     x, w = cast(layer, x), cast(layer, w)
     h = x @ w if layer.transposed else linear(x, w)
     return h if bias is None else h + cast(layer, bias[expert])

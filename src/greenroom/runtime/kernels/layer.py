@@ -1,4 +1,4 @@
-"""One layer's experts for the kernels: module, layout in a slot, arithmetic."""
+"""Describe an MoE layer's experts for the kernels: module, layout in a slot, arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from greenroom.runtime.slots.tier import Slots
 
 
 class LayerExperts:
-    """One layer's experts, whose weights lie in slots. Built once, when a model is attached.
+    """One MoE layer's experts, whose weights lie in memory slots.
+
+    Built once, when a model is attached.
 
     module: a transformers experts module, or an object with its flags and resident parameters
     layout: layout of an expert's matrices in a slot
@@ -54,7 +56,7 @@ class LayerExperts:
 
     @cached_property
     def fallback_reason(self) -> str:
-        """Reason why the eager kernel computes this layer, or ""."""
+        """Return why only the eager kernel computes an MoE layer, or an empty string."""
         from greenroom.runtime.kernels.matrix import fallback_reason
 
         if getattr(self.module, "eager_only", False):
@@ -81,5 +83,8 @@ class LayerExperts:
         return bias.unflatten(1, (runs, -1))[:, :, start : start + wide].flatten(1).contiguous()
 
     def activate(self, h: Tensor) -> Tensor:
-        """Apply the module's own activation: [n, 2I], or without a gate [n, I], -> [n, I]."""
+        """Apply an experts module's own activation to up projections.
+
+        [n, 2I], or without a gate [n, I], -> [n, I].
+        """
         return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)  # type: ignore[operator]

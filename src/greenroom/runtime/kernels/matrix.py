@@ -1,4 +1,4 @@
-"""Compiled products of encoded matrices, and which matrices have one.
+"""Compiled products of encoded weight matrices, and checks of which matrices have one.
 
 By default a weight is its format's value in float32: code times scale. A few tokens are multiplied
 with integers where the processor can (codes.py). Then only inputs below a 64th of the largest of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class MatrixProduct:
-    """A matrix's compiled product, and the kernel arguments that describe the matrix.
+    """A weight matrix's compiled product, and the kernel arguments that describe the matrix.
 
     arguments: addresses of the product and of the matrix's layout
     packs_input: does the product take x as integers?
@@ -44,7 +44,10 @@ class MatrixProduct:
     __slots__ = ("_layout", "_product", "arguments", "packs_input")
 
     def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
-        """`rounded`: round weights to `dtype`, the model's type, as transformers does."""
+        """Choose a weight matrix's compiled product, and describe the matrix for kernels.
+
+        `rounded`: round weights to `dtype`, the model's type, as transformers does.
+        """
         rows, columns = weight.shape
         values, share, rows_per_scale, scale_row = weight.parts[0], 1, 1, 0
         if len(weight.parts) > 1:
@@ -65,7 +68,7 @@ class MatrixProduct:
 
 
 def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
-    """Are all weights of an encoded matrix numbers of the model's type?"""
+    """Check that the model's data type represents every weight of an encoded matrix exactly."""
     return (weight.encoding, dtype) in _NUMBERS
 
 
@@ -92,7 +95,7 @@ def _name(weight: WeightSpec) -> str:
 
 
 def fallback_reason(layer: LayerExperts) -> str:
-    """Return why the eager kernel computes a layer, or ""."""
+    """Return why only the eager kernel computes an MoE layer, or an empty string."""
     weights = layer.up_weight, layer.down_weight
     encodings = {weight.encoding for weight in weights}
     if encodings == {PLAIN}:
@@ -103,7 +106,10 @@ def fallback_reason(layer: LayerExperts) -> str:
 
 
 def unsupported_reason(weight: WeightSpec) -> str:
-    """Return why no compiled product reads a matrix [outputs, inputs], or ""."""
+    """Return why no compiled product reads a weight matrix, or "" if one does.
+
+    The matrix is [outputs, inputs].
+    """
     name, (rows, columns) = _name(weight), weight.shape
     if name not in NAMES:
         return weight.encoding

@@ -1,4 +1,4 @@
-"""Compile the kernels in a second process while this one imports torch and transformers.
+"""Compile the kernels in a second process while the first imports torch and transformers.
 
 The first answer on a machine waits for both: 6 seconds each on two cores. A model whose weight type
 or layout was not guessed compiles the missing kernels itself.
@@ -27,7 +27,7 @@ _child: subprocess.Popen[bytes] | None = None
 
 
 def compile_all(dtype: str) -> None:
-    """Compile all kernels for one weight type and plain matrices."""
+    """Compile all CPU kernels for one weight type and unencoded matrices."""
     from greenroom.runtime.kernels.codegen.entries import choice, expert_group, heads, layers
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
@@ -63,7 +63,7 @@ def _marker(dtype: str) -> Path:
 
 
 def start_compiling(dtype: str) -> None:
-    """Start the second process, if it is needed.
+    """Start a process that compiles the CPU kernels, if they are not compiled yet.
 
     It needs a second core and a writable cache folder.
     """
@@ -84,7 +84,7 @@ def start_compiling(dtype: str) -> None:
 
 
 def wait_for_compiling() -> None:
-    """Wait until the second process, if there is one, has ended."""
+    """Wait until the process that compiles the CPU kernels has ended."""
     global _child
     if _child is not None:
         try:

@@ -1,4 +1,4 @@
-"""Detection of the arithmetic of an experts class, by comparison with its eager forward.
+"""Detect an experts class's arithmetic by comparison with its eager forward.
 
 A few classes sum over experts in float32, or compute in float32 throughout. No flag says so, and a
 table of names would miss the next one. So the class's forward runs once on a toy model of a few
@@ -30,7 +30,7 @@ Make = Callable[..., "LayerExperts"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Data types of an experts class's arithmetic.
+    """The data types in which an experts class computes its products and sums.
 
     compute:    type of the matrix products and of all between them; None: the model's
     accumulate: type of the sum over a token's experts; None: the model's; "weights": the routing
@@ -41,7 +41,7 @@ class Recipe:
     accumulate: torch.dtype | str | None = None
 
     def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
-        """Return the type of the sum over experts for these inputs."""
+        """Return the data type in which expert outputs are summed for these inputs."""
         if self.accumulate == "weights":
             return weights.dtype
         return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
@@ -87,7 +87,7 @@ _CACHE: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
 def find_recipe(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
-    """Find the recipe that reproduces the module class's own eager forward.
+    """Find the arithmetic that reproduces an experts class's own eager forward.
 
     A class without one, or that computes an expert's output itself, has the default recipe. `make`
     is LayerExperts. Raises UnsupportedModel if no recipe has the same bits.

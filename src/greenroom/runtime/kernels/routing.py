@@ -1,4 +1,4 @@
-"""A step's routing: its distinct experts and the rows that each of them computes."""
+"""Routing of some tokens in one layer: distinct experts and the rows of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rows of a step, sorted by expert.
+    """The (token, rank) rows that experts compute in one layer, sorted by expert.
 
     Expert `experts[i]` (local ids, ascending) computes the entries `starts[i]:starts[i + 1]` of
     `tokens` and `ranks`, in the order of `k, t = torch.where(top_k_index.T == e)`: by rank, then
@@ -32,7 +32,10 @@ class Routing:
 
     @classmethod
     def of(cls, top_k_index: NDArray[np.int64], num_experts: int) -> Routing:
-        """Sort `top_k_index` [tokens, top_k]; ids from `num_experts` on are foreign."""
+        """Sort the router's chosen expert ids [tokens, top_k] by expert.
+
+        Ids from `num_experts` on are foreign.
+        """
         if len(top_k_index) == 1:
             return cls._of_one(top_k_index[0].tolist(), num_experts)
         tokens, top_k = top_k_index.shape
@@ -73,7 +76,9 @@ class Routing:
     def counts_and_weights(
         self, weights: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return (rows, sums of gate weights) of each expert; `weights` [tokens, top_k].
+        """Return each expert's number of rows and sum of gate weights.
+
+        `weights` [tokens, top_k].
 
         As in a trace, weights are float16, summed exactly and rounded once. So a policy that uses
         them does the same in a replay as in the run.
@@ -85,10 +90,13 @@ class Routing:
         return rows, np.add.reduceat(each, self.starts[:-1]).astype(np.float32)
 
     def row_counts(self) -> NDArray[np.int32]:
-        """Return the number of rows of each expert."""
+        """Return the number of rows that each routed expert computes."""
         return np.diff(self.starts).astype(np.int32)
 
     def entries(self, expert: int) -> slice:
-        """Return an expert's slice of `tokens`, `ranks` and `rows`."""
+        """Return where an expert's rows lie in the arrays sorted by expert.
+
+        A slice of `tokens`, `ranks` and `rows`.
+        """
         i = int(np.searchsorted(self.experts, expert))
         return slice(int(self.starts[i]), int(self.starts[i + 1]))

@@ -1,4 +1,4 @@
-"""Kernels over experts in segments, which may be in two slots: top and bottom segments.
+"""Kernels for experts stored in segments, whose top and bottom may be in two slots.
 
 Compiled kernels compute one segment after another and accumulate. They sum the down projection in
 blocks of 64 channels in any case, so the bits are those of an unsplit expert. The eager kernel gets
@@ -23,25 +23,31 @@ from greenroom.runtime.slots.tier import Slots
 
 
 class JoinedSlots:
-    """Slots for the eager kernel: matrices joined from the parts of an expert."""
+    """Slots from which the eager kernel reads matrices joined from an expert's segments."""
 
     stride = 0
 
     def __init__(self, cutting: Cutting, parts: Sequence[tuple[Slots, list[Any]]]) -> None:
-        """`parts`: for each part its slots and its (offset in the slot, layout) segments."""
+        """Make slots that join an expert's matrices from its parts.
+
+        `parts`: for each part its slots and its (offset in the slot, layout) segments.
+        """
         self._cutting, self._parts = cutting, parts
         self.part_slots: dict[int, list[int]] = {}  # expert -> slot of each part
 
     def address(self, slot: int) -> int:
-        """Return 0: matrices have no address before they are joined."""
+        """Return 0 as a slot's address: matrices have none before they are joined."""
         return 0
 
     def add_part(self, expert: int, slot: int) -> None:
-        """Record the slot of an expert's next part."""
+        """Record the slot that holds an expert's next part."""
         self.part_slots.setdefault(expert, []).append(slot)
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """Join a tensor of an expert (`slot` is its id) from its segments."""
+        """Join a weight tensor of an expert from its segments.
+
+        `slot` is the expert's id.
+        """
         pieces = []
         for (slots, segments), at in zip(self._parts, self.part_slots[slot], strict=True):
             for offset, layout in segments:
@@ -51,13 +57,15 @@ class JoinedSlots:
 
 
 class SegmentedExperts(LayerExperts):
-    """One layer's experts, stored in segments of their intermediate channels.
+    """One MoE layer's experts, stored in segments of their intermediate channels.
 
     `parts[p]` are the segments of part p, each a `LayerExperts` in the slots of that part.
     """
 
     def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):
-        """Make a layer whose first `cut` segments lie in `slots[0]`, the others in `slots[1]`.
+        """Make a layer whose experts' segments lie in one or two pools of slots.
+
+        The first `cut` segments lie in `slots[0]`, the others in `slots[1]`.
 
         With one pool of slots all segments lie there.
         """
@@ -82,7 +90,7 @@ class SegmentedExperts(LayerExperts):
 
 
 class SegmentedKernel(PooledKernel):
-    """A kernel around another one, for `SegmentedExperts`."""
+    """A kernel that computes experts stored in segments, by an inner kernel."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
@@ -93,7 +101,7 @@ class SegmentedKernel(PooledKernel):
     def compute_group(
         self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int | None = None
     ) -> None:
-        """Compute a part of these experts from its slots.
+        """Compute the top, bottom or all segments of experts from their slots.
 
         part: None: all parts, from slots with the same numbers
         """

@@ -1,4 +1,4 @@
-"""Expert kernels by name."""
+"""Look up expert kernels by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPU_KERNEL = "triton"  # imported when it is used: only GPUs need its library
 
 
 def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
-    """Describe a kernel: its name, and which layers the eager kernel computes instead."""
+    """Describe an expert kernel: its name, and which layers the eager kernel computes."""
     reasons = (
         {layer.fallback_reason for layer in layers} - {""}
         if isinstance(chosen, CpuKernel)
@@ -31,7 +31,10 @@ def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
 
 
 def make_kernel(name: str) -> Kernel:
-    """Make the expert kernel of a name; `UnknownName` lists the names that exist."""
+    """Make the expert kernel that a name selects.
+
+    `UnknownName` lists the names that exist.
+    """
     if name == GPU_KERNEL:
         if find_spec("triton") is None:
             raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")

@@ -56,7 +56,9 @@ Forward = Callable[..., Tensor]
 
 
 class Accelerated:
-    """The submodules that have a compiled forward; `detach()` restores them.
+    """The submodules of a model that have a compiled forward.
+
+    `detach()` restores them.
 
     counts: their number by kind
     layers: the fused decoder layers
@@ -74,11 +76,11 @@ class Accelerated:
 
     @property
     def compiled(self) -> set[nn.Module]:
-        """Modules whose weights compiled code may read by address."""
+        """Return the modules whose weights compiled code may read by address."""
         return {part for module in self._modules for part in module.modules()}
 
     def detach(self) -> None:
-        """Remove all compiled forwards; a second call does nothing."""
+        """Remove all compiled forwards from a model; a second call does nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
         self._modules.clear()
@@ -92,7 +94,7 @@ def accelerate(
     add_experts: AddExperts | None = None,
     rounded: bool = False,
 ) -> Accelerated:
-    """Compile the eligible dense submodules of a model on the CPU for few tokens.
+    """Give a model's dense submodules on the CPU forwards compiled for few tokens.
 
     reserve: reserves space for one token in a KV cache, if it can
     add_experts: computes a layer's experts and adds them to the residual
@@ -200,7 +202,9 @@ def _has_no_hooks(module: nn.Module) -> bool:
 def linear_forward(
     module: nn.Module, stored: StoredMatrix | None = None, rounded: bool = False
 ) -> Forward:
-    """Make nn.Linear's forward, compiled for up to FEW rows of its own type.
+    """Make a compiled nn.Linear forward for few input rows.
+
+    It takes up to FEW rows of the module's own type.
 
     stored: a stored matrix to use instead of the weight, `rounded` or not
     """
@@ -252,7 +256,10 @@ def linear_forward(
 
 
 def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply many rows by torch's product with a stored matrix, expanded part by part."""
+    """Multiply many rows with a matrix in its checkpoint encoding, expanded part by part.
+
+    torch multiplies.
+    """
     rows, columns = stored.shape
     step = max(1, EXPANDED // (columns * stored.dtype.itemsize))
     parts = []
@@ -263,7 +270,10 @@ def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tenso
 
 
 def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
-    """Make nn.Embedding's forward with a stored matrix; its rows are always rounded."""
+    """Make a forward of nn.Embedding that reads a matrix in its checkpoint encoding.
+
+    Its rows are always rounded.
+    """
     parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
 
     @outside_graphs
@@ -291,7 +301,10 @@ NORMS: dict[int, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 @torch.no_grad()
 def norm_style(module: nn.Module) -> tuple[int, float] | None:
-    """Detect an RMSNorm by its outputs: (how it applies its weight, epsilon), or None."""
+    """Detect an RMSNorm module by its outputs: how it applies its weight, and its epsilon.
+
+    Return None for other modules.
+    """
     weight = module._parameters["weight"]
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules:
         return None
@@ -315,7 +328,7 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
 
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
-    """Make an RMSNorm's forward, compiled for few rows of its own type."""
+    """Make a compiled RMSNorm forward for few rows of the module's own type."""
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()

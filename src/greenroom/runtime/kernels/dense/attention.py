@@ -48,7 +48,10 @@ Style = tuple[int, float]  # how an RMSNorm applies its weight; its epsilon
 
 
 class KeyValueView(NamedTuple):
-    """A layer's keys and values [1, kv_heads, `tokens` or more, width]; the last token is unset."""
+    """A layer's keys and values in the KV cache, with space for one new token.
+
+    [1, kv_heads, `tokens` or more, width]; the last token is unset.
+    """
 
     keys: Tensor
     values: Tensor
@@ -82,7 +85,10 @@ class OneTokenAttention:
         verdicts: dict[Any, bool],
         rounded: bool = False,
     ) -> None:
-        """Make a forward; `verdicts` caches `matches_class`; `rounded`: see `MatrixProduct`."""
+        """Make the compiled forward of an attention module for one token.
+
+        `verdicts` caches `matches_class`; `rounded`: see `MatrixProduct`.
+        """
         attention: Any = module
         self.module, self.original = attention, type(module).forward
         self._reserve, self._verdicts = reserve, verdicts
@@ -158,7 +164,7 @@ class OneTokenAttention:
             yield int(rotated)
 
     def accepts(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
-        """Can the kernel entries compute this call?"""
+        """Check that compiled code can compute a call of the attention module."""
         if (
             x.numel() != self.hidden
             or mask is not None
@@ -190,11 +196,14 @@ class OneTokenAttention:
         return self._verdicts[self._verdict_key]
 
     def reserve(self, cache: Any) -> KeyValueView | None:
-        """Reserve space for one more token in a cache; None if it cannot."""
+        """Reserve space for one more token in a layer's KV cache.
+
+        Return None if the cache cannot.
+        """
         return self._reserve(cache, self.module.layer_idx)
 
     def __call__(self, x: Tensor, positions: Positions, cache: Any) -> Tensor:
-        """Return the attention's output for x [1, 1, hidden]; keys and values go to the cache."""
+        """Return the attention's output for one token x [1, 1, hidden], and extend the KV cache."""
         out = torch.empty(1, 1, self._attend_template[heads.A_ROWS], dtype=self.dtype)
         view = self.reserve(cache)
         if view is not None:
@@ -217,7 +226,9 @@ class OneTokenAttention:
     def stages(
         self, x: int, positions: Positions, view: KeyValueView, work: Tensor, out: int
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """Return the stages that write the output for x to `out`; both are addresses.
+        """Return the kernel calls that compute one token's attention from x to `out`.
+
+        Both are addresses.
 
         The view's last token is this token, to be written.
         """
@@ -229,7 +240,7 @@ class OneTokenAttention:
     def batched_stages(
         self, each: Sequence[tuple[sequence.Stage, sequence.Stage]], work: Tensor
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """Return the stages of several tokens, from those of each token.
+        """Merge several tokens' kernel calls for attention into calls for all of them.
 
         `work` [4, T, `widest`] begins with their hidden states [T, hidden] in float32.
         """
@@ -249,12 +260,15 @@ class OneTokenAttention:
 
     @property
     def widest(self) -> int:
-        """Largest number of values of a token, in and around the attention."""
+        """Return the largest number of values that one token needs in and around the attention."""
         return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
                    self._attend_template[heads.A_ROWS])  # fmt: skip
 
     def workspace(self, context: int, extra: int = 0) -> Tensor:
-        """Allocate memory for a call, in float32: queries, scratch memory, then `extra` values."""
+        """Allocate float32 memory for one attention call.
+
+        It holds queries, scratch memory, then `extra` values.
+        """
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
         return torch.empty(self.heads * self.width + max(projected, attended) + extra)
@@ -307,7 +321,7 @@ class _TrialCache:
 
 
 def matches_class(attention: OneTokenAttention, rotary: int) -> bool:
-    """Does the compiled forward match the class's own, except for rounding?
+    """Check that a compiled attention forward matches the module class's own, except for rounding.
 
     Tried on small inputs and on large ones, where a cap on scores or values would show.
     """
@@ -331,7 +345,7 @@ def matches_class(attention: OneTokenAttention, rotary: int) -> bool:
 
 
 def is_common_attention(module: nn.Module) -> bool:
-    """Does a module have exactly the parts of the common attention?"""
+    """Check that a module has exactly the parts of the attention that can be compiled."""
     parts: dict[str, Any] = module._modules
     tensors = set(module._parameters) | set(module._buffers)
     if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or tensors:
@@ -356,12 +370,12 @@ def is_common_attention(module: nn.Module) -> bool:
 
 
 def head_norms(module: nn.Module) -> list[nn.Module]:
-    """Return an attention's norms of queries and keys."""
+    """Return an attention module's norms of queries and keys."""
     return [part for name in _NORMS if (part := module._modules.get(name)) is not None]
 
 
 def attention_forward(attention: OneTokenAttention) -> Forward:
-    """Make an attention's forward, compiled for one token."""
+    """Make an attention module's forward, compiled for one token."""
     module, original = attention.module, attention.original
 
     @outside_graphs

@@ -1,4 +1,4 @@
-"""A fused decoder layer for one token, in two parallel regions.
+"""A fused decoder layer for one token, in two OpenMP parallel regions.
 
 The first region computes from the hidden state over norm, attention and residual sum to the input
 of the MoE block, and the router's choice if the router is of a known kind (router.py). The second
@@ -40,7 +40,7 @@ ArgumentPosition = tuple[int, int]
 
 
 class TokenArguments(NamedTuple):
-    """Positions of the arguments that change from token to token."""
+    """Positions of the kernel arguments that change from token to token."""
 
     x: Sequence[ArgumentPosition]
     cos: Sequence[ArgumentPosition]
@@ -55,7 +55,7 @@ ExpertsKey = tuple[nn.Module, int, torch.dtype]
 
 
 class FusedDecoderLayer:
-    """A decoder layer's compiled forward for one token."""
+    """A decoder layer's compiled forward for one token: attention, norms, router and experts."""
 
     # Stages up to the choice: input norm, projections, attention, residual sum and second norm.
     token_arguments = TokenArguments(
@@ -75,7 +75,10 @@ class FusedDecoderLayer:
         styles: tuple[Style, Style],
         add_experts: AddExperts | None,
     ) -> None:
-        """Make a forward; `names` are those of both norms and of the block after the second."""
+        """Make a decoder layer's compiled forward for one token.
+
+        `names` are those of both norms and of the block after the second.
+        """
         self._layer, self.attention = layer, attention
         parts: dict[str, Any] = dict(layer._modules)
         first, second, self._name = names
@@ -140,7 +143,10 @@ class FusedDecoderLayer:
         return index, weights
 
     def accepts(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Can the kernel entries compute this call, with the parts unchanged?"""
+        """Check that compiled code can compute a call of the decoder layer.
+
+        Its parts must be unchanged.
+        """
         return self._parts_check.passes() and self.attention.accepts(
             x,
             kwargs.get("position_embeddings"),
@@ -149,7 +155,7 @@ class FusedDecoderLayer:
         )
 
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the layer's output for x [1, 1, hidden].
+        """Return a decoder layer's output for one token x [1, 1, hidden].
 
         None, with nothing done, if the cache cannot reserve space for a token.
         """
@@ -172,12 +178,12 @@ class FusedDecoderLayer:
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
-        """Give the layer another forward, around the present one."""
+        """Replace a decoder layer's forward by one around the present forward."""
         self.forward = self._layer.forward = forward
 
     @property
     def check(self) -> ModuleCheck:
-        """Check that the layer's parts, forward and hooks are unchanged."""
+        """Check that a decoder layer's submodules, forward and hooks are unchanged."""
         assert self.router is not None
         guard = ModuleCheck()
         guard.require_same(vars(self._layer), "forward", self.forward)
@@ -186,20 +192,29 @@ class FusedDecoderLayer:
         return guard
 
     def experts_key(self) -> ExpertsKey | None:
-        """Return (experts module, top_k, type of weights) if one region can compute the layer."""
+        """Return the key of the experts that one parallel region can compute for a layer.
+
+        It is (experts module, top_k, type of weights), or None.
+        """
         if self.router is None or self._experts is None or self._add_experts is None:
             return None
         return self._experts, self.router.top_k, self.router.dtype
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
-        """Key that layers accepting the same calls share; None if one region cannot compute it."""
+        """Return a key that decoder layers accepting the same calls share.
+
+        It is None if one region cannot compute the layer.
+        """
         attention = self.attention
         kind = type(attention.module), attention.hidden, attention.width, attention.dtype
         return None if self.experts_key() is None else kind
 
     def workspace(self, tokens: int) -> Tensor:
-        """Allocate memory for the stages up to the choice, for a context of `tokens`."""
+        """Allocate memory for a layer's kernel calls before its experts.
+
+        The context has `tokens` tokens.
+        """
         # In addition to the attention's memory: two rows of the model's type.
         return self.attention.workspace(tokens, extra=self.attention.hidden)
 
@@ -212,7 +227,7 @@ class FusedDecoderLayer:
         state: Tensor,
         work: Tensor,
     ) -> tuple[Sequence[sequence.Stage], RouterCall]:
-        """Return (stages up to the choice of experts, that choice).
+        """Return a layer's kernel calls up to the choice of experts, and the choice.
 
         They set residual = x + attention and state = its norm, both [1, hidden]. All arguments must
         live until the stages are done.
@@ -225,13 +240,15 @@ class FusedDecoderLayer:
     def compute_from_choice(
         self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor:
-        """Return the layer's output [1, hidden], from these stages' results and the choice."""
+        """Compute a layer's experts after their choice, and return its output [1, hidden]."""
         assert self._experts is not None
         assert self._add_experts is not None
         return self._add_experts(self._experts, state, index, weights, residual)
 
     def batch_forward(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
-        """Return the layer's output for x [1, T, hidden], a token of each sequence.
+        """Compute a decoder layer for one token of each of several sequences.
+
+        Return its output for x [1, T, hidden].
 
         The T sequences are those of `batched_cache` (`hf.kv.batch.BatchedCache`); their experts are
         one step. None, with nothing done, if the kernel entries cannot compute a token.

@@ -20,7 +20,10 @@ GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
 
 
 class ModuleCheck:
-    """Conditions on modules that compiled code relies on."""
+    """Conditions on modules that compiled code relies on.
+
+    No hooks, and the same submodules and weights.
+    """
 
     def __init__(self) -> None:
         self._empty: list[Mapping[Any, Any]] = [*GLOBAL_HOOKS]
@@ -33,24 +36,24 @@ class ModuleCheck:
         self._empty += (module._forward_hooks, module._forward_pre_hooks)
 
     def require_same(self, dictionary: Any, name: str, value: object) -> None:
-        """Require that a dictionary has this very object under a name; None: no entry is needed."""
+        """Require that a dictionary has the same object under a name; None: no entry."""
         self._dictionaries.append(dictionary)
         self._names.append(name)
         self._values.append(value)
 
     def require_weight(self, module: nn.Module) -> None:
-        """Require that a module's weight stays the present parameter."""
+        """Require that a module's weight remains its present parameter."""
         self.require_same(module._parameters, "weight", module._parameters["weight"])
 
     def include(self, other: ModuleCheck) -> None:
-        """Add all conditions of another check."""
+        """Add all conditions of another check of modules."""
         self._empty += other._empty[len(GLOBAL_HOOKS) :]
         self._dictionaries += other._dictionaries
         self._names += other._names
         self._values += other._values
 
     def passes(self) -> bool:
-        """Do all conditions hold?"""
+        """Check that all required conditions on modules hold."""
         return not any(self._empty) and all(
             map(is_, map(dict.get, self._dictionaries, self._names), self._values)
         )

@@ -1,4 +1,4 @@
-"""Detection of how a module combines its submodules, by a run with stubs.
+"""Detect how a module combines its submodules, by a run with stub submodules.
 
 A stub returns a random tensor and records its inputs; the module's own code does the rest. So a
 decoder layer of the common kind is recognised by its bits, whatever its names are.
@@ -82,7 +82,7 @@ def _find_at_all_scales(
 def find_sublayers(
     layer: nn.Module, attention: str, norms: Collection[str], hidden: int, dtype: torch.dtype
 ) -> tuple[str, str, str] | None:
-    """Find the names of a decoder layer's norms and of its block.
+    """Find the names of a decoder layer's norms and of its MLP or MoE block.
 
     The layer must compute
 
@@ -135,7 +135,7 @@ def _find_sublayers(
 def find_router(
     block: nn.Module, experts: str, hidden: int, dtype: torch.dtype
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Find the name of a block's router and the shape of its input.
+    """Find the name of an MoE block's router and the shape of the router's input.
 
     The block must compute exactly
 

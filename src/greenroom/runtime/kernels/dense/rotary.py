@@ -27,7 +27,10 @@ Table = tuple[Tensor, Tensor]  # [1, ROWS, width]
 
 
 class RotaryTables:
-    """A rotary embedding's forward for one token, from tables; `of` makes it where it can."""
+    """A rotary embedding's forward for one token, by lookup of cosines and sines.
+
+    `of` makes it where it can.
+    """
 
     def __init__(self, module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
         self._module, self._original = module, type(module).forward
@@ -38,7 +41,10 @@ class RotaryTables:
 
     @staticmethod
     def of(module: nn.Module, dtypes: Collection[torch.dtype]) -> RotaryTables | None:
-        """Make tables for a module, if they have the bits of single positions; else None."""
+        """Make lookup tables for a rotary embedding if they equal its outputs bit by bit.
+
+        Return None if they do not.
+        """
         kind = getattr(module, "rope_type", None)  # a dictionary by layer type in some models
         supported = isinstance(kind, str) and kind in FIXED and "inv_freq" in module._buffers
         if not supported or module._parameters or module._modules:
@@ -63,7 +69,7 @@ class RotaryTables:
 
     @outside_graphs
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return (cosines, sines) [1, tokens, width] in x's type, as the module does."""
+        """Return a token's rotary cosines and sines [1, tokens, width] in x's type."""
         if (
             args
             or kwargs

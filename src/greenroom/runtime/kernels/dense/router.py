@@ -1,4 +1,4 @@
-"""A compiled router of the common kind, for one token.
+"""A compiled softmax and top-k router of an MoE block, for one token.
 
     softmax of x @ w.T in float32, its top k, possibly divided by their sum, cast
 
@@ -34,12 +34,15 @@ _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
 class RouterCall:
-    """One choice of experts: `stages` compute it, then `result` returns it."""
+    """One choice of a token's experts: kernel calls that compute it, and its result.
+
+    `stages` compute it, then `result` returns it.
+    """
 
     __slots__ = ("_arguments", "_router", "ids", "stages", "weights")
 
     def __init__(self, router: CompiledRouter, x: int) -> None:
-        """Make the stages for the hidden state at address x."""
+        """Make the kernel calls that choose experts for the hidden state at address x."""
         self._router = router
         self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
         self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
@@ -63,19 +66,19 @@ class RouterCall:
         )
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return (expert ids [1, top_k], their weights)."""
+        """Return the chosen expert ids [1, top_k] and their weights."""
         if self._arguments[choice.S_CHOSEN]:
             return self.ids, self.weights
         return self._router.choose_by_torch(self.products)
 
     @property
     def chosen_address(self) -> int:
-        """Address of an int64 that is 0 if torch must choose."""
+        """Return the address of an int64 that is 0 if torch must choose the experts."""
         return self._arguments.buffer_info()[0] + 8 * choice.S_CHOSEN
 
     @property
     def products(self) -> Tensor:
-        """x times the router's matrix [1, experts], rounded to the model's type."""
+        """Return the router's logits [1, experts], rounded to the model's type."""
         router = self._router
         products = torch.frombuffer(
             self._arguments,
@@ -87,12 +90,15 @@ class RouterCall:
 
 
 class CompiledRouter:
-    """A compiled forward of one router for one token; `of` makes it where it can."""
+    """The compiled forward of one MoE router, for one token.
+
+    `of` makes it where it can.
+    """
 
     def __init__(
         self, module: nn.Module, top_k: int, summed: bool, dtype: torch.dtype, scored: bool = False
     ) -> None:
-        """Make a router.
+        """Make the compiled forward of an MoE router.
 
         summed: are weights, of type `dtype`, divided by their sum?
         scored: does the module return the softmax of all experts, rather than the products?
@@ -129,7 +135,10 @@ class CompiledRouter:
 
     @staticmethod
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
-        """Compile a router of x in `dtype`, with `shape` for one token; None for other kinds."""
+        """Compile a router for one token; return None for unsupported kinds of routers.
+
+        Its input x has type `dtype` and this `shape`.
+        """
         weight = module._parameters.get("weight")
         parts = len(module._parameters), len(module._buffers), len(module._modules)
         if parts != (1, 0, 0) or weight is None or weight.dtype is not dtype:
@@ -141,13 +150,13 @@ class CompiledRouter:
         return _find_router(module, shape, dtype)
 
     def is_unchanged(self) -> bool:
-        """Is the module unchanged and without hooks?"""
+        """Check that the router module is unchanged and has no hooks."""
         forward = vars(self.module).get("forward", self.forward)
         return self._check.passes() and forward == self.forward
 
     @property
     def check(self) -> ModuleCheck:
-        """Check that the module and its forward are unchanged.
+        """Check that the router module and its forward are unchanged.
 
         Its forward may be the class's or this one.
         """
@@ -158,14 +167,14 @@ class CompiledRouter:
         return guard
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (expert ids [1, top_k], their weights) for x [1, hidden]."""
+        """Return the expert ids [1, top_k] and weights for one token's x [1, hidden]."""
         call = RouterCall(self, x.data_ptr())
         sequence.run(call.stages)
         return call.result()
 
     @outside_graphs
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's forward: (products or softmax of all experts, weights, ids)."""
+        """Compute the router's forward: (logits or softmax of all experts, weights, ids)."""
         if (
             args
             or kwargs
@@ -182,11 +191,11 @@ class CompiledRouter:
         return self.all_scores(call.products), weights, ids
 
     def all_scores(self, products: Tensor) -> Tensor:
-        """Return the module's output for all experts, from the products."""
+        """Compute the router module's output for all experts from its logits."""
         return products.softmax(-1, dtype=torch.float32) if self._scored else products
 
     def choose_by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts by torch's operations, from the products [1, experts]."""
+        """Choose experts from the router's logits [1, experts] by torch's operations."""
         values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self._summed:
             values = values / values.sum(-1, keepdim=True)

@@ -29,13 +29,15 @@ _local = threading.local()
 
 
 class StoredMatrix:
-    """A stored matrix [outputs, inputs]; `layout` has its tensor `weight` and companions.
+    """A dense weight matrix [outputs, inputs] in its checkpoint's encoding.
+
+    `layout` has its tensor `weight` and companions.
 
     It has attributes of the tensor that it expands to: `shape`, `dtype`, `device`.
     """
 
     def __init__(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """Make a matrix without memory; see `allocate`."""
+        """Make an encoded matrix without memory; see `allocate`."""
         self.layout, self.dtype = layout, dtype
         self.spec = layout.weight("weight")
         self.shape = torch.Size(self.spec.shape)
@@ -46,13 +48,16 @@ class StoredMatrix:
 
     @property
     def unsupported_reason(self) -> str:
-        """Reason why no compiled product reads it, or ""."""
+        """Return why no compiled product reads an encoded matrix, or "" if one does."""
         if self.dtype not in _DTYPES:
             return f"{self.dtype}"
         return unsupported_reason(self.spec)
 
     def allocate(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
-        """Allocate memory with `empty`; return its parts to write: codes, then companions."""
+        """Allocate an encoded matrix's memory with `empty`, and return its parts to write.
+
+        The parts are codes, then companions.
+        """
         self._memory = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
         self.device = self._memory.device
         return self.parts
@@ -76,7 +81,7 @@ class StoredMatrix:
         return True
 
     def decode(self) -> Tensor:
-        """Expand the complete matrix with its decoder, as the module's parameter would be."""
+        """Expand an encoded matrix completely, to the weight that the module would have."""
         (rows, columns), decode = self.shape, ENCODINGS[self.spec.encoding].decode
         codes, *scales = self.parts
         rows_per_scale = (
@@ -92,11 +97,13 @@ class StoredMatrix:
         return out
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Expand rows first .. first + count: [count, inputs]."""
+        """Expand consecutive rows of an encoded matrix: first .. first + count, [count, inputs]."""
         return self._expand(count, first, None)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Expand rows by their numbers, of any shape -> [*ids.shape, inputs].
+        """Expand the rows of an encoded matrix that ids name, of any shape.
+
+        Return [*ids.shape, inputs].
 
         Raises IndexError for numbers out of range.
         """
@@ -124,10 +131,13 @@ class StoredMatrix:
 
 
 class MatrixRecord:
-    """A matrix's record for kernel entries, at `address` (see layers.py)."""
+    """The description of a weight matrix that kernel entries read, at `address` (see layers.py)."""
 
     def __init__(self, weight: Tensor | StoredMatrix, rounded: bool = False) -> None:
-        """Make a record; `rounded` is as for `MatrixProduct`."""
+        """Describe a weight matrix for kernel entries.
+
+        `rounded` is as for `MatrixProduct`.
+        """
         spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
         self._matrix = MatrixProduct(spec, weight.dtype, rounded)
         base = weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
@@ -141,23 +151,29 @@ def _plain(weight: Tensor) -> WeightSpec:
 
 
 def stored_matrix(module: nn.Module) -> StoredMatrix | None:
-    """Return the stored matrix that a module has in place of its weight, or None."""
+    """Return the encoded matrix that a module has in place of its weight, or None."""
     return module.__dict__.get(STORED)
 
 
 def weight_matrix(module: nn.Module) -> Any:
-    """Return a linear module's weight, or the stored matrix in its place."""
+    """Return a linear module's weight, or the encoded matrix in its place."""
     return stored_matrix(module) or module._parameters["weight"]
 
 
 def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
-    """Replace a module's weight by a stored matrix; the attribute stays, as None."""
+    """Replace a module's weight by a matrix in its checkpoint's encoding.
+
+    The attribute stays, as None.
+    """
     module.register_parameter("weight", None)
     module.__dict__[STORED] = stored
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Give every module its expanded weight; modules with one matrix share a parameter."""
+    """Replace all encoded matrices of a model by expanded weight parameters.
+
+    Modules with one matrix share a parameter.
+    """
     parameters: dict[StoredMatrix, nn.Parameter] = {}
     for module in model.modules():
         stored = module.__dict__.pop(STORED, None)
@@ -169,7 +185,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters, buffers and stored matrices.
+    """Return the bytes of a model's parameters, buffers and encoded dense matrices.
 
     A tensor that several modules share counts once.
     """
@@ -183,12 +199,15 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Is any of these matrices stored? Kernel entries then read all by records."""
+    """Check whether any of these matrices is in its checkpoint's encoding.
+
+    Kernel entries then read all by records.
+    """
     return any(isinstance(weight, StoredMatrix) for weight in weights)
 
 
 def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Can kernel entries read all of these matrices?"""
+    """Check that kernel entries can read all of these weight matrices."""
     if not any_stored(weights):
         return True
     specs = (w.spec if isinstance(w, StoredMatrix) else _plain(w) for w in weights)
@@ -196,19 +215,21 @@ def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """Return the most bytes expanded at a time in a pass of many tokens."""
+    """Return the largest number of weight bytes expanded at once for many tokens."""
     matrices = filter(None, map(stored_matrix, model.modules()))
     sizes = (m.shape.numel() * m.dtype.itemsize for m in matrices)
     return max((min(size, EXPANDED) for size in sizes), default=0)
 
 
 def product_scratch(columns: int) -> int:
-    """Return the bytes of scratch memory of a product with so many inputs."""
+    """Return the bytes of scratch memory that a product with an encoded matrix needs."""
     return 8 * FRAME_ARGUMENTS + 12 * columns + 4096
 
 
 def thread_scratch(stride: int) -> int:
-    """Return the address of `stride` bytes for each of torch's threads.
+    """Return the address of scratch memory for all of torch's threads.
+
+    Each has `stride` bytes.
 
     The memory is reused by this thread's later calls.
     """

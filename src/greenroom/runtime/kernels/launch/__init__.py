@@ -1,1 +1,1 @@
-"""Launching kernel entries: one, or several in one parallel region."""
+"""Launch one kernel entry, or several in one OpenMP parallel region."""

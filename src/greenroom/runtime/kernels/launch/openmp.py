@@ -32,7 +32,9 @@ def _loaded() -> list[str]:
 
 
 def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
-    """Find torch's `GOMP_parallel(entry, data, threads, flags)` and its barrier's address.
+    """Find torch's OpenMP functions that start a parallel region and wait at a barrier.
+
+    Return `GOMP_parallel(entry, data, threads, flags)` and the barrier's address.
 
     (None, 0) without an OpenMP library.
     """
@@ -52,7 +54,10 @@ PARALLEL, BARRIER = find_parallel()
 
 
 class KernelEntry:
-    """A compiled `void(void *)` that several threads may enter with the same argument."""
+    """A compiled kernel function that several OpenMP threads enter with the same argument.
+
+    It is a `void(void *)`.
+    """
 
     __slots__ = ("_function", "_owner", "address")
 
@@ -62,7 +67,10 @@ class KernelEntry:
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, argument: int, wide: bool = True) -> None:
-        """Run on all of torch's threads, or only on the caller's; the GIL is released."""
+        """Run a compiled kernel on all of torch's threads, or on the caller's alone.
+
+        The GIL is released.
+        """
         threads = torch.get_num_threads() if wide else 1
         if threads > 1 and PARALLEL is not None:
             PARALLEL(self.address, argument, threads, 0)
@@ -74,6 +82,6 @@ class KernelEntry:
 def kernel_entry(
     kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int
 ) -> KernelEntry:
-    """Compile a kernel for a weight type, as the entry of a parallel region."""
+    """Compile a kernel for a weight type, as the entry of an OpenMP parallel region."""
     code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
     return KernelEntry(code.address, code)

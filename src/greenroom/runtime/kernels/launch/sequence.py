@@ -1,4 +1,4 @@
-"""Several kernel entries in one parallel region, with barriers between them.
+"""Run several kernel entries in one OpenMP parallel region, with barriers between them.
 
 Starting a region and returning to Python costs more than a small entry's own work. An entry may
 read what an earlier one has written, since all addresses are known beforehand.
@@ -19,14 +19,14 @@ Stage = tuple[KernelEntry, "array[int]"]  # an entry and its arguments
 
 
 def bits(value: float) -> int:
-    """Return a float32's bits as an int64 argument."""
+    """Return a float32's bits as an int64 kernel argument."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def batch_stage(
     entry: KernelEntry, token_arguments: Sequence[array[int]], wide: int = 0, out: int = 0
 ) -> Stage:
-    """Make a stage for several tokens from the arguments of an entry for each token.
+    """Merge one kernel's arguments for several tokens into one kernel call.
 
     wide, out: addresses of the float32 inputs and outputs; see layers.py
     """
@@ -36,7 +36,7 @@ def batch_stage(
 
 
 def run(stages: Sequence[Stage]) -> None:
-    """Run stages one after another, each on all of torch's threads."""
+    """Run kernel entries one after another, each on all of torch's threads."""
     arguments = array("q", (len(stages), BARRIER))
     for entry, argument in stages:
         arguments.append(entry.address)

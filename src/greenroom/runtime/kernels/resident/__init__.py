@@ -1,1 +1,1 @@
-"""The path of models of which every expert has a slot: many layers in one parallel region."""
+"""Decode with all experts in memory: many layers in one OpenMP parallel region."""

@@ -1,4 +1,4 @@
-"""Consecutive decoder layers for one token, in one parallel region.
+"""Consecutive decoder layers for one token, in one OpenMP parallel region.
 
 Where every expert has a slot nothing is decided between two layers, and Python between them takes a
 tenth of the time of reading the weights. So the first layer computes those that follow, and they
@@ -37,7 +37,7 @@ def fuse_layers(
     make_experts: Callable[[Sequence[ExpertsKey]], FusedExperts | None],
     remove_token: RemoveToken,
 ) -> None:
-    """Fuse consecutive layers of one kind in each module list of a model.
+    """Fuse consecutive decoder layers of one kind in each module list of a model.
 
     remove_token: removes a layer's last token from a cache
     """
@@ -68,7 +68,7 @@ class _Pass(threading.local):
 
 
 class FusedLayers:
-    """The forwards of layers of one kind that may follow one another in a model."""
+    """Forwards that compute consecutive decoder layers of one kind together."""
 
     def __init__(
         self,
@@ -103,7 +103,10 @@ class FusedLayers:
         return forward
 
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return layer `number`'s output for x [1, 1, hidden]; None: it must compute it itself."""
+        """Return a decoder layer's output for one token from the fused computation.
+
+        The layer is `number`, and x [1, 1, hidden]. None: the layer must compute its output itself.
+        """
         state = self._pass
         if number == 0:
             return self._begin(x, kwargs)
@@ -204,7 +207,9 @@ class _Token:
         self.outputs = self._all.unbind()
 
     def advance(self) -> bool:
-        """Compute the next layers, and the one after them in Python from its choice on.
+        """Compute the next decoder layers in one region, and one more layer in Python.
+
+        Of that layer, Python computes what follows the choice of experts.
 
         False if no layer can be computed.
         """

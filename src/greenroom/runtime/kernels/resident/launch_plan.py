@@ -1,4 +1,4 @@
-"""Kernel arguments for a run of consecutive layers, built once and patched for every token.
+"""Build kernel arguments for consecutive layers once, and patch them for every token.
 
 Building them takes Python a twentieth of a token's time. From token to token only some change: the
 addresses of inputs and outputs, places of keys and values, and the cursors of the entries. So all
@@ -37,7 +37,10 @@ STEP = TABLES + STEP_INDEX - 1
 
 
 class PatchedArgument(NamedTuple):
-    """An argument that changes for each token: bases[base] + offset + per_token * tokens."""
+    """A kernel argument that changes for each token.
+
+    It is bases[base] + offset + per_token * tokens.
+    """
 
     target: int  # index in the copies
     layer: int
@@ -47,7 +50,7 @@ class PatchedArgument(NamedTuple):
 
 
 class LaunchPlan:
-    """Kernel arguments for consecutive layers, for the tokens of one KV cache."""
+    """Kernel arguments for consecutive decoder layers, for the tokens of one KV cache."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class LaunchPlan:
         positions: Positions,
         views: Sequence[KeyValueView],
     ) -> None:
-        """Make a plan for tokens like x [1, 1, hidden].
+        """Build the kernel arguments of consecutive layers for tokens like x [1, 1, hidden].
 
         first_pieces: each layer's first piece
         """
@@ -181,7 +184,7 @@ class LaunchPlan:
         return thread_scratch(dense), self._kernel.scratch(experts)
 
     def fits(self, positions: Positions, views: Sequence[KeyValueView]) -> bool:
-        """Are the plan's addresses valid for this token?"""
+        """Check that the addresses in the stored kernel arguments are valid for a token."""
         return (
             all(
                 keys() is view.keys and values() is view.values
@@ -195,14 +198,19 @@ class LaunchPlan:
     def set_token(
         self, x: Tensor, positions: Positions, views: Sequence[KeyValueView], outputs: Tensor
     ) -> None:
-        """Set the next token; `outputs` [layers, 1, 1, hidden] receives the layers' outputs."""
+        """Patch the kernel arguments for the next token.
+
+        `outputs` [layers, 1, 1, hidden] receives the layers' outputs.
+        """
         tokens = np.array([view.tokens for view in views])
         self._values = self._offset + self._per_token * tokens[self._layer]
         inputs = (x, outputs, *positions)
         self._bases[X : SIN + 1] = [each.data_ptr() for each in inputs]
 
     def run(self, first: int, tables: SlotTables) -> list[int]:
-        """Compute the layers from number `first` on; return how many experts each had.
+        """Compute consecutive layers for one token, and return each layer's number of experts.
+
+        The layers begin with number `first`.
 
         It stops at a layer whose choice is torch's or whose experts have no slots. `tables` are
         those of layer `first`.

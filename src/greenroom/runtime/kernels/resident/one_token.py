@@ -1,4 +1,4 @@
-"""One token's experts, from the router's choice to their sum, if all have slots.
+"""Compute one token's experts, from the router's choice to their sum, if all have slots.
 
 It runs the entries of the compiled kernel with one array of arguments, copied from a template:
 after a group has evicted the CPU caches, Python's lists and NumPy's views take as long as the sum
@@ -27,7 +27,10 @@ RunResident = Callable[[Callable[[SlotTables], tuple[int, ...]]], int | None]
 
 
 class OneTokenExperts:
-    """A layer's experts for one token that chooses `top_k`, with weights of one type."""
+    """One MoE layer's experts for a single token, with precomputed kernel arguments.
+
+    The token chooses `top_k`, with weights of one type.
+    """
 
     def __init__(
         self, kernel: CpuKernel, layer: LayerExperts, top_k: int, weights: torch.dtype
@@ -93,7 +96,7 @@ class OneTokenExperts:
     def of(
         kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> OneTokenExperts | None:
-        """Make the one-token entry of a layer that the compiled kernel supports, or None."""
+        """Make an MoE layer's one-token computation, or None without a compiled kernel."""
         if (
             not isinstance(kernel, CpuKernel)
             or not kernel.supports(layer)
@@ -108,7 +111,9 @@ class OneTokenExperts:
     def __call__(
         self, run_resident: RunResident, x: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor | None:
-        """Return residual + the experts' result, all [1, H].
+        """Compute one token's experts, and return their sum plus the residual: [1, H].
+
+        All arguments are [1, H] too.
 
         None if the inputs do not fit, or `run_resident` returns None or 0.
         """
@@ -140,7 +145,7 @@ class OneTokenExperts:
         return result if run_resident(region) else None
 
     def workspace(self) -> Tensor:
-        """Allocate the scratch memory of one kernel call."""
+        """Allocate the scratch memory of one kernel call for one token's experts."""
         return torch.empty(self._floats)
 
     def _fill_arguments(
@@ -168,22 +173,25 @@ class OneTokenExperts:
         return arguments, base
 
     def accepts(self, weights: torch.dtype) -> bool:
-        """Are weights of this type used without conversion?"""
+        """Check that routing weights of a data type are used without conversion."""
         return weights is self._weights
 
     @property
     def stride(self) -> int:
-        """Bytes of scratch memory per thread."""
+        """Return the bytes of scratch memory that experts need per thread."""
         return self._plan.scratch
 
     def scratch(self, stride: int) -> int:
-        """Return the address of this thread's scratch memory; it moves when it grows."""
+        """Return the address of the calling thread's scratch memory for experts.
+
+        It moves when it grows.
+        """
         return self._kernel.scratch(stride)[0]
 
     def region_arguments(
         self, x: int, index: int, weights: int, residual: int, buffer: Tensor, first: int
     ) -> RegionArguments:
-        """Make the experts' stages for a region of several layers.
+        """Make kernel arguments of an MoE layer's experts for a region of several layers.
 
         x, index, weights, residual: addresses, whose values are computed in the region
         first: the layer's first piece
@@ -209,12 +217,12 @@ class OneTokenExperts:
 
     @property
     def tables_index(self) -> int:
-        """Index of the slot tables in the arguments."""
+        """Return the index of the expert slot tables' address in the kernel arguments."""
         return self._find_slots + choice.FIRST_PIECE
 
     @property
     def output_indices(self) -> tuple[int, ...]:
-        """Indices of the output's address in the arguments."""
+        """Return the indices of the output's address in the kernel arguments."""
         return (
             self._combine + expert_group.RESULT,
             self._norm + layers.N_Y,
@@ -223,7 +231,7 @@ class OneTokenExperts:
 
 
 class RegionArguments(NamedTuple):
-    """A layer's experts in a region of several layers.
+    """Kernel arguments of an MoE layer's experts in a region of several layers.
 
     arguments:   must live until the region is over
     entries:     stages for `run_stages`

@@ -1,4 +1,4 @@
-"""Triton kernels over slots in device memory: one token and many, plain and encoded experts."""
+"""Triton kernels that compute plain and encoded experts from slots in GPU memory."""
 
 from greenroom.runtime.kernels.triton.kernel import TritonKernel, fallback_reason
 

@@ -1,4 +1,4 @@
-"""Expansion of encoded weights to the model's type in registers, in Triton.
+"""Triton functions that decode quantised weights to the model's type in registers.
 
 Each function expands a tile [K, N] of one matrix to float32, exact or rounded once per operation as
 the decoder of the same name in runtime/encodings does; `expand` rounds it to the model's type. So a
@@ -54,7 +54,9 @@ def expand(
     codes, scales, n, k, mask, row_n, row_k, scale_n, span_n, span_k,
     KIND: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
-    """Expand weights of outputs n [1, N] and inputs k [K, 1] to [K, N].
+    """Decode a tile of quantised weights to the model's type, in Triton.
+
+    Outputs n [1, N] and inputs k [K, 1] give [K, N].
 
     codes, scales: where the matrix's codes and its companion begin, of their stored types; of a
                    GGUF type both are the blocks, as bytes and as float16

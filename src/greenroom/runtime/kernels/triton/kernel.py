@@ -1,4 +1,4 @@
-"""The default kernel on a GPU: two launches per expert group and one per step.
+"""The default expert kernel on a GPU: two launches per expert group, one per step.
 
 Weights are read from slots in device memory. Every entry's output is stored until the sum over a
 token's experts, which is taken by ascending id; so groups, slots and the order of arrival do not
@@ -40,7 +40,7 @@ GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
-    """Return why Triton cannot compute a layer, so that eager does; None if it can."""
+    """Return why Triton cannot compute an MoE layer's experts, or None if it can."""
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:
@@ -51,7 +51,10 @@ def fallback_reason(layer: LayerExperts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TritonMatrix:
-    """A matrix's constant kernel arguments: its tensors at slot 0, and strides."""
+    """A weight matrix's constant Triton kernel arguments.
+
+    They are its tensors at slot 0, and strides.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -90,7 +93,7 @@ def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
 
 
 class TritonLayerPlan:
-    """A layer's constant kernel arguments."""
+    """The constant Triton kernel arguments of one MoE layer."""
 
     def __init__(self, layer: LayerExperts) -> None:
         self.up, self.down = (
@@ -107,12 +110,15 @@ class TritonLayerPlan:
             raise UsageError("the kernels triton compute on a GPU: take numba or eager on a CPU")
 
     def offset(self, layer: LayerExperts, slot: int) -> int:
-        """Return a slot's offset from slot 0, in units; other segments may lie before it."""
+        """Return a slot's offset from slot 0, in units.
+
+        Other segments may lie before it.
+        """
         return (layer.slots.address(slot) - self.start) // programs.UNIT
 
 
 class TritonStep(base.KernelStep):
-    """A step of the Triton kernel.
+    """One MoE layer's computation for some tokens by the Triton kernel.
 
     mid [S, 2I] (only for the module's own activation), act [S, I] and out [S, H] have the layer's
     type; S is the number of entries of the routing.
@@ -142,7 +148,10 @@ class TritonStep(base.KernelStep):
         self.order: Tensor | None = None  # [T, K, 2]
 
     def make_tiles(self, experts: Sequence[int], slots: Sequence[int]) -> IntArray:
-        """Make a group's tiles: slot, expert, first entry, entries; [tiles, 4]."""
+        """Split an expert group's rows into tiles that Triton programs compute.
+
+        [tiles, 4]: slot, expert, first entry, entries.
+        """
         tiles, size = [], self.sizes[0]
         for expert, slot in zip(experts, slots, strict=True):
             rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
@@ -151,7 +160,9 @@ class TritonStep(base.KernelStep):
         return np.array(tiles, np.int64).reshape(-1, 4)
 
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Upload a group's tiles; with the first group, also the step's routing.
+        """Copy an expert group's tiles to the GPU.
+
+        With the first group, the step's routing is copied too.
 
         Returns the tiles as a vector of 4 numbers each.
         """
@@ -166,7 +177,10 @@ class TritonStep(base.KernelStep):
         return uploaded
 
     def sum_order(self) -> IntArray:
-        """Return each token's entries by ascending expert, and the indices of their weights."""
+        """Return the order in which each token's expert outputs are summed.
+
+        Each token's entries by ascending expert, and the indices of their weights.
+        """
         (tokens, top_k), routing = self.routing.shape, self.routing
         order = np.full((tokens, top_k, 2), -1, np.int64)
         entries = np.argsort(routing.tokens, kind="stable")  # entries are in order of experts
@@ -176,14 +190,14 @@ class TritonStep(base.KernelStep):
         return order
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Launch the computation of experts from their slots, without waiting for the device."""
+        """Launch the computation of a group of experts without waiting for the GPU."""
         with _on(self.plan.device):
             tiles = self.send(experts, slots)
             if len(tiles):
                 self.project(tiles)
 
     def project(self, tiles: Tensor) -> None:
-        """Launch both projections of uploaded tiles."""
+        """Launch the up and down projections of an expert group's tiles on the GPU."""
         layer, plan, mid = self.layer, self.plan, self.mid
         assert self.tokens is not None
         self.launch(
@@ -208,7 +222,7 @@ class TritonStep(base.KernelStep):
         activation: Activation | None = None,
         tokens: Tensor | None = None,
     ) -> None:
-        """Launch a projection of tiles.
+        """Launch one projection of an expert group's tiles on the GPU.
 
         It is the up projection, with its activation and the tokens' indices in x, or the down
         projection.
@@ -260,7 +274,10 @@ class TritonStep(base.KernelStep):
 
 
 class TritonKernel(Kernel):
-    """The GPU kernel, `kernels="triton"`; on a CPU only under Triton's interpreter."""
+    """The expert kernel on a GPU, `kernels="triton"`.
+
+    It runs on a CPU only under Triton's interpreter.
+    """
 
     name = "triton"
 
@@ -275,7 +292,7 @@ class TritonKernel(Kernel):
 
 
 def upload(numbers: IntArray, device: torch.device) -> Tensor:
-    """Copy numbers to the device without waiting, through pinned memory.
+    """Copy an array of integers to a GPU without waiting, through pinned memory.
 
     torch keeps the pinned memory until the copy is done.
     """

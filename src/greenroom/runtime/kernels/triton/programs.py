@@ -1,4 +1,4 @@
-"""Triton programs of a step: a projection, possibly with its activation, and the sum over experts.
+"""Triton programs that compute an expert's projections and the weighted sum over experts.
 
 A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
 outputs of a tile. Weights are read in place: `tiles` has for each tile where its slot begins (in
@@ -73,7 +73,9 @@ def project(
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [entries, outputs] = activation of x times a matrix of a tile's expert.
+    """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
+
+    out [entries, outputs]
 
     x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. With _RAW there is
     no activation: if GATED, out is [entries, 2 outputs] in the module's layout.
@@ -122,7 +124,9 @@ def combine(
     out, weights, order, result, top_k, hidden,
     ROUND_PRODUCT: tl.constexpr, ROUND_SUM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Sum each token's weighted entries to result [T, H], in the given order.
+    """Sum each token's weighted expert outputs in a given order, in Triton.
+
+    The result is [T, H].
 
     order [T, K, 2]: an entry of the token and the index of its weight; -1: no entry
     """
