@@ -15,7 +15,7 @@ from greenroom.errors import UnsupportedCall
 
 
 class _NoGradient(torch.autograd.Function):
-    """Identity of the experts' output, whose backward pass raises UnsupportedCall."""
+    """Identity function of the experts' output, whose backward pass raises UnsupportedCall."""
 
     @staticmethod
     def forward(ctx: Any, outputs: list[Tensor], *inputs: Tensor) -> Tensor:

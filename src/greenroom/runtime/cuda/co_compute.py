@@ -31,7 +31,10 @@ class HostShare:
     """
 
     def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
-        """`layer` is the host's copy of the layer."""
+        """Begin to copy a step's inputs to the host.
+
+        `layer` is the host's copy of the layer.
+        """
         self.experts: list[int] = []  # computed so far
         self._layer, self._routing, self._engine = layer, step.routing, engine
         self._inputs = [engine.copy_to_host(tensor) for tensor in (step.x, step.weights)]

@@ -124,12 +124,15 @@ class HostMemory:
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:
-        """The key of a chunk's memory, which belongs to one piece at a time."""
+        """Return the key of the host memory that a chunk is read into.
+
+        The memory belongs to one piece at a time.
+        """
         cached = action.host_slot >= 0
         return (action.host_slot, action.chunk, 1) if cached else (action.staging_slot, 0, 0)
 
     def _place(self, action: StartChunk) -> np.ndarray:
-        """The memory that a chunk is read into, of `chunk_room` bytes or more."""
+        """Return the host memory that a chunk is read into: `chunk_room` bytes or more."""
         begin, nbytes = action.staging_slot * self.staging_bytes, self.staging_bytes
         if action.host_slot >= 0:
             *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])

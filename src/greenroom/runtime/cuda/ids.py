@@ -35,7 +35,10 @@ def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], A
 
 
 def _pinned(number: int, like: Tensor) -> Tensor:
-    """This thread's pinned buffer with a number, which grows to its largest request."""
+    """Return one of this thread's pinned buffers, which grows to its largest request.
+
+    `number` selects the buffer.
+    """
     buffers: dict[int, Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get(number)
     if buffer is None or buffer.numel() < like.numel():

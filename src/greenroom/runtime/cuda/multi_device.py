@@ -49,7 +49,7 @@ class MultiDeviceStep(base.KernelStep):
             self._experts.setdefault(device, []).extend(local)
 
     def _device_step(self, device: int) -> base.KernelStep:
-        """A device's step, which begins with its first group."""
+        """Return a device's part of an MoE layer's step, begun with its first group."""
         if device not in self._steps:
             layer = self._layers[device]
             x, weights = self.x, self.weights

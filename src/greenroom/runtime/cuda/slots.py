@@ -31,7 +31,9 @@ class DeviceSlots(SlotPool):
     """
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
-        """`reserve` is the largest capacity that a resize may request.
+        """Allocate the slots in device memory.
+
+        `reserve` is the largest capacity that a resize may request.
 
         DeviceError if the device has no room for `capacity`.
         """
@@ -85,7 +87,7 @@ class DeviceSlots(SlotPool):
                     target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
 
     def _rearrange(self, source: Tensor, target: Tensor, copy: Copy) -> None:
-        """Copy a block to the device, and transpose, interleave or cast it there."""
+        """Copy a block of weights to the device, then transpose, interleave or cast it."""
         nbytes = _span(copy.shape, copy.source_strides, ITEMSIZE[copy.source_dtype])
         raw = self._scratch_of(nbytes)[:nbytes]
         raw.copy_(source[:nbytes], non_blocking=True)
@@ -155,7 +157,7 @@ class DeviceSlots(SlotPool):
 
     @property
     def _end(self) -> int:
-        """The number of slots in all segments."""
+        """Number of device slots in all segments."""
         if not self._segments:
             return 0
         return self._first_slots[-1] + self._segments[-1].numel() // self.stride
@@ -170,7 +172,7 @@ class DeviceSlots(SlotPool):
 
 
 def _span(shape: tuple[int, int], strides: tuple[int, int], itemsize: int) -> int:
-    """Bytes from the first element of a strided block to the end of its last."""
+    """Return the bytes from a strided block's first element to its last one's end."""
     return (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1] + itemsize
 
 

@@ -87,7 +87,7 @@ class Copier:
             self._on_delivery(action, nbytes, failure)
 
     def _move_chunk(self, action: StartChunk, staging: Staging) -> int:
-        """Move a chunk over its link; return its number of bytes."""
+        """Move a chunk of an expert over its link; return its number of bytes."""
         chunk = self._store.chunks(action.piece)[action.chunk]
         if self._host_memory is None:
             data = self._store.read(chunk, staging)

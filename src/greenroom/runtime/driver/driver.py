@@ -196,7 +196,7 @@ class Driver:
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
     ) -> Finish:
-        """Compute the groups of the step as they arrive; return the action that ends it."""
+        """Compute the step's expert groups as they arrive; return the action that ends it."""
         first = self.pieces.offsets[layer]
         in_parts = self.scheduler.parts
         while isinstance(action := self._next_action(), ComputeGroup):
@@ -213,7 +213,7 @@ class Driver:
         return action
 
     def _start_host_job(self, action: ComputeGroup, prepare: PrepareHostJob | None) -> None:
-        """Have the host processor compute a group, while this thread goes on."""
+        """Have the host processor compute an expert group, while this thread goes on."""
         assert self._host is not None
         assert prepare is not None
         layer, begin = self._layer, time.perf_counter()
@@ -235,7 +235,7 @@ class Driver:
     def resident_steps(
         self, layers: Sequence[int], find: Callable[[SlotTables], Sequence[int]]
     ) -> int | None:
-        """Compute consecutive layers' experts in one call, while all of them are resident.
+        """Serve consecutive layers in one call, while all their chosen experts are resident.
 
         `find` computes them too (see `ResidentTables`), up to the first layer that needs `step`.
         Returns the number of steps served; None where the scheduler has to decide.
@@ -273,7 +273,7 @@ class Driver:
         self.predictions.resized()
 
     def _note_layer(self, layer: int) -> None:
-        """Count passes: a layer that does not follow the last one begins a new pass."""
+        """Count forward passes: a layer that is not after the last begins a pass."""
         self._pass += layer <= self._layer
         self._layer = layer
         self.meter.passes = self._pass + 1
@@ -342,14 +342,14 @@ class Driver:
             return self._actions.popleft()
 
     def _stall_cause(self) -> str:
-        """The cause of a stall that begins now, one of `meter.CAUSES`."""
+        """Return the cause of a stall that begins now, one of `meter.CAUSES`."""
         step = self.scheduler.step
         if self._prefill or step is None:
             return "prefill"
         return "late" if step.late_pieces & step.missing.keys() else "miss"
 
     def _on_delivery(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
-        """Handle a chunk that arrived or failed, in a thread of the copier."""
+        """Handle a chunk of an expert that arrived or failed, in a copier's thread."""
         with self._changed:
             if self._actions.broken is None:
                 try:
@@ -372,7 +372,10 @@ class Driver:
             self._handle_locked(Failed(action.lane, action.piece, action.link))
 
     def _abandon(self) -> None:
-        """Leave the step, after reads in flight (none can be cancelled) and the host's job."""
+        """Abandon the current step, after reads in flight and the host's job.
+
+        Reads in flight cannot be cancelled.
+        """
         if self._host is not None:
             self._host.wait()
         with self._changed:

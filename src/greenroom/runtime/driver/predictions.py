@@ -26,7 +26,10 @@ class Predictions:
         all_have_slots: Callable[[], bool],
         send: Callable[[Predicted], None],
     ) -> None:
-        """`all_have_slots` is True if every expert has a slot; `send` reaches the scheduler."""
+        """Connect an expert predictor and its guard to the scheduler.
+
+        `all_have_slots` is True if every expert has a slot; `send` reaches the scheduler.
+        """
         self.foresight, self.guard = foresight, guard
         self.observers = [send]  # of predictions
         self._all_have_slots = all_have_slots
@@ -64,7 +67,7 @@ class Predictions:
             self.guard.changed()
 
     def _collect(self, call: Callable[[Foresight], list[Predicted]]) -> None:
-        """Call the predictor, and pass its predictions to all observers."""
+        """Call the expert predictor, and pass its predictions to all observers."""
         assert self.foresight is not None
         try:
             events = call(self.foresight)

@@ -127,6 +127,6 @@ def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: NumPy types become Python's, NaN and infinity texts."""
+    """Convert a value for JSON: NumPy types become Python's, NaN and infinity texts."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

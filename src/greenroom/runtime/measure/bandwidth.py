@@ -49,7 +49,10 @@ def run_threads(work: Sequence[Callable[[], Any]]) -> float:
 
 @jit(fastmath=True)
 def _total(values: np.ndarray) -> int:
-    """Sum int64 values: one addition for eight bytes, so memory limits the speed."""
+    """Sum int64 values at the speed of memory, for bandwidth measurements.
+
+    One addition for eight bytes, so memory limits the speed.
+    """
     result = 0
     for i in range(values.size):
         result += values[i]
@@ -166,7 +169,7 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fit_link(reads: Reads) -> Link:
-    """Fit the cost model's link (bandwidth and more) to measured disk reads.
+    """Fit the cost model's link (bandwidth, latency, lanes) to measured disk reads.
 
     bandwidth: the best one measured
     latency: of a single thread's reads, the median time beyond that at the best bandwidth

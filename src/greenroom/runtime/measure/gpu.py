@@ -130,7 +130,10 @@ def dense_times(engine: Engine, seconds: float) -> Table:
 def _steps(
     engine: Engine, shapes: Sequence[tuple[int, int]], compute: Callable[..., Tensor]
 ) -> Steps:
-    """Steps of STEP_LAUNCHES computations, with weights of these shapes that are used in turn."""
+    """Make steps of STEP_LAUNCHES GPU computations, with weights of the given shapes.
+
+    The weights are used in turn.
+    """
     nbytes = sum(2 * rows * columns for rows, columns in shapes)
     weights = [
         [[_ones(engine, *shape) for shape in shapes] for _ in range(STEP_LAUNCHES)]

@@ -99,7 +99,10 @@ def dense_times(seconds: float) -> Table:
 
 
 def _expert_steps(shape: tuple[int, int]) -> Steps:
-    """Steps in which all tokens choose the same four experts; each step has other ones."""
+    """Make steps in which all tokens choose the same four experts.
+
+    Each step has other ones.
+    """
     hidden, inner = shape
     nbytes, chosen = 6 * hidden * inner, make_kernel("numba")
     layer = random_layer(
@@ -133,7 +136,10 @@ def _dense_steps(shape: tuple[int, int]) -> Steps:
 
 
 def _linear(width: int, height: int) -> nn.Linear:
-    """A layer of ones: random weights take longer to draw than to multiply."""
+    """Make a linear layer of ones for measurements.
+
+    Random weights take longer to draw than to multiply.
+    """
     layer = nn.utils.skip_init(nn.Linear, width, height, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)
     return layer

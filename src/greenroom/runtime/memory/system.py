@@ -29,7 +29,10 @@ def available_bytes() -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """Limit minus usage without page cache, of each cgroup of this process, v1 and v2."""
+    """Yield the free bytes of each cgroup of this process, v1 and v2.
+
+    Limit minus usage without page cache.
+    """
     rooms = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -78,7 +81,7 @@ def peak_rss_bytes() -> int:
 
 
 def _helpers_bytes() -> int:
-    """Bytes of the private and shared-memory pages of the living child processes."""
+    """Sum the private and shared-memory bytes of the living child processes."""
     nbytes = 0
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -88,7 +91,7 @@ def _helpers_bytes() -> int:
 
 
 def _status_bytes(pid: str, name: str) -> int:
-    """A field of /proc/PID/status in bytes; 0 if the process or the field does not exist."""
+    """Return a field of /proc/PID/status in bytes; 0 without the process or field."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

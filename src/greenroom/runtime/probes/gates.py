@@ -30,7 +30,7 @@ class RouterGates:
 
     @property
     def compiled(self) -> int:
-        """Number of a model's routers that one compiled product computes."""
+        """Number of a model's routers that are computed as compiled linear products."""
         return sum(linear is not None for linear in self._linear)
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
@@ -45,7 +45,7 @@ class RouterGates:
 
 
 def _checked_linear(router: Router) -> Linear | None:
-    """The router's linear formula, or None; PredictorError if it cannot be called either."""
+    """Find a router's linear formula, or None; PredictorError if the router cannot be called."""
     router.arguments()
     linear = find_linear(router)
     if linear is None:
@@ -54,7 +54,10 @@ def _checked_linear(router: Router) -> Linear | None:
 
 
 def _choose(router: Router) -> Ids:
-    """A router's choice [T, K] for random inputs; PredictorError if it cannot be called."""
+    """Return the experts that a router chooses for random inputs: [T, K].
+
+    PredictorError if the router cannot be called.
+    """
     router.arguments()
     matrix = next((p for p in router.module.parameters() if p.dim() == 2), None)
     kind = type(router.module).__name__
@@ -80,7 +83,7 @@ def top_k_of(router: Router) -> int:
 
 
 def _rank_by_router(router: Router, inputs: Inputs, width: int) -> Ids:
-    """Rank the router's choice first, then the other experts by its scores."""
+    """Rank the experts that a router chooses first, then the others by its scores."""
     parameter = next((p for p in router.module.parameters() if p.is_floating_point()), None)
     hidden = torch.from_numpy(inputs)
     if parameter is not None:

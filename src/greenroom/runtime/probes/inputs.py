@@ -46,7 +46,7 @@ class GateInputProbe:
     def take_if_captured(self, layer: int) -> Inputs | None:
         """Take a router's latest input out of the probe; None if none was captured.
 
-        None is captured if only the experts were called.
+        Nothing is captured if only the experts were called.
         """
         return None if self._inputs[layer] is None else self.take_array(layer)
 

@@ -86,7 +86,10 @@ class Linear:
 
 
 def _address(x: Floats) -> int:
-    """The address of an array; NumPy's own attribute takes longer than a layer's product."""
+    """Return an array's address, faster than NumPy's own attribute.
+
+    That attribute takes longer than a layer's product.
+    """
     return torch.from_numpy(x).data_ptr() if x.flags.writeable else x.ctypes.data
 
 
@@ -144,7 +147,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _forms(router: Router) -> Iterator[Linear]:
-    """Yield every possible formula of the router's tensors, the simplest first."""
+    """Yield every possible linear formula of a router's tensors, the simplest first."""
     tensors = {**dict(router.module.named_parameters()), **dict(router.module.named_buffers())}
     tensors |= router.arguments()
     floats = [tensor.detach().cpu() for tensor in tensors.values() if tensor.is_floating_point()]
@@ -180,7 +183,7 @@ def random_inputs(hidden: int) -> Inputs:
 
 
 def _agreement(scores: Floats, chosen: NDArray[np.int64]) -> float:
-    """The share of rows in which exactly the chosen experts have the highest scores."""
+    """Return the share of rows in which exactly the chosen experts have the highest scores."""
     picked = np.zeros(scores.shape, bool)
     np.put_along_axis(picked, chosen, True, axis=1)
     lowest = np.where(picked, scores, np.inf).min(axis=1)

@@ -72,7 +72,10 @@ class Router:
 
 
 def _read(out: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """The chosen ids and the scores in a router's result (scores, weights, ids, ...)."""
+    """Extract the chosen expert ids and scores from a router's result.
+
+    The result is (scores, weights, ids, ...).
+    """
     tensors = out[:3] if isinstance(out, tuple) else ()
     if len(tensors) < 3 or not all(isinstance(x, Tensor) for x in tensors):
         raise ValueError("it does not return scores, weights and ids")

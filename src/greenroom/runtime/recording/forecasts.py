@@ -79,7 +79,10 @@ class ForecastRecorder:
             self._store(name, each.predict(routing.layer), routing.layer, distance_of(each))
 
     def _store(self, name: str, predictions: list[LayerPrediction], layer: int, least: int) -> None:
-        """Store predictions made after `layer` for layers at least `least` ahead."""
+        """Store an expert predictor's predictions, made after `layer`, for later layers.
+
+        They are at least `least` layers ahead.
+        """
         for prediction in predictions:
             if prediction.layer - layer >= least:
                 width = min(self._shape.width, prediction.experts.shape[1])

@@ -159,7 +159,7 @@ class Recorder:
             self._forecasts.begin(PassStart(self._number, first, tokens, prefill, ids))
 
     def _end_pass(self) -> None:
-        """Check the pass that has ended, and stack its layers."""
+        """Check the recorded routing of the pass that has ended, and stack its layers."""
         if not self._layers:
             return
         layers, self._layers = self._layers, []
@@ -194,7 +194,7 @@ class Recorder:
         self.tokens += tokens
 
     def _check(self, experts: NDArray[np.uint16]) -> None:
-        """Raise the TraceError of `Trace` now, and not after an hour of recording."""
+        """Check recorded routing now as `Trace` would later; raise TraceError."""
         rows = np.sort(experts, axis=2)
         if (rows[..., -1] >= self._expert_counts).any() or (rows[..., 1:] == rows[..., :-1]).any():
             raise TraceError(

@@ -95,7 +95,7 @@ def train(
 
 
 def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
-    """Mask [tokens] of the tokens whose request is held out for the test."""
+    """Return a mask of the tokens whose request is held out for the test."""
     if trace.gate_inputs is None:
         raise UsageError("the trace has no gate inputs: record it with --gate-inputs 1")
     if config.distance > trace.layers:
@@ -119,7 +119,7 @@ def _train_layer(
     config: TrainConfig,
     device: torch.device,
 ) -> tuple[dict[str, Floats], dict[str, float]]:
-    """Train one layer; return the network's tensors, and accuracy by predictor."""
+    """Train one layer's predictor network; return its tensors, and accuracy by predictor."""
     assert trace.gate_inputs is not None
     x = np.ascontiguousarray(trace.gate_inputs.values[pairs.rows, pairs.source])
     used = trace.experts[pairs.tokens, target].astype(np.int64)

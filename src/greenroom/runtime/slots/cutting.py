@@ -62,7 +62,7 @@ class Cutting:
         return SlotLayout(uncut.tensors, offset, uncut.encodings, uncut.dtype, tuple(segments))
 
     def _unit(self, where: str) -> int:
-        """The number of channels at whose multiples every tensor can be cut."""
+        """Return the number of channels at whose multiples every expert tensor can be cut."""
         for unit in range(BLOCK, self.channels + BLOCK, BLOCK):
             if all(self._divides(spec, unit) for spec in self.layout.tensors):
                 return unit
@@ -109,7 +109,7 @@ class Cutting:
 
 
 def _matrix(name: str) -> str:
-    """The name of the matrix that a tensor belongs to."""
+    """Return the name of the weight matrix that a tensor belongs to."""
     return name.partition(".")[0]
 
 

@@ -36,7 +36,9 @@ class HostSlots(SlotPool):
         plane_joiner: PlaneJoiner | None = None,
         memory: np.ndarray | None = None,
     ) -> None:
-        """`reserve` is the largest capacity that a resize may ask for (default: `capacity`);
+        """Reserve host memory for the slots, or use the caller's.
+
+        `reserve` is the largest capacity that a resize may ask for (default: `capacity`);
         `plane_joiner` joins experts that are stored as planes; slots in the caller's `memory` are
         neither trimmed nor closed."""
         if capacity < 1 and memory is None:
@@ -110,7 +112,10 @@ class HostSlots(SlotPool):
 
 
 def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-    """Write a chunk into a slot's bytes (see `SlotPool.write`)."""
+    """Write a chunk of an expert into a slot's bytes.
+
+    See `SlotPool.write`.
+    """
     for copy in copies:
         if not copy.contiguous:
             _transform(data, slot, copy)
@@ -119,7 +124,7 @@ def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: i
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
-    """Transpose, interleave or cast a block on its way into the slot."""
+    """Transpose, interleave or cast a block of weights on its way into a slot."""
     source = _strided(data[copy.source :], copy.source_dtype, copy.shape, copy.source_strides)
     target = _strided(slot[copy.target :], copy.target_dtype, copy.shape, copy.target_strides)
     if copy.source_dtype == copy.target_dtype:

@@ -53,7 +53,10 @@ class PlaneJoiner:
     """
 
     def __init__(self, nestings: Sequence[NestedLayout]) -> None:
-        """`nestings` has one layout for each layer."""
+        """Take the slot layouts of the nested experts, by layer.
+
+        `nestings` has one layout for each layer.
+        """
         self._nestings = nestings
         self._by_copies = {c: (each, n) for each in nestings for c, n in each.totals.items()}
         self._missing: dict[int, int] = {}  # slot -> missing bytes

@@ -28,7 +28,7 @@ class ResidentTables:
         self._tables: SlotTables
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Compute consecutive layers from `layer` on, while all their chosen experts are resident.
+        """Look up consecutive layers' chosen experts in the slot tables, while all are resident.
 
         `find(tables)` looks up the slots of the experts, records their use in the tables, which
         are those of the first step, and returns each step's number of experts, up to the first

@@ -100,7 +100,7 @@ def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
 
 
 class MultiPoolTier:
-    """A tier of several slot pools, of different slot sizes or on different devices.
+    """A memory tier of several slot pools, of different sizes or on different devices.
 
     With n pools, slot s is number s // n of pool s % n. `sizes(capacity)` is the number of slots in
     each pool of a cache with room for `capacity` experts.

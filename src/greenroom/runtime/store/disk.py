@@ -75,7 +75,10 @@ class Staging:
             self.array, self.view = memory, memoryview(memory)  # type: ignore[arg-type]
 
     def _allocate(self, nbytes: int) -> None:
-        """Reserve a buffer in large pages; the remainder after the last one lies in small pages."""
+        """Reserve a read buffer in large pages.
+
+        The remainder after the last large page lies in small pages.
+        """
         nbytes = -(-nbytes // BLOCK) * BLOCK
         space = reserve_memory(nbytes + LARGE_PAGE)
         at = -np.frombuffer(space, np.uint8).ctypes.data % LARGE_PAGE
@@ -101,7 +104,10 @@ class DiskStore:
     def __init__(
         self, catalog: Catalog, *, chunk_bytes: int = CHUNK_BYTES, direct: str = "auto"
     ) -> None:
-        """`direct`: "on" or "off", or "auto" for buffered reads where direct ones fail."""
+        """Open the checkpoint's files for reads of experts.
+
+        `direct`: "on" or "off", or "auto" for buffered reads where direct ones fail.
+        """
         self.catalog, self.chunk_bytes = catalog, chunk_bytes
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
         self._files: list[int] = []
@@ -130,7 +136,7 @@ class DiskStore:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
     def _reopen_buffered(self) -> None:
-        """Reopen for buffered reads the files that are open for direct ones."""
+        """Reopen the files that are open for direct reads for buffered reads instead."""
         self.direct = False
         for i, fd in enumerate(self._files):
             os.close(fd)

@@ -27,7 +27,10 @@ class Stamps:
     """Stamps of a checkpoint's files, by which later changes are detected."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
-        """CheckpointError if a file cannot be found."""
+        """Record the stamps of a checkpoint's files.
+
+        CheckpointError if a file cannot be found.
+        """
         self._of = {path: _stamp(path) for path in paths}
 
     def check(self, when: str) -> None:
