@@ -1,1 +1,1 @@
-"""Functions that Numba compiles."""
+"""Kernel code that Numba compiles for CPUs, and LLVM code for it."""

@@ -1,4 +1,4 @@
-"""Compile kernels, once for each weight type."""
+"""Compile CPU kernels, once for each weight type."""
 
 from __future__ import annotations
 
@@ -19,5 +19,8 @@ EntryFunction = Callable[[int], None]
 
 @cache
 def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int) -> Any:
-    """Compile `kernel(witness, *options)`, a function of a pointer; `.address` is its code."""
+    """Compile a kernel to machine code, once for each weight type and options.
+
+    `kernel(witness, *options)` returns a function of a pointer; `.address` is its code.
+    """
     return entry_point(kernel(WITNESS[dtype], *options), types.void(types.voidptr))

@@ -1,1 +1,1 @@
-"""Kernel entries: compiled functions that threads enter, and their arguments."""
+"""Compiled kernel functions that OpenMP threads enter, and their arguments."""

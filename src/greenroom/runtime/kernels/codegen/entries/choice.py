@@ -1,4 +1,4 @@
-"""Kernel entries that choose a token's experts and look up their slots.
+"""Compiled kernels that choose a token's experts and look up the experts' slots.
 
 `select` chooses from a router's products, `find_slots` looks up. One thread does each for one
 token, in less time than Python takes for one list.
@@ -47,7 +47,10 @@ def divide(kind: Any, x: Value, total: Value) -> Value:
 
 @njit(inline="always")
 def softmax(kind, products, count, out):
-    """Softmax of products of `kind` to float32 `out` [count]; False if a product is NaN."""
+    """Compute the softmax of a router's logits in float32, unless a logit is NaN.
+
+    The logits have type `kind`, `out` is [count]; return False if a logit is NaN.
+    """
     total = exponentials(kind, count, products, ONE, out)
     divide(kind, count, (out, out), (total,))
     return total == total
@@ -55,7 +58,9 @@ def softmax(kind, products, count, out):
 
 @njit(inline="always")
 def top_scores(scores, number, most, best, ids):
-    """Find the `most` largest scores, in descending order, and their ids; return how many.
+    """Find the largest router scores in descending order, with their expert ids.
+
+    Return how many: at most `most`.
 
     Of equal scores those with the lowest ids are taken, in ascending order.
     """
@@ -76,7 +81,7 @@ def top_scores(scores, number, most, best, ids):
 
 
 def select(kind, wide):
-    """Choose the experts with the largest softmax scores of a router's products.
+    """Choose a token's experts: the largest softmax scores of the router's logits.
 
     S_CHOSEN becomes their number. Weights are rounded to `kind`, or stay float32 (`wide`). If the
     last chosen score equals the next one, torch's own order decides (ties.py). S_CHOSEN stays 0 if
@@ -114,7 +119,7 @@ def select(kind, wide):
 
 
 def find_slots(kind):
-    """Sort the chosen ids, look up their slots and record their use.
+    """Sort a token's chosen expert ids, look up their slots and record their use.
 
     EXPERT_COUNT becomes their number. It stays 0, and no use is recorded, if an id is no expert of
     the layer, occurs twice, or has no slot. `kind` is not used.

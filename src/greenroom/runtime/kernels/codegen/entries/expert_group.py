@@ -1,4 +1,4 @@
-"""Kernel entries of the experts: `compute_group` computes experts, `combine` sums their outputs.
+"""Compiled kernels that compute a group of experts and sum experts' outputs.
 
 Both run in a parallel region. Every thread enters with the address of one array of int64 arguments
 (named below), claims units of work with an atomic counter and leaves when no unit is left. So a
@@ -67,7 +67,10 @@ def expert_rows(experts, starts, count, expert):
 
 @njit(inline="always")
 def unit_codes(p, unit, up_total, ups, downs, wide):
-    """Return the address of the codes of a unit; `wide`: matrix rows of each channel."""
+    """Return the address of the weights that a unit of work multiplies.
+
+    `wide`: matrix rows of each channel.
+    """
     is_up = unit < up_total
     e = unit // ups if is_up else (unit - up_total) // downs
     e = min(e, word(p, EXPERTS) - 1)
@@ -81,7 +84,7 @@ def unit_codes(p, unit, up_total, ups, downs, wide):
 
 @njit(inline="always")
 def unit_bounds(p, unit, up_total, ups, downs):
-    """Return the bounds of a unit of work.
+    """Return which expert, projection, channels and rows a unit of work computes.
 
     They are: is it of the up projection, the expert's index in the group, channels c0..c1, first
     row, rows, runs of rows.
@@ -100,7 +103,10 @@ def unit_bounds(p, unit, up_total, ups, downs):
 
 @njit(inline="always")
 def up_operands(p, inputs):
-    """(offset, inputs, outputs, product, layout, x, xi, out, oi) of the up projection."""
+    """Return the operands of an expert's up projection.
+
+    They are (offset, inputs, outputs, product, layout, x, xi, out, oi).
+    """
     return (
         word(p, UP_OFFSET), word(p, HIDDEN), word(p, WIDTH), word(p, UP_PRODUCT),
         word(p, UP_LAYOUT), inputs, word(p, TOKENS), word(p, MID), 0,
@@ -109,7 +115,10 @@ def up_operands(p, inputs):
 
 @njit(inline="always")
 def down_operands(p):
-    """(offset, inputs, outputs, product, layout, x, xi, out, oi) of the down projection."""
+    """Return the operands of an expert's down projection.
+
+    They are (offset, inputs, outputs, product, layout, x, xi, out, oi).
+    """
     return (
         word(p, DOWN_OFFSET), word(p, INNER), word(p, HIDDEN), word(p, DOWN_PRODUCT),
         word(p, DOWN_LAYOUT), word(p, ACT), 0, word(p, OUT), word(p, ROWINDEX),
@@ -118,7 +127,10 @@ def down_operands(p):
 
 @njit(inline="always")
 def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
-    """Round and activate the up projection's channels c0..c1 of rows j0..j1."""
+    """Round a part of an expert's up projection, and apply the activation.
+
+    The part: channels c0..c1 of rows j0..j1.
+    """
     inner, width, rounds = word(p, INNER), word(p, WIDTH), word(p, ROUNDS)
     limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
     mid, paired = word(p, MID), word(p, INTERLEAVED) != 0
@@ -136,7 +148,9 @@ def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
 
 
 def compute_group(kind, by_columns, by_code):
-    """Compute a group of experts: all units of the up projections, then of the down projections.
+    """Compute a group of experts: all up projections, then all down projections.
+
+    Threads claim units of work of both.
 
     `by_columns`: are the matrices transposed? `by_code`: are any encoded? Both are constants, and
     each product is called in one place, since inlined code delays the first answer.
@@ -212,7 +226,7 @@ def add_all_rounded(kind, total, y, weight):
 
 
 def combine(kind):
-    """Sum the weighted outputs of each token's experts, by ascending id.
+    """Sum the weighted outputs of each token's experts, by ascending expert id.
 
     Outputs are rounded, and biases added, before.
     """

@@ -1,4 +1,4 @@
-"""Rounding, biases and activations that follow an expert's matrix products.
+"""Compiled rounding, biases and activations that follow an expert's matrix products.
 
 Every operation is rounded to the model's type, as eager's separate tensor operations are.
 """
@@ -33,7 +33,7 @@ def add_bias_rounded(kind: Any, x: Value, bias: Value) -> Value:
 
 @njit(inline="always")
 def round_and_add_bias(kind, gu, bias, n, rounds):
-    """Round n float32 sums and add a bias in place, as eager does."""
+    """Round float32 sums and add a bias in place, as eager PyTorch does."""
     if bias != 0 and rounds:
         add_bias_rounded(kind, n, (gu, bias, gu))
     elif bias != 0:
@@ -71,7 +71,9 @@ clamped, clamped_of_pairs = (over_rows(each, "f", 2)(_clamped) for each in ("ff"
 
 @njit(inline="always")
 def activate(kind, code, gate, up, paired, out, n, limit, alpha):
-    """Apply activation `code` to n values of gate and up projection; all rows are float32.
+    """Apply an expert's activation to rows of gate and up projections.
+
+    `code` names it; there are n values, and all rows are float32.
 
     paired: gate and up values alternate in one row
     """

@@ -1,4 +1,6 @@
-"""Compiled attention for one token: `project` before the KV cache, `attend` after it.
+"""Compiled attention for one token: projections before the KV cache, attention after it.
+
+They are `project` and `attend`.
 
 The entries run in a parallel region, like those of expert_group.py. `project` rounds where separate
 linear, norm and rotary operations round; `attend` keeps scores and sums in float32.
@@ -63,7 +65,9 @@ ATTEND_ARGUMENTS = 23
 
 @njit(inline="always")
 def rotate(kind, row, cos, sin, width):
-    """Rotate the first `width` elements of a float32 row in place, rounding as torch does.
+    """Apply rotary position embedding to a float32 row in place, rounding as torch does.
+
+    It rotates the first `width` elements.
 
     Element i forms a pair with element width / 2 + i.
     """
@@ -80,20 +84,23 @@ def rotate(kind, row, cos, sin, width):
 
 @njit(inline="always")
 def product_of(p, head):
-    """Return the compiled product of a head's encoded matrix."""
+    """Return the compiled product of an attention head's encoded weight matrix."""
     return word(word(p, PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head), M_PRODUCT)
 
 
 @njit(inline="always")
 def head_codes(p, head):
-    """Return the address of the codes of a head's rows."""
+    """Return the address of an attention head's rows in an encoded weight matrix."""
     offset = PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head
     return row_codes(word(p, offset), word(p, offset + 1))
 
 
 @njit(inline="always")
 def finish_head(kind, p, head, row):
-    """Apply bias, norm and rotation to a head; its product is at `row`, its arguments at p."""
+    """Apply bias, norm and rotation to an attention head's projection.
+
+    The projection is at `row`, the arguments are at p.
+    """
     size, width = size_of(kind), word(p, WIDTH)
     queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
     eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
@@ -119,7 +126,9 @@ def finish_head(kind, p, head, row):
 
 
 def project(kind, by_code):
-    """Compute queries, keys and values of one token x [HIDDEN], with bias, norm and rotation.
+    """Compute one token's queries, keys and values, with bias, norm and rotation.
+
+    The token is x [HIDDEN].
 
     A unit of work is a head: its weight is [WIDTH, HIDDEN], its result WIDTH values. Queries are
     written to Q_OUT [Q_HEADS, WIDTH], keys and values to K_OUT and V_OUT, heads *_STEP bytes apart.
@@ -156,7 +165,9 @@ def project(kind, by_code):
 
 
 def project_rows(kind, by_code):
-    """Compute `project` for several tokens: a head's weight is read once for all of them.
+    """Compute queries, keys and values of several tokens, reading each weight once.
+
+    See `project`.
 
     Plain weights are also widened once.
     """
@@ -199,7 +210,10 @@ def project_rows(kind, by_code):
 
 @njit(inline="always")
 def attend_key_head(kind, p, unit):
-    """Attend with one head of keys and the queries that share it; arguments are at p."""
+    """Compute attention of one key head with the query heads that share it.
+
+    Arguments are at p.
+    """
     size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
     kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
     scale = float_of(np.int32(word(p, SCALE)))
@@ -278,7 +292,7 @@ def attend(kind, by_code):
 
 
 def attend_rows(kind, by_code):
-    """Compute `attend` for several tokens, each over its own context.
+    """Compute attention and output projection of several tokens, each over its own context.
 
     The projection's weight is read once for all of them; plain weights are also widened once.
     """

@@ -1,4 +1,4 @@
-"""Kernel entries of dense layers: `gemv` for nn.Linear, `add_and_norm` for residual and RMSNorm.
+"""Compiled kernels of dense layers: nn.Linear (`gemv`), residual and RMSNorm (`add_and_norm`).
 
 They run in a parallel region, like those of expert_group.py. `expand_rows` expands a stored matrix,
 `copy_arguments` sets the arguments of other entries, and `run_stages` enters other entries.
@@ -80,7 +80,10 @@ ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
 
 @njit(inline="always")
 def store(kind, sums, bias, out, n):
-    """Round n float32 sums to the model's type, with the bias added before."""
+    """Add a bias to a row of float32 sums, and round to the model's type.
+
+    There are n sums.
+    """
     if bias != 0:
         for i in range(n):
             put(kind, out, i, get(F, sums, i) + get(kind, bias, i))
@@ -91,7 +94,10 @@ def store(kind, sums, bias, out, n):
 
 @njit(inline="always")
 def multiply_plain_rows(kind, w, first, n, K, x, out):
-    """out[:n] = rows first.. of w [N, K] times one row x [K], both of `kind`; out is float32."""
+    """Multiply some rows of an unencoded weight matrix with one input row.
+
+    out[:n] = rows first.. of w [N, K] times x [K], both of `kind`; out is float32.
+    """
     size = size_of(kind)
     w, tiled = w + first * K * size, n - n % COLUMNS
     for i in range(0, tiled, COLUMNS):
@@ -102,7 +108,10 @@ def multiply_plain_rows(kind, w, first, n, K, x, out):
 
 @njit(inline="always")
 def multiply_encoded_rows(matrix, first, n, K, x, out, scratch, packed, after):
-    """Multiply rows of a recorded matrix with one float32 row x; see `multiply_row`."""
+    """Multiply some rows of an encoded weight matrix with one float32 row.
+
+    See `multiply_row`.
+    """
     product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
     base = word(matrix, M_BASE)
     return multiply_row(product, layout, base, K, first, n, K, 0, x, out, scratch, packed, after)
@@ -110,21 +119,24 @@ def multiply_encoded_rows(matrix, first, n, K, x, out, scratch, packed, after):
 
 @njit(inline="always")
 def row_codes(matrix, first):
-    """Return the address of the codes of a row of a recorded matrix."""
+    """Return the address of a row of an encoded weight matrix."""
     layout = word(matrix, M_LAYOUT)
     return word(matrix, M_BASE) + word(layout, L_CODES) + first * word(layout, L_ROW)
 
 
 @njit(inline="always")
 def widen_row(kind, x, n, out):
-    """Convert n numbers of `kind` to float32."""
+    """Convert a row of n numbers of type `kind` to float32."""
     for i in range(n):
         put(F, out, i, get(kind, x, i))
 
 
 @njit(inline="always")
 def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
-    """RMSNorm of a row with a weight of `kind`, rounded to `kind`."""
+    """Compute the RMSNorm of a row, rounded to the type of its weight.
+
+    That type is `kind`.
+    """
     total, one = stack(), np.float32(1.0)
     dot_1x1(xkind, xkind, x, 4 * n, n, n, 0, (x,), (total,))
     scale = one / np.sqrt(get(F, total, 0) / np.float32(n) + eps)
@@ -143,7 +155,9 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 
 
 def gemv(kind, by_code):
-    """Compute out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]).
+    """Compute nn.Linear for few input rows: x [M, K] @ w [N, K].T (+ bias [N]).
+
+    The result is out [M, N].
 
     All are of one type; sums are taken in float32.
 
@@ -188,7 +202,10 @@ def gemv(kind, by_code):
 
 
 def expand_rows(kind):
-    """Expand rows of a recorded matrix to out [rows, columns] of `kind`."""
+    """Decode rows of an encoded weight matrix to the model's type.
+
+    out [rows, columns] of `kind`
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -212,7 +229,10 @@ def expand_rows(kind):
 
 @njit(inline="always")
 def add_and_norm_row(kind, p):
-    """Compute `add_and_norm` with the arguments at p, on one thread."""
+    """Compute residual sum and RMSNorm of one row on one thread.
+
+    The arguments of `add_and_norm` are at p.
+    """
     n, y, out, total = word(p, N_COLUMNS), word(p, N_Y), word(p, N_OUT), word(p, N_SUM)
     for m in range(word(p, N_MORE) + 1):
         offset = m * n * size_of(kind)
@@ -229,7 +249,9 @@ def add_and_norm_row(kind, p):
 
 
 def add_and_norm(kind):
-    """sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS].
+    """Compute the residual sum of two rows and its RMSNorm.
+
+    sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS].
 
     One thread computes it, in float32. `sum` may be 0 where y is.
     """
@@ -243,7 +265,7 @@ def add_and_norm(kind):
 
 
 def add_and_norm_rows(kind):
-    """Compute `add_and_norm` for several tokens, a token per thread.
+    """Compute residual sum and RMSNorm for several tokens, one token per thread.
 
     The norms are also written in float32 to R_WIDE, unless that is 0.
     """
@@ -265,7 +287,10 @@ def add_and_norm_rows(kind):
 
 
 def copy_arguments(kind):
-    """Copy runs of int64. `kind` is not used."""
+    """Copy ranges of int64 kernel arguments in memory.
+
+    `kind` is not used.
+    """
 
     def enter(pointer):
         p = address_of(pointer)
@@ -282,7 +307,7 @@ def copy_arguments(kind):
 
 
 def run_stages(kind):
-    """Enter other kernel entries one after another, with a barrier between them.
+    """Enter other kernels one after another, with a barrier between them.
 
     `kind` is not used.
     """

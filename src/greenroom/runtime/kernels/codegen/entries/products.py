@@ -1,4 +1,4 @@
-"""Products of rows with one expert's matrix: plain, transposed, or encoded."""
+"""Products of input rows with one expert's matrix: plain, transposed, or encoded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ F = np.float32(0)
 
 @njit(error_model="numpy")
 def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
-    """out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart."""
+    """Multiply rows of x with the transpose of a weight matrix, in tiles.
+
+    out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart.
+    """
     out += 4 * column
     for j in range(j0, j1, ROWS):
         many = j1 - j >= ROWS
@@ -52,7 +55,9 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
 
 @njit(error_model="numpy")
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
-    """out[:N] (+)= x[:K] @ w, along the rows of w; N is a multiple of LANES.
+    """Multiply one row with a transposed weight matrix, reading along the matrix's rows.
+
+    out[:N] (+)= x[:K] @ w; N is a multiple of LANES.
 
     The tiles of `axpys` would touch a new page for every few cache lines.
     """
@@ -76,7 +81,10 @@ def panels(kind, w, ld, K, N, block, carry, x, out, cells):
 def axpys(
     kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1, scratch
 ):  # fmt: skip
-    """out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used."""
+    """Multiply rows of x with a transposed weight matrix, in tiles.
+
+    out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used.
+    """
     size = size_of(kind)
     out += 4 * column
     for j in range(j0, j1, ROWS):
@@ -98,7 +106,9 @@ def axpys(
 
 @njit(inline="always")
 def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
-    """Multiply rows j0..j1 of x with one expert's w [width, K]: columns first..first + N.
+    """Multiply input rows with some rows of one expert's unencoded matrix.
+
+    Rows j0..j1 of x, and w [width, K]: columns first..first + N of the product.
 
     x and out are float32, K and `width` elements wide; their rows are found through the indices
     `xi` and `oi` (0: none).
@@ -120,7 +130,9 @@ def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0
 
 @njit(inline="always")
 def multiply_transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
-    """Multiply as `multiply_plain`, for w [K, width].
+    """Multiply input rows with one expert's transposed matrix w [K, width].
+
+    See `multiply_plain`.
 
     Many rows share strips of w, which are widened block by block.
     """
@@ -152,7 +164,9 @@ def multiply_encoded(
     product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch,
     packed, after, sequential_rows,
 ):  # fmt: skip
-    """Multiply as `multiply_plain`, with an encoded matrix that `product` reads (see encoded.py).
+    """Multiply input rows with one expert's encoded matrix.
+
+    As `multiply_plain`; `product` reads the matrix (see encoded.py).
 
     Up to `sequential_rows` rows of x are multiplied one by one, with weights in registers: each has
     the bits that it has in a batch of one. For more rows, GROUP rows of weights at a time are

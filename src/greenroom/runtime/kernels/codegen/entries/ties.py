@@ -1,4 +1,4 @@
-"""torch's order of equal scores in `topk` on a CPU.
+"""Reproduce the order that torch's `topk` gives equal scores on a CPU.
 
 A router's products are rounded to eight bits, so one choice in twenty ends between equal scores:
 too often to return to Python for it. torch's order is the one that libstdc++'s nth_element (a
@@ -19,13 +19,19 @@ FEW = 3  # nth_element sorts so many numbers by insertion
 
 
 def is_supported(number: int, top_k: int) -> bool:
-    """Does torch choose by nth_element? (It takes a few of very many with a heap.)"""
+    """Check that torch's topk selects by nth_element for these sizes.
+
+    It takes a few of very many with a heap.
+    """
     return 64 * top_k > number and top_k - 1 <= SORTED
 
 
 @njit(inline="always")
 def precedes(scores, order, i, j):
-    """Does place i of the order come before place j?"""
+    """Check that one score comes before another in a descending order.
+
+    Place i of the order is compared with place j.
+    """
     return get(F, scores, word(order, i)) > get(F, scores, word(order, j))
 
 
@@ -38,7 +44,7 @@ def swap(order, i, j):
 
 @njit(inline="always")
 def median_place(scores, order, a, b, c):
-    """Find the place of the median of three, as libstdc++'s __move_median_to_first does."""
+    """Find the median of three scores, as libstdc++'s __move_median_to_first does."""
     if precedes(scores, order, a, b):
         if precedes(scores, order, b, c):
             return b
@@ -50,7 +56,9 @@ def median_place(scores, order, a, b, c):
 
 @njit(inline="always")
 def partition(scores, order, first, last):
-    """Partition around place `first`; return where the second part begins.
+    """Partition scores around a pivot, and return where the second part begins.
+
+    The pivot is at place `first`.
 
     libstdc++'s __unguarded_partition.
     """
@@ -69,7 +77,10 @@ def partition(scores, order, first, last):
 
 @njit(inline="always")
 def insertion_sort(scores, order, first, last):
-    """Sort the places first..last - 1 by insertion; equal scores keep their order."""
+    """Sort a range of scores by insertion; equal scores keep their order.
+
+    The range is first..last - 1.
+    """
     for at in range(first + 1, last):
         i = at
         while i > first and precedes(scores, order, i, i - 1):
@@ -79,7 +90,9 @@ def insertion_sort(scores, order, first, last):
 
 @njit(inline="always")
 def select_largest(scores, order, number, top_k):
-    """Write the ids of the `top_k` largest scores to `order` [number], as torch's topk does.
+    """Write the ids of the largest scores in the order of torch's topk.
+
+    The `top_k` largest are written to `order` [number].
 
     False where nth_element would continue with a heap. Scores are float32 [number].
     """

@@ -1,1 +1,1 @@
-"""Products with encoded matrices: each format is read, expanded and multiplied here."""
+"""Compiled products with quantised weights: code that reads, decodes and multiplies each format."""

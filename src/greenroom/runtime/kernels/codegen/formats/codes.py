@@ -1,4 +1,4 @@
-"""Integer products with encoded weights: LLVM code for iterations of 64 or 128 inputs.
+"""Integer products with quantised weights: LLVM code for iterations of 64 or 128 inputs.
 
 `INTEGER_PRODUCTS` has the encodings. Codes of four to eight bits are multiplied with x as int8 or
 int16 (packing.py) and summed exactly, eight or four products to a lane; each lane's sum is then
@@ -30,7 +30,9 @@ Term = tuple[int, Value, Value]  # block of the iteration, vector, factor of the
 
 @dataclass(frozen=True, slots=True)
 class IntegerProduct:
-    """Integer product with the quantised codes of one encoding, `unit` inputs at a time.
+    """LLVM code that multiplies quantised weights of one encoding with integers.
+
+    It takes `unit` inputs at a time.
 
     terms:  (row, at, x, left) -> terms to add to the sums; x are the vectors of `pack`
     shift:  one prepared scale for 2^shift inputs
@@ -60,12 +62,12 @@ class IntegerProduct:
 
     @property
     def group(self) -> int:
-        """Inputs that share a power of two."""
+        """Return the number of inputs of a row that share a power of two."""
         return max(32, 1 << self.shift)
 
     @property
     def vectors(self) -> int:
-        """Count the vectors of packed inputs that one iteration reads.
+        """Return the number of vectors of packed inputs that one iteration reads.
 
         They are two planes of each half, offsets, and sums for minima.
         """
@@ -102,7 +104,7 @@ def _block(address: Value, lanes: int, number: int, left: Left) -> Value:
 
 
 def joined(parts: Sequence[Value]) -> Value:
-    """Concatenate vectors of equal length."""
+    """Concatenate LLVM vectors of equal length."""
     while len(parts) > 1:
         picks = range(2 * parts[0].lanes)
         parts = [u.shuffle(picks, v) for u, v in zip(parts[::2], parts[1::2], strict=True)]
@@ -136,7 +138,7 @@ ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
 
 
 def times(codes: Value, x: list[Value], side: int, start: Value) -> Value:
-    """Multiply codes with one half of an iteration's x."""
+    """Multiply quantised codes with one half of an iteration's integer inputs."""
     return (dot_int8(zero(codes), codes, x[side]) << 7) + dot_int8(start, codes, x[2 + side])
 
 

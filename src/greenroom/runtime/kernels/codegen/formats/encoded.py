@@ -1,4 +1,4 @@
-"""Products with encoded matrices: `product` expands rows of weights in registers.
+"""Compiled products with quantised weights that are decoded in registers.
 
 Each lane of a vector sums the same products in the same order as `dot` of ir.py. So the result has
 the bits of weights that are expanded to the model's type beforehand.
@@ -82,7 +82,10 @@ prepare, prepare_times = _prepare(False), _prepare(True)
 
 @intrinsic(prefer_literal=True)
 def expand(typingctx, encoding, kind, codes, ready, K, out):
-    """Write a row's K weights as float32; its scales are prepared."""
+    """Decode one row of a quantised matrix to K float32 weights.
+
+    The row's scales are prepared.
+    """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)
 
@@ -102,7 +105,10 @@ def expand(typingctx, encoding, kind, codes, ready, K, out):
 
 @njit(error_model="numpy")
 def any_bits(scales, step, count, mask):
-    """Return the mask's bits that are set in any scale of COLUMNS rows (float32)."""
+    """Return the mask's bits that are set in any scale of a tile's rows.
+
+    There are COLUMNS rows, and scales are float32.
+    """
     bits = np.int32(0)
     for i in range(COLUMNS):
         for g in range(count):
@@ -112,7 +118,7 @@ def any_bits(scales, step, count, mask):
 
 @njit(inline="always")
 def scale_row(row, rows_per_scale):
-    """Return the row of scales of a row of weights.
+    """Return the row of scales that belongs to a row of quantised weights.
 
     A division would take as long as half a row of 4-bit codes.
     """
@@ -120,7 +126,7 @@ def scale_row(row, rows_per_scale):
 
 
 def product(kind, encoding, mask, integers):
-    """Multiply rows of an encoded matrix with x [K], or expand them to float32.
+    """Multiply rows of a quantised matrix with x [K], or decode them to float32.
 
     The rows are F_FIRST..F_FIRST + F_ROWS. `encoding` is an index into `NAMES`. If no scale has a
     bit of `mask` set (mask 0: not checked), scales times codes are numbers of the model's type, and
@@ -184,7 +190,9 @@ def product(kind, encoding, mask, integers):
 def multiply_row(
     product, layout, slot, K, first, rows, block, carry, x, out, scratch, packed, after
 ):  # fmt: skip
-    """out[:rows] (+)= rows first.. of an encoded matrix times one row x [K], both float32.
+    """Multiply some rows of a quantised matrix with one float32 row.
+
+    out[:rows] (+)= rows first.. of the matrix times x [K]; both are float32.
 
     `scratch` is memory for the arguments of `product`, for packed x and for 5 K bytes. `packed` is
     the address of the row that lies packed there for this product (0: none); returns that address
@@ -215,7 +223,9 @@ def multiply_row(
 
 @njit(inline="always")
 def expanded_rows(product, layout, slot, K, first, rows, scratch):
-    """Expand rows first.. of an encoded matrix to float32 [rows, K]; return their address.
+    """Decode rows of a quantised matrix to scratch memory, and return their address.
+
+    Rows first.. become float32 [rows, K].
 
     They lie in `scratch`: memory for the arguments of `product`, these rows, and 5 K bytes.
     """

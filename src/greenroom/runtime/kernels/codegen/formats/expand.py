@@ -1,4 +1,4 @@
-"""Expanders of encoded weights: LLVM code that expands 32 inputs of a row in registers.
+"""LLVM code that decodes 32 quantised weights of a row in registers.
 
 `EXPANDERS` has the names of runtime/encodings; a value has the bits of that decoder's. An expander
 first writes all scales of a row as float32 (`prepare`), and then expands 32 weights of the row at a
@@ -57,7 +57,7 @@ Group = Callable[[Any, Row, Value, int], list[Value]]
 
 @dataclass(frozen=True, slots=True)
 class Expander:
-    """Code that expands one encoding.
+    """LLVM code that decodes the quantised weights of one encoding.
 
     prepare: (row): write the row's scales
     group:   (kind, row, at, half) -> weights at + 32 half .. + 32, as vectors of LANES float32;
@@ -71,7 +71,10 @@ class Expander:
 
 
 def to_model(kind: Any, value: Value) -> Value:
-    """Round float32 lanes to the model's type; they stay float32."""
+    """Round a float32 vector to values of the model's data type.
+
+    They stay float32.
+    """
     if kind == F32_KIND:
         return value
     if kind == F16_KIND:
@@ -86,7 +89,10 @@ def all_to_model(kind: Any, values: list[Value]) -> list[Value]:
 
 
 def looked_up(kind: Any, table: Value, codes: list[Value]) -> list[Value]:
-    """Look up table[code & 15] in each lane, rounded; needs TABLE."""
+    """Look up each lane's 4-bit code in a table of weights, rounded.
+
+    table[code & 15]; needs TABLE.
+    """
     table = to_model(kind, table)
     name = "llvm.x86.avx512.permvar.sf.512"
     return [table.call(name, table.ir.type, code) for code in codes]
@@ -114,7 +120,9 @@ def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
 
 
 def interleaved(row: Row, at: Value, half: int) -> list[Value]:
-    """Load 4-bit codes, two neighbours a byte, in order PAIRED.
+    """Load 4-bit codes, of which each byte holds two neighbours.
+
+    They are in order PAIRED.
 
     They are the low bits of int32.
     """
@@ -125,7 +133,9 @@ def interleaved(row: Row, at: Value, half: int) -> list[Value]:
 
 
 def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
-    """Load the 4-bit codes of a block of 32 inputs and `width` bytes.
+    """Load the 4-bit codes of a block of 32 inputs.
+
+    The block has `width` bytes.
 
     The block's last 16 bytes hold codes i and i + 16 each. They are the low bits of int32.
     """
@@ -135,7 +145,10 @@ def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Expand q5_0: as q4_0, with the fifth bits of all 32 codes in the int32 before."""
+    """Decode GGUF q5_0 weights.
+
+    As q4_0, with the fifth bits of all 32 codes in the int32 before.
+    """
     fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).broadcast()
     scale, values = row.scale_at(at, 5, half), []
     for start, four in zip(STARTS, block_codes(22, row, at, half), strict=True):
@@ -148,7 +161,10 @@ def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 def affine(
     kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
 ) -> list[Value]:
-    """Compute scale * (code & 15) + offset; round to type `first`, then to the model's."""
+    """Decode 4-bit codes with a scale and an offset.
+
+    scale * (code & 15) + offset, rounded to type `first`, then to the model's.
+    """
     if TABLE:
         table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
         return looked_up(kind, to_model(first, table), codes)
@@ -157,7 +173,7 @@ def affine(
 
 
 def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Compute scale * (code - 8), rounded."""
+    """Decode 4-bit codes with a scale: scale * (code - 8), rounded."""
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     if TABLE:
         return looked_up(kind, scale * [float(i - 8) for i in range(16)], codes)
@@ -167,7 +183,10 @@ def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[
 def microscaled(
     codes_at: Any, factor: float, kind: Any, row: Row, at: Value, half: int
 ) -> list[Value]:
-    """Multiply e2m1 codes by factor * scale, a power of two: exact in bfloat16."""
+    """Decode microscaled 4-bit floats (e2m1) with a power-of-two scale.
+
+    codes * factor * scale is exact in bfloat16.
+    """
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     kind = F32_KIND if kind == BF16_KIND else kind
     if TABLE:
@@ -177,7 +196,10 @@ def microscaled(
 
 
 def e2m1(code: Value) -> Value:
-    """Convert the low four bits to float32: in halves, m for e = 0, else (2 + m) 2^(e - 1)."""
+    """Convert 4-bit floats (e2m1) in the low bits of lanes to float32.
+
+    In halves: m for e = 0, else (2 + m) 2^(e - 1).
+    """
     e, m = (code >> 1) & 3, code & 1
     low = e.equals(0)
     halves = m.where(low, m | 2) << e.constant(0).where(low, e - 1)
@@ -186,12 +208,18 @@ def e2m1(code: Value) -> Value:
 
 
 def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
-    """Return (address of the block of 256 inputs, number of the 64 inputs at `at`)."""
+    """Return the address of a GGUF block of 256 inputs, and the place within it.
+
+    The place: number of the 64 inputs at `at`.
+    """
     return row.codes + (at >> 8) * width, (at >> 6) & 3
 
 
 def q4_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Expand q4_k: 32 bytes hold 32 codes in their low halves, the next 32 in their high."""
+    """Decode GGUF q4_k weights.
+
+    32 bytes hold 32 codes in their low halves, the next 32 in their high.
+    """
     block, part = in_super_block(row, at, 144)
     base = block + 16 + (part << 5)
     codes = [(base + start).load(I8, LANES).convert(I32) for start in STARTS]
@@ -221,7 +249,7 @@ def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def bits_at(address: Value, shift: Value, mask: int) -> Value:
-    """Compute (byte >> shift) & mask of 32 bytes.
+    """Extract a bit field from each of 32 bytes: (byte >> shift) & mask.
 
     Vectors shift int16, so bits of the neighbour come in; the mask removes them.
     """
@@ -230,7 +258,7 @@ def bits_at(address: Value, shift: Value, mask: int) -> Value:
 
 
 def shifted(small: Value) -> Value:
-    """Shift bytes below 16 to the left by 4."""
+    """Shift each byte of a vector to the left by 4; bytes are below 16."""
     return (small.bitcast(I16) << 4).bitcast(I8)
 
 
@@ -240,7 +268,9 @@ def sliced(codes: Value) -> list[Value]:
 
 
 def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Expand e4m3: its bits at the place of float16's exponent and fraction are value / 2^8.
+    """Decode fp8 (e4m3) weights by way of float16.
+
+    Bits at the place of float16's exponent and fraction are value / 2^8.
 
     Adding one to the last bit carries into the exponent's highest bit for the NaN code, and only
     for that; with this bit set it is float16's NaN.
@@ -253,7 +283,10 @@ def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Expand as int4, but rounded to the scale's type first."""
+    """Decode compressed-tensors int4 weights, rounded to the scale's type first.
+
+    Otherwise as int4.
+    """
     scale = row.scale_at(at, 5, half)
     return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)
 

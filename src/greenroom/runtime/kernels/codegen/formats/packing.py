@@ -1,4 +1,4 @@
-"""Conversion of a row of x to integers, for the products of codes.py.
+"""Conversion of an input row to integers, for products with quantised weights (codes.py).
 
 32 neighbours (64 where they share a scale) share a power of two, such that the largest takes 15
 bits with its sign. It is stored as two bytes, the lower 7 bits and the upper 8; or it takes 16
@@ -36,7 +36,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
 
 
 def packed_bytes(encoding: str, inputs: int) -> int:
-    """Bytes of a packed row of x."""
+    """Return the bytes of an input row that is packed as integers."""
     form = INTEGER_PRODUCTS[encoding]
     units = -(-inputs // form.unit)
     return LINE * (units * form.vectors + 1) + 4 * units * (form.unit >> form.shift)
@@ -62,7 +62,7 @@ def _group(form: IntegerProduct, vectors: Sequence[Value]) -> tuple[Value, list[
 
 
 def planes_of(form: IntegerProduct, integers: Sequence[Value]) -> list[Value]:
-    """Convert an iteration's integers to vectors of 64 bytes."""
+    """Convert the integers of one iteration's inputs to vectors of 64 bytes."""
     if not form.order:
         int16 = [v.convert(I16) for v in integers]
         return [joined(int16[:2]), joined(int16[2:])]
@@ -86,7 +86,10 @@ def powers_of(form: IntegerProduct, x: Value, K: Value) -> Value:
 
 @intrinsic(prefer_literal=True)
 def pack(typingctx, encoding, x, K, out):
-    """Convert x [K] (float32) to integers for a matrix of an encoding; `packed_bytes` long."""
+    """Convert a float32 input row to integers for products with one encoding.
+
+    x [K] is written to `packed_bytes` bytes.
+    """
     name, form = integer_product(encoding)
     unit, group = form.unit, form.group
 
@@ -123,7 +126,7 @@ def pack(typingctx, encoding, x, K, out):
 
 @intrinsic(prefer_literal=True)
 def powers_at(typingctx, encoding, x, K):
-    """Return the address of the powers of two in packed x."""
+    """Return the address of the powers of two in an input row packed as integers."""
     _, form = integer_product(encoding)
     signature = types.int64(encoding, types.int64, types.int64)
     return inline(signature, lambda _, x, K: powers_of(form, x, K))

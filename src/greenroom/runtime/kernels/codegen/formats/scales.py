@@ -1,4 +1,4 @@
-"""Rows of stored weights, and LLVM code that writes a row's scales as contiguous float32.
+"""Rows of quantised weights, and LLVM code that writes a row's scales as float32.
 
 A `prepare(row)` writes scales to `row.ready` and minima to `row.minima`. Conversion costs little
 for a row at a time, and much between the weights.
@@ -32,7 +32,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Addresses of a row of stored weights, for an expander.
+    """The addresses of a row of quantised weights and its scales, in LLVM code.
 
     codes:  the row's codes
     ready:  float32 scales that `prepare` has written; minima, if any, one for each scale, follow
@@ -55,7 +55,7 @@ class Row:
         return self.ready + (self.inputs >> 3)
 
     def put(self, at: Value, scales: Value, left: Value | None = None) -> None:
-        """Write a vector of scales from index `at` on, times their powers.
+        """Write a vector of scales from index `at` of a row on, times their powers.
 
         Scales beyond `left` become 0.
         """
@@ -65,7 +65,9 @@ class Row:
         (self.ready + (at << 2)).store(scales)
 
     def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
-        """Load the prepared scale (or minimum) of input at + 32 half.
+        """Load the prepared scale, or minimum, of an input.
+
+        The input is at + 32 half.
 
         shift: there is one for 2^shift inputs
         """
@@ -74,13 +76,15 @@ class Row:
 
 
 def no_scales(row: Row) -> None:
-    """Prepare nothing: the encoding has no scales."""
+    """Prepare no scales, for encodings without scales."""
 
 
 def prepare_in_vectors(
     row: Row, count: Value, value: Callable[[Value, Value | None], Value]
 ) -> None:
-    """Write `count` scales, LANES at a time: value(at, left) from index `at` on.
+    """Write a row's scales as float32, one vector at a time.
+
+    `count` scales, LANES at a time: value(at, left) from index `at` on.
 
     The last vector overlaps with the one before; `left` is None except where count < LANES. Then
     too the store is not masked, since a load soon after a masked store waits for it.
@@ -101,7 +105,9 @@ def prepare_in_vectors(
 
 
 def contiguous(shift: int, element: Any, read: Callable[[Value], Value]) -> Any:
-    """Make `prepare` for contiguous scales, one for 2^shift inputs.
+    """Make the code that prepares contiguous scales.
+
+    Each scale is for 2^shift inputs.
 
     read: LANES elements -> float32
     """
@@ -122,21 +128,23 @@ def half_floats(raw: Value) -> Value:
 
 
 def e8m0(raw: Value) -> Value:
-    """Convert e8m0 to float32: 2^(e - 127); 255 is NaN."""
+    """Convert e8m0 scales to float32: 2^(e - 127); 255 is NaN."""
     e = raw.convert(I32)
     bits = e.constant(1 << 22).where(e.equals(0), e << 23)
     return e.constant(0x7FC00000).where(e.equals(255), bits).bitcast(F32)
 
 
 def e8m0_halves(raw: Value) -> Value:
-    """Convert GGUF's e8m0, which is halved, to float32: 2^(e - 128)."""
+    """Convert GGUF's e8m0 scales, which are halved, to float32: 2^(e - 128)."""
     e = raw.convert(I32)
     small = e.constant(0x200000) << (e & 1)
     return small.where(e < 2, (e - 1) << 23).bitcast(F32)
 
 
 def repeated(kind: Any, factor: float = 1.0) -> Any:
-    """Make `prepare` for scales of `kind` that `row.share` groups share: one is written for each.
+    """Make the code that prepares scales shared by several groups of inputs.
+
+    Scales of `kind` that `row.share` groups share: one is written for each.
 
     They are multiplied by `factor`, a power of two.
     """
@@ -154,7 +162,9 @@ def repeated(kind: Any, factor: float = 1.0) -> Any:
 
 
 def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
-    """Make `prepare` for scales at the start of blocks of 32 inputs and `width` bytes.
+    """Make the code that prepares scales at the start of blocks of 32 inputs.
+
+    Blocks have `width` bytes.
 
     read: LANES elements -> float32
     """
@@ -204,7 +214,9 @@ def _gather_each(address: Value, width: int, element: Any, left: Value | None) -
 
 
 def scales_and_minima(width: int) -> Any:
-    """Make `prepare` for q4_k and q5_k: d, dmin, eight 6-bit scales and minima.
+    """Make the code that prepares scales and minima of GGUF q4_k and q5_k.
+
+    d, dmin, eight 6-bit scales and minima.
 
     The minima are negated.
     """
@@ -225,7 +237,7 @@ def scales_and_minima(width: int) -> Any:
 
 
 def q6_scales(row: Row) -> None:
-    """Prepare scales of q6_k: 16 scales of eight bits times d."""
+    """Prepare the scales of GGUF q6_k: 16 scales of eight bits times d."""
     with counted_loop(0, row.inputs >> 8) as number:
         block = row.codes + number * 210
         scales = (block + 192).load(I8, 16).convert(I32, signed=True).convert(F32, signed=True)

@@ -1,4 +1,4 @@
-"""Tiles: products of a few rows of encoded weights with one row of x."""
+"""LLVM code that multiplies a few rows of quantised weights with one input row."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ Part = Callable[[Row], list[Term]]  # terms to add to a row's sums
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """Code of an iteration over `unit` inputs.
+    """LLVM code of one loop iteration of a product with quantised weights.
+
+    It takes `unit` inputs.
 
     parts:      (x, at, left) -> the iteration's parts; all rows do one before the next
     order:      index of the sum in each lane
@@ -69,7 +71,7 @@ def expander_of(encoding: Any) -> tuple[str, Expander]:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """Return the inverse of a permutation of lanes."""
+    """Return the inverse of a permutation of vector lanes."""
     return [order.index(i) for i in range(LANES)]
 
 
@@ -97,7 +99,9 @@ def _integer_parts(form: IntegerProduct, x: Value, at: Value, left: Left) -> Ite
 
 @intrinsic(prefer_literal=True)
 def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
-    """out[:COLUMNS] (+)= products of COLUMNS rows of weights with x, summed as in `dot_1x4`.
+    """Multiply a tile of quantised rows with one input row, decoding in registers.
+
+    out[:COLUMNS] (+)= products of COLUMNS rows of weights with x, summed as in `dot_1x4`.
 
     `block` is K, or 64. The rows' scales lie `step` bytes apart. The cache lines of as many rows at
     `ahead` are prefetched.
@@ -116,7 +120,10 @@ def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, car
 def _integers(columns):
     @intrinsic(prefer_literal=True)
     def tile(typingctx, encoding, codes, ld, ahead, ready, step, K, block, carry, x, out):
-        """Multiply `columns` rows with packed x by integer products, as `tile` does."""
+        """Multiply a tile of quantised rows with one packed row by integer products.
+
+        `columns` rows, otherwise as `tile`.
+        """
         name, form = integer_product(encoding)
         inputs, nbytes = BLOCKS[name]
         parts, row_by_row = partial(_integer_parts, form), ROW_BY_ROW and form.row_by_row
@@ -164,7 +171,10 @@ class _Tile:
         self.out.store(sums.value)
 
     def products(self, at, left, add, of):
-        """Emit one loop iteration for rows of a tile; a full tile prefetches the next rows."""
+        """Emit one loop iteration of a tile's product, with a prefetch of the next rows.
+
+        Only a full tile prefetches.
+        """
         # In address order, so that the hardware prefetcher joins in.
         ahead = self.ahead + at / self.iteration.unit * self.nbytes
         for line in range(0, self.nbytes if len(of) == len(self.columns) else 0, LINE):

@@ -1,1 +1,1 @@
-"""LLVM vector code for the kernels, which Numba's own front end cannot express."""
+"""LLVM vector code for CPU kernels, which Numba's own front end cannot express."""

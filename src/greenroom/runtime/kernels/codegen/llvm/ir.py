@@ -1,4 +1,4 @@
-"""Vector intrinsics for the kernels, which Numba's own front end cannot express.
+"""Numba intrinsics for vector code, which Numba's own front end cannot express.
 
 Everything source becomes LLVM vectors of `LANES` floats, so that sums have one fixed order on a
 given machine: a dot product is summed lane by lane, the lanes by halving, and the blocks of
@@ -88,7 +88,10 @@ class _Dot:
             out.store(sums.value.shuffle(range(m * columns, (m + 1) * columns)))
 
     def one_block(self, start):
-        """Add products of `block` elements, from element `start` on, to the sums."""
+        """Emit code that adds products of a block of elements to the sums.
+
+        `block` elements, from element `start` on.
+        """
         b, every = self.w.b, range(self.columns)
         for cell in self.cells:
             cell.value = self.zero
@@ -113,7 +116,10 @@ class _Dot:
             self.step(at, of)
 
     def step(self, at, of, mask=None):
-        """Multiply LANES elements from element `at` of some rows of weights."""
+        """Emit code that multiplies LANES elements of some rows of weights.
+
+        They begin at element `at`.
+        """
         wat = self.w + at * SIZE[self.kind]
         xs = [(x + at * SIZE[self.xkind]).weights(self.xkind, mask) for x in self.xs]
         if self.rows == 1 and len(of) > 1 and mask is None:
@@ -125,7 +131,7 @@ class _Dot:
                 cell.value = x.fma(weights, cell.value)
 
     def prefetch_rows(self, wat, at):
-        """Prefetch the next rows of weights."""
+        """Emit code that prefetches the next rows of weights."""
         if not self.row_by_row:
             for n in range(self.columns):
                 (wat + self.ld * (n + self.columns)).prefetch()
@@ -212,7 +218,10 @@ def _element(address, index, element):
 
 @intrinsic
 def get(typingctx, kind, address, index):
-    """Load element `index` of a row of `kind` at an address, widened to float32."""
+    """Load one element of a row in memory, widened to float32.
+
+    Element `index` of a row of `kind` at an address.
+    """
 
     def emit(_, address, index):
         place = _element(address, index, ELEMENT[kind])
@@ -223,7 +232,10 @@ def get(typingctx, kind, address, index):
 
 @intrinsic
 def put(typingctx, kind, address, index, value):
-    """Round a float32 value to `kind` and store it as element `index` of a row."""
+    """Round a float32 value to a weight type and store it in a row.
+
+    It becomes element `index` of a row of `kind`.
+    """
 
     def emit(_, address, index, value):
         place = _element(address, index, ELEMENT[kind])
@@ -234,7 +246,7 @@ def put(typingctx, kind, address, index, value):
 
 @intrinsic
 def rounded(typingctx, kind, value):
-    """Round a float32 value to `kind`; it stays float32."""
+    """Round a float32 value to a weight type, `kind`; it stays float32."""
     return inline(_FLOAT(kind, _FLOAT), lambda _, value: value.rounded(kind))
 
 
@@ -270,7 +282,10 @@ def put_word(typingctx, address, index, value):
 
 @intrinsic
 def enter_at(typingctx, address, argument):
-    """Call the compiled `void(void *)` at an address."""
+    """Call a compiled function at an address.
+
+    The function is a `void(void *)`.
+    """
 
     def emit(address, argument):
         signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
@@ -288,13 +303,19 @@ def _row(base, index, i, stride):
 
 @intrinsic
 def row(typingctx, base, index, i, stride):
-    """Address of row `i` of a float32 matrix, or of row `index[i]` with an index."""
+    """Return the address of a row of a float32 matrix.
+
+    Row `i`, or row `index[i]` with an index.
+    """
     return inline(_INT(*[_INT] * 4), _row)
 
 
 @intrinsic
 def rows(typingctx, base, index, i, stride):
-    """Addresses of ROWS rows from row `i` on, as a tuple; see `row`."""
+    """Return the addresses of consecutive rows of a float32 matrix.
+
+    ROWS rows from row `i` on, as a tuple; see `row`.
+    """
     many = types.UniTuple(_INT, ROWS)
 
     def emit(context, b, sig, args):
@@ -307,7 +328,10 @@ def rows(typingctx, base, index, i, stride):
 
 @intrinsic
 def claim(typingctx, address, index, amount):
-    """Add to int64 number `index` at an address, atomically; return its old value."""
+    """Add atomically to an int64 in memory, and return its old value.
+
+    It is number `index` at an address.
+    """
 
     def emit(address, index, amount):
         place = _element(address, index, I64)
@@ -318,7 +342,10 @@ def claim(typingctx, address, index, amount):
 
 @intrinsic
 def await_(typingctx, address, index, amount):
-    """Spin until int64 number `index` at an address has reached an amount."""
+    """Spin until an int64 in memory has reached an amount.
+
+    It is number `index` at an address.
+    """
 
     def emit(address, index, amount):
         b, place = address.b, _element(address, index, I64)
@@ -339,7 +366,7 @@ def address_of(typingctx, pointer):
 
 @intrinsic
 def size_of(typingctx, kind):
-    """Bytes of a weight of `kind`."""
+    """Return the bytes of one weight of a data type, `kind`."""
     return inline(_INT(kind), lambda witness: witness.constant(SIZE[kind], I64))
 
 
@@ -348,7 +375,10 @@ STACK = 64  # floats
 
 @intrinsic
 def stack(typingctx):
-    """Address of STACK floats that live until the function returns."""
+    """Return the address of stack memory that lives until the function returns.
+
+    STACK floats.
+    """
 
     def emit(context, b, sig, args):
         memory = cgutils.alloca_once(b, ir.ArrayType(F32, STACK))

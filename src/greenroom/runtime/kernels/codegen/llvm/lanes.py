@@ -1,4 +1,4 @@
-"""Formulas over rows of numbers, LANES at a time.
+"""Compiled formulas over rows of numbers, one vector at a time.
 
     @over_rows("ff", "f", scalars=1)
     def scaled(kind, x, y, factor): return x * factor + y
@@ -54,7 +54,9 @@ def _read(letter: str, kind: Any, address: Value, at: Value, left: Value | None)
 
 
 def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula], Any]:
-    """Decorator that makes a loop over rows of a formula: `f(kind, n, places, values)`.
+    """Return a decorator that compiles a vector formula to a loop over rows.
+
+    The loop is called as `f(kind, n, places, values)`.
 
     sources: type of each input row: "f" float32, "k" the model's type, "2" every second number of a
              float32 row
@@ -111,7 +113,9 @@ def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula
 
 @intrinsic
 def exponentials(typingctx: Any, kind: Any, n: Any, x: Any, scale: Any, out: Any) -> Any:
-    """out[:n] = exp(scale * (x - max(x))), float32, of n numbers of `kind`; return their sum.
+    """Compute a row's softmax numerators in float32, and return their sum.
+
+    out[:n] = exp(scale * (x - max(x))), of n numbers of `kind`.
 
     The sum is NaN if a number is NaN or if the largest is infinite.
     """

@@ -1,4 +1,4 @@
-"""The processor that Numba compiles for, and its sizes of tiles and vectors."""
+"""Detect the processor that Numba compiles for, and its sizes of tiles and vectors."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Value:
 
     @property
     def lanes(self) -> int | None:
-        """Number of lanes of a vector; None: a scalar."""
+        """Return the number of lanes of an LLVM vector; None: a scalar."""
         return getattr(self.ir.type, "count", None)
 
     @property
@@ -54,7 +54,7 @@ class Value:
         return element if self.lanes is None else ir.VectorType(element, self.lanes)
 
     def constant(self, value: Any, element: Any = None) -> Value:
-        """Make a vector of numbers, or one number in this value's shape.
+        """Make an LLVM vector of numbers, or one number in this value's shape.
 
         Its elements are of this value's type or of `element`.
         """
@@ -98,7 +98,7 @@ class Value:
         return self._with(other, "lshr", "")
 
     def shifted_signed(self, places: int) -> Value:
-        """Shift to the right, keeping the sign."""
+        """Shift integers to the right, keeping the sign."""
         return self._with(places, "ashr", "")
 
     def __and__(self, other: Any) -> Value:
@@ -128,22 +128,22 @@ class Value:
         return self._compared("==", other)
 
     def where(self, condition: Value, other: Any) -> Value:
-        """Select this value where a condition holds, else the other."""
+        """Select this value in lanes where a condition holds, else another value."""
         other = other if isinstance(other, Value) else self.constant(other)
         return self._new(self.b.select(condition.ir, self.ir, other.ir))
 
     def at_most(self, limit: Any) -> Value:
-        """Clamp to at most `limit`; NaN stays."""
+        """Clamp numbers to at most `limit`; NaN stays."""
         limit = limit if isinstance(limit, Value) else self.constant(limit)
         return limit.where(self > limit, self)
 
     def at_least(self, limit: Any) -> Value:
-        """Clamp to at least `limit`; NaN stays."""
+        """Clamp numbers to at least `limit`; NaN stays."""
         limit = limit if isinstance(limit, Value) else self.constant(limit)
         return limit.where(self < limit, self)
 
     def fma(self, factor: Value, addend: Value) -> Value:
-        """Compute self * factor + addend, with one rounding."""
+        """Compute a fused multiply-add: self * factor + addend, with one rounding."""
         return self.call(f"llvm.fma.v{self.lanes}f32", self.ir.type, factor, addend)
 
     def call(self, name: str, result: Any, *others: Value) -> Value:
@@ -156,14 +156,20 @@ class Value:
     # Other types and shapes.
 
     def bitcast(self, element: Any) -> Value:
-        """Reinterpret the bits as elements of another type; the number of lanes follows."""
+        """Reinterpret a value's bits as elements of another type.
+
+        The number of lanes follows.
+        """
         if self.lanes is None:
             return self._new(self.b.bitcast(self.ir, element))
         count = self.lanes * _width(self.element) // _width(element)
         return self._new(self.b.bitcast(self.ir, ir.VectorType(element, count)))
 
     def convert(self, element: Any, signed: bool = False) -> Value:
-        """Convert the numbers to another element type; `signed`: integers have a sign."""
+        """Convert numbers to another element type.
+
+        `signed`: integers have a sign.
+        """
         source, target = (isinstance(e, ir.IntType) for e in (self.element, element))
         if source and target:
             wider = _width(element) > _width(self.element)
@@ -175,13 +181,16 @@ class Value:
         return self._new(getattr(self.b, name)(self.ir, self._shaped(element)))
 
     def broadcast(self, lanes: int | None = LANES) -> Value:
-        """Copy a scalar to every lane."""
+        """Copy a scalar to every lane of a vector."""
         shape = ir.VectorType(self.ir.type, lanes)
         one = self.b.insert_element(ir.Constant(shape, ir.Undefined), self.ir, I32(0))
         return self._new(one).shuffle([0] * (lanes or 1))
 
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
-        """Select lanes of this vector and, with numbers behind its own, of another one."""
+        """Select lanes of one or two vectors.
+
+        Numbers behind this vector's own name lanes of the other one.
+        """
         picks = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         second = self if other is None else other
         return self._new(self.b.shuffle_vector(self.ir, second.ir, picks))
@@ -193,7 +202,10 @@ class Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
     def below(self, lanes: int = LANES) -> Value:
-        """Make a mask of the first `self` (int64) of `lanes` lanes."""
+        """Make a mask of a vector's first lanes.
+
+        `self` (int64) of `lanes` lanes.
+        """
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
@@ -207,7 +219,10 @@ class Value:
         return (self.convert(I32) << 16).bitcast(F32)
 
     def narrowed(self, kind: Any) -> Value:
-        """Round float32 to `kind`, ties to even, as torch does; every NaN becomes the same."""
+        """Round float32 to a weight type, ties to even, as torch does.
+
+        It is `kind`; every NaN becomes the same.
+        """
         if kind == F32_KIND:
             return self
         if kind == F16_KIND:
@@ -227,7 +242,10 @@ class Value:
         return self.b.inttoptr(self.ir, element.as_pointer())
 
     def load(self, element: Any, lanes: int | None = None, mask: Value | None = None) -> Value:
-        """Load from this address; masked lanes are 0 and are not read."""
+        """Load a vector or scalar from this address.
+
+        Masked lanes are 0 and are not read.
+        """
         kind = element if lanes is None else ir.VectorType(element, lanes)
         pointer = self.pointer(kind)
         if mask is None:
@@ -237,7 +255,7 @@ class Value:
         return self._new(pointer).call(name, kind, *map(self._new, others))
 
     def weights(self, kind: Any, mask: Value | None = None) -> Value:
-        """Load LANES weights from this address, widened."""
+        """Load LANES weights from this address, widened to float32."""
         return self.load(ELEMENT[kind], LANES, mask).widened(kind)
 
     def store(self, value: Value, mask: Value | None = None) -> None:
@@ -250,7 +268,10 @@ class Value:
         value.call(name, ir.VoidType(), *map(self._new, (pointer, I32(1), mask.ir)))
 
     def prefetch(self, cache: int = 1) -> None:
-        """Prefetch a cache line to L1 or L2; an address beyond the end does no harm."""
+        """Prefetch the cache line at this address to L1 or L2.
+
+        An address beyond the end does no harm.
+        """
         others = map(self._new, (I32(0), I32(4 - cache), I32(1)))
         byte = self._new(self.pointer(I8))
         byte.call("llvm.prefetch.p0", ir.VoidType(), *others)
@@ -258,7 +279,10 @@ class Value:
     # Functions of float32.
 
     def exp(self) -> Value:
-        """Compute exp within about 1 ulp; above 88.7 infinity (Cephes)."""
+        """Compute the exponential function within about 1 ulp.
+
+        Above 88.7 it is infinity (Cephes).
+        """
         y = self.at_least(-87.0).at_most(88.72)
         shifted = y * 1.44269504088896341 + 12582912.0
         n = shifted - 12582912.0
@@ -295,14 +319,17 @@ def _width(element: Any) -> int:
 
 @contextmanager
 def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iterator[Value]:
-    """Emit a loop; the context is its body, given the int64 index."""
+    """Emit an LLVM loop; the context is its body, given the int64 index."""
     first, last, by = (v if isinstance(v, Value) else stop.constant(v) for v in (start, stop, step))
     with cgutils.for_range_slice(stop.b, first.ir, last.ir, by.ir, I64) as (at, _):
         yield Value(stop.b, at)
 
 
 def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None], None]) -> None:
-    """Emit step(at, None) for every complete unit of a count, step(at, left) for the remainder."""
+    """Emit an LLVM loop over complete units of a count, then code for the remainder.
+
+    step(at, None) for every complete unit, step(at, left) for the remainder.
+    """
     left = count & (unit - 1)
     end = count - left
     with counted_loop(0, end, unit) as at:
@@ -312,12 +339,15 @@ def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None],
 
 
 def below_or_all(left: Value | None, lanes: int = LANES) -> Value | None:
-    """Return the mask of the `left` lanes of an iteration; None: all."""
+    """Return the mask of lanes that exist in a loop iteration; None: all.
+
+    `left` lanes exist.
+    """
     return None if left is None else left.below(lanes)
 
 
 def lane_sums(vectors: Sequence[Value], groups: int = 1) -> Value:
-    """Sum each vector's lanes; the sums are one vector.
+    """Sum the lanes of each of several vectors; the sums are one vector.
 
     `groups`: number of runs of lanes that are summed separately; their sums follow one another. The
     order of additions is the same for all: two vectors at a time become one, the upper half of each
@@ -339,7 +369,10 @@ def _halved(one: Value, other: Value | None, width: int) -> Value:
 
 
 def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
-    """Return the result of an intrinsic whose code is emit(values of the arguments)."""
+    """Define a Numba intrinsic by LLVM code that is emitted at each call.
+
+    The code is emit(values of the arguments).
+    """
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         result = emit(*(Value(b, arg) for arg in args))
@@ -349,7 +382,7 @@ def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
 
 
 def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
-    """Return the result of an intrinsic whose code is a function that all callers share.
+    """Define a Numba intrinsic by an LLVM function that all callers share.
 
     A tile is long; inlined it would be compiled anew for each call. `emit` takes the int64
     arguments and the elements of tuples.
