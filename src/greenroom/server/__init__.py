@@ -1,1 +1,1 @@
-"""HTTP and the terminal chat: what people and their tools talk to."""
+"""The HTTP server and the terminal chat, through which people and programs use a model."""

@@ -47,7 +47,7 @@ class CalledFunction(StrictModel):
 
 
 class PastToolCall(StrictModel):
-    """A tool call in an earlier message."""
+    """A tool call in an earlier chat message."""
 
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
@@ -56,7 +56,10 @@ class PastToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """One message. Earlier answers of the model may be sent back unchanged."""
+    """One message of a chat completion's request, which may be an earlier answer.
+
+    Earlier answers of the model may be sent back unchanged.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -80,7 +83,7 @@ class Message(StrictModel):
         return self
 
     def template_message(self, where: str) -> dict[str, Any]:
-        """Return the message in the form that chat templates take."""
+        """Return a chat message in the form that chat templates take."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
@@ -133,7 +136,7 @@ class FunctionName(StrictModel):
 
 
 class NamedTool(FunctionType):
-    """A function's name in the form of chat completions."""
+    """A function's name in the form of OpenAI's chat completions."""
 
     function: FunctionName
 
@@ -165,7 +168,7 @@ class ChatRequest(CompletionParams, ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's job. ApiError if the model does not support the request."""
+        """Make the engine's job of a chat request. ApiError if the model does not support it."""
         return chat_job(
             dialogue,
             [one.template_message(f"messages.{i}") for i, one in enumerate(self.messages)],
@@ -191,7 +194,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ChatBuilder(ChunkBuilder):
-    """Builds chat completions."""
+    """Builds responses of OpenAI's chat completions."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     content_key = "delta"

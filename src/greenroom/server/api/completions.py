@@ -27,7 +27,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], SOME]
 
 
 def _prompts(value: Any) -> Any:
-    """Validate a text, a list of texts, token ids, or a list of these; returns a tuple."""
+    """Validate a prompt: a text, a list of texts, token ids, or lists of these."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -105,7 +105,7 @@ def router(service: Service) -> APIRouter:
 
 
 class CompletionBuilder(ChunkBuilder):
-    """Builds completions."""
+    """Builds responses of OpenAI's text completions."""
 
     prefix, kind, content_key = "cmpl-", "text_completion", "text"
     chunk_kind = kind
@@ -140,7 +140,7 @@ class CompletionBuilder(ChunkBuilder):
         return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
 
     def _with_offsets(self, index: int, part: AnswerDelta) -> list[tuple[Token, int]]:
-        """Return tokens with their offsets in the text."""
+        """Return the tokens of a completion with their offsets in the text."""
         dialogue, offsets = self._answers.dialogue, self._offsets[index]
         if part.prompt:
             text = self._echo(index)
@@ -164,7 +164,7 @@ class CompletionBuilder(ChunkBuilder):
         return None if token.logprob is None else finite(token.logprob)
 
     def _top(self, token: Token) -> dict[str, float] | None:
-        """Return the log-probabilities of the likeliest tokens and the token itself, by text."""
+        """Return log-probabilities by text: the likeliest tokens and the token itself."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -189,7 +189,7 @@ class TokenOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, dialogue: Dialogue, token_id: int, text: str | None = None) -> int:
-        """Return the offset of the next token of the prompt `text`, or of an answer.
+        """Return the character offset of the next token of a prompt or of an answer.
 
         Special tokens have no length in an answer, or in a text that the tokenizer added them to.
         """

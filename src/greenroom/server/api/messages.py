@@ -40,7 +40,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CacheControl(StrictModel):
-    """A cache hint. It changes nothing: common prefixes are always cached."""
+    """A client's cache hint without effect: common prefixes are always cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -102,7 +102,7 @@ class Turn(StrictModel):
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return messages in the form of chat templates; tool results are separate messages."""
+        """Return Anthropic's messages in the form of chat templates, with separate tool results."""
         messages: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
             for block in self.content
@@ -148,7 +148,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """The thinking parameter. Budgets are not supported, and so refused."""
+    """The thinking parameter of Anthropic's API. Budgets are not supported, and so refused."""
 
     type: Literal["disabled", "adaptive"]
     display: Literal["summarized"] | None = None
@@ -172,7 +172,7 @@ class AnthropicMetadata(StrictModel):
 
 
 class CountRequest(StrictModel):
-    """A request to count a prompt's tokens."""
+    """A request to Anthropic's API to count a prompt's tokens."""
 
     model: Annotated[str, Field(max_length=512)]
     messages: Turns[Turn]
@@ -185,7 +185,10 @@ class CountRequest(StrictModel):
     speed: Literal["standard"] | None = None
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
-        """Make the engine's job. ApiError if the model does not support the request."""
+        """Make the engine's job of a messages request, or raise ApiError.
+
+        ApiError if the model does not support the request.
+        """
         choice = self.tool_choice.choice if self.tool_choice else ToolChoice()
         if choice.forced and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
@@ -251,7 +254,7 @@ def router(service: Service) -> APIRouter:
 
 
 def block_of(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the empty content block of a delta's type; {} for a delta without content."""
+    """Return the empty content block for a part of an answer, or {}."""
     if delta.call:
         name = delta.call.name
         return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
@@ -261,7 +264,7 @@ def block_of(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object, which they need not be."""
+    """Return the arguments of a tool call as an object, which models need not write."""
     try:
         value = parse(arguments, unique=False)
     except Malformed:
@@ -270,7 +273,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessageBuilder(ResponseBuilder):
-    """Builds messages."""
+    """Builds responses of Anthropic's messages API."""
 
     def __init__(self, service: Service, body: MessagesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)

@@ -1,4 +1,4 @@
-"""Operations routes: health, metrics, statistics, models, the size of the cache."""
+"""HTTP routes for operators: health, metrics, statistics, models, the cache's size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greenroom.server.http.service import Service
 
 
 class CacheSize(StrictModel):
-    """The expert cache's new size: a share of the experts as 25%, or bytes as 2GiB."""
+    """The expert cache's new size: a share of the experts, or bytes as 2GiB."""
 
     cache: Annotated[str, Field(min_length=1, max_length=32)]
 
@@ -74,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    """Describe the model in the forms of OpenAI and of Anthropic."""
+    """Describe the served model in the forms of OpenAI and of Anthropic."""
     created_at = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": service.name,

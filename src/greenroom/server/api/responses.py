@@ -184,7 +184,10 @@ class ResponsesRequest(ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's job. ApiError if the model does not support the request."""
+        """Make the engine's job of a responses request, or raise ApiError.
+
+        ApiError if the model does not support the request.
+        """
         form = self.text.format if self.text else None
         effort = self.reasoning.effort if self.reasoning else None
         return chat_job(
@@ -202,7 +205,10 @@ class ResponsesRequest(ConversationParams):
         )
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Convert items to messages; reasoning, text and calls of one turn are one message."""
+        """Convert a request's items to messages, one for each turn of the model.
+
+        Reasoning, text and calls of one turn are one message.
+        """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -217,7 +223,7 @@ class ResponsesRequest(ConversationParams):
 
 
 def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Join two parts of one turn of the model."""
+    """Join two parts of one assistant turn into one message."""
     both = {**first, **then}
     both["content"] = "\n".join(text for text in (first["content"], then["content"]) if text)
     if "tool_calls" in both:
@@ -237,7 +243,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """Builds responses."""
+    """Builds responses of OpenAI's responses API."""
 
     def __init__(self, service: Service, body: ResponsesRequest, answers: AnswerStream) -> None:
         super().__init__(service, body, answers)
@@ -289,7 +295,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._response
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the last event of an answer that failed."""
+        """Return the last event of an answer that failed, in the responses API."""
         message = {"code": "server_error", "message": str(error)}
         response = {**self._response, "status": "failed", "error": message}
         return self.event({"type": "response.failed", "response": response})

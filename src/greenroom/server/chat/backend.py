@@ -14,7 +14,10 @@ OnDelta = Callable[[AnswerDelta], None]
 
 @dataclass
 class Reply:
-    """A complete answer with its counts and times in seconds; None if not known."""
+    """A chat backend's complete answer with its counts and times in seconds.
+
+    Counts and times that are not known are None.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -32,10 +35,10 @@ class Reply:
 
 
 class ChatBackend(Protocol):
-    """Answers messages: a model in this process, or a remote server."""
+    """Answers chat messages with a model in this process, or a remote server."""
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
-        """Answer messages. A KeyboardInterrupt ends the answer; its `reason` is then cancelled."""
+        """Answer chat messages. A KeyboardInterrupt ends the answer: its `reason` is cancelled."""
 
     def stats(self) -> dict[str, Any]: ...
 

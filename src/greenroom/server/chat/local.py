@@ -33,7 +33,7 @@ Events = queue.SimpleQueue[Event]
 
 
 class LocalBackend:
-    """Chat backend over a model in this process."""
+    """Chat backend over a model in this process, without HTTP."""
 
     def __init__(self, engine: ContinuousEngine, sampling: SamplingConfig) -> None:
         self._engine, self._sampling = engine, sampling
@@ -99,7 +99,10 @@ class LocalBackend:
 
 
 def wait_until_loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
-    """Wait until the model is loaded, showing progress. GreenroomError if loading fails."""
+    """Wait until the engine has loaded its model, showing progress.
+
+    GreenroomError if loading fails.
+    """
     while True:
         state, progress, why = engine.state()
         if state != "loading":

@@ -20,7 +20,7 @@ WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows t
 
 
 class RemoteBackend:
-    """Chat backend over a server at a URL: Greenroom's, or another with this API."""
+    """Chat backend over the server at a URL, Greenroom's or another with OpenAI's API."""
 
     def __init__(
         self, url: str, key: str | None, sampling: SamplingConfig, model: str | None = None
@@ -136,7 +136,7 @@ def _message(body: Any) -> str:
 
 
 def _delta(event: dict[str, Any]) -> AnswerDelta | None:
-    """Return the text of a chunk, if any."""
+    """Return the text of a streamed chunk, if any."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -146,7 +146,7 @@ def _delta(event: dict[str, Any]) -> AnswerDelta | None:
 
 
 def _note(event: dict[str, Any], reply: Reply) -> None:
-    """Copy the counts of a chunk to the reply."""
+    """Copy the counts and times of a streamed chunk to the reply."""
     for choice in event.get("choices") or ():
         reply.reason = choice.get("finish_reason") or reply.reason
     if usage := event.get("usage"):

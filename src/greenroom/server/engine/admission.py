@@ -26,7 +26,7 @@ WORTH = 64  # shared tokens for which it pays to wait until another request has 
 
 
 class Admission:
-    """Admits requests in their order of arrival, while there are places and memory.
+    """Admits requests in their order of arrival, while there are places and KV-cache memory.
 
     Each running request reserves the keys and values of its greatest length. The rest of `limit`
     bytes is for the prefix cache.
@@ -49,7 +49,7 @@ class Admission:
     # ---- admission
 
     def admit(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
-        """Take requests that can begin from the queue; the first that cannot blocks the others."""
+        """Admit waiting requests in order, until the first that cannot begin."""
         chosen: list[Sequence] = []
         while waiting and self.can_begin(waiting[0], (*running, *chosen)):
             each = waiting.popleft()
@@ -59,7 +59,7 @@ class Admission:
         return chosen
 
     def can_begin(self, sequence: Sequence, running: Many[Sequence]) -> bool:
-        """Is there a place and memory for a request? Memory of cached prefixes counts as free."""
+        """Is there a place and KV-cache memory for a request? Cached prefixes count as free."""
         if len(running) >= self._config.max_batch:
             return False
         if running and self.reserved + sequence.max_kv_bytes > self.limit:
@@ -77,7 +77,7 @@ class Admission:
         return self._cut(min(coming, ids.size - 1)) >= cached + WORTH
 
     def ready_sequences(self, running: Many[Sequence]) -> list[Sequence]:
-        """Return the sequences of the next passes.
+        """Return the sequences that the next forward passes compute.
 
         Prompts that have not begun wait for others for `delay_s`, to be computed together.
         """
@@ -86,7 +86,7 @@ class Admission:
         return [each for each in running if each.begun]
 
     def delay_s(self, running: Many[Sequence]) -> float:
-        """Return the seconds for which new prompts still wait for others, which share experts.
+        """Return the seconds that new prompts still wait for others to be computed with them.
 
         They wait until `--batch-delay` is over, no place is free, or another prompt is under way.
         """
@@ -99,7 +99,7 @@ class Admission:
     # ---- keys and values
 
     def prepare(self, sequence: Sequence, running: Many[Sequence]) -> None:
-        """Give a sequence its cache, which begins with the longest cached prefix."""
+        """Give a sequence its KV cache, which begins with the longest cached prefix."""
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
@@ -134,7 +134,7 @@ class Admission:
         yield from self.prefixes
 
     def _usable(self, source: PrefixEntry, ids: Ids) -> int:
-        """Return how many tokens' keys and values a prompt can take from a source.
+        """Return the number of cached tokens whose keys and values a prompt can reuse.
 
         The last token is always computed, for its logits.
         """
@@ -152,12 +152,15 @@ class Admission:
         )
 
     def _cut(self, tokens: int) -> int:
-        """Round a number of tokens down to complete chunks, as a request alone computes them."""
+        """Round a number of tokens down to complete prefill chunks.
+
+        A request that is computed alone has complete chunks too.
+        """
         chunk = self._config.prefill_chunk if self._config.batch_invariant else 1
         return tokens // chunk * chunk
 
     def release(self, sequence: Sequence, keep: bool) -> None:
-        """Free the memory of a sequence that has ended; keep its prefix for others."""
+        """Free the KV-cache memory of a sequence that has ended; keep its prefix for others."""
         self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None
         if keep and cache is not None and sequence.computed:

@@ -1,4 +1,4 @@
-"""Batch composition: which tokens the next passes compute.
+"""Batch composition: which tokens the next forward passes compute.
 
 Every running answer contributes one token. Prompts fill the pass up with a chunk, so that a long
 prompt is computed while answers go on (chunked prefill), and its experts serve their tokens too.
@@ -18,7 +18,9 @@ Share = tuple[Sequence, int]  # a sequence, and how many of its pending tokens
 
 
 def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share]]:
-    """Compose the passes of the next round: each takes some tokens of some sequences.
+    """Divide the pending tokens of running sequences among the next forward passes.
+
+    Each pass computes some tokens of some sequences.
 
     With `exact` a prompt is cut into chunks as if it were alone, and has passes of its own.
     """
@@ -40,12 +42,12 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
 
 
 def to_grid(sequence: Sequence, chunk: int) -> int:
-    """Return how many tokens end the current chunk, or the pending tokens if fewer."""
+    """Return how many tokens end a sequence's prefill chunk, or the pending tokens if fewer."""
     return min(sequence.pending, chunk - sequence.computed % chunk)
 
 
 def split(passes: list[list[Share]], can_batch: Callable[[Many[int]], bool]) -> list[list[Share]]:
-    """Split passes that cannot be batched into one pass for each sequence."""
+    """Split forward passes that cannot be batched into one pass for each sequence."""
     done: list[list[Share]] = []
     for shares in passes:
         if can_batch([count for _, count in shares]):

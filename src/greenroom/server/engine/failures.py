@@ -37,7 +37,10 @@ def as_error(error: BaseException) -> GreenroomError:
 
 @contextmanager
 def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) -> Iterator[None]:
-    """Run the work of one request. Exceptions go to `give_up`, or leave as a GreenroomError."""
+    """Run the work of one request, and confine its exceptions to that request.
+
+    Exceptions go to `give_up`, or leave as a GreenroomError.
+    """
     try:
         yield
     except PASSES_THROUGH:

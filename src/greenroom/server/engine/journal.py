@@ -13,7 +13,7 @@ from greenroom.server.engine.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
-    """A sequence reuses keys and values of another sequence's first tokens."""
+    """A record that a sequence reuses keys and values of another sequence's first tokens."""
 
     number: int
     source: int
@@ -22,14 +22,20 @@ class PrefixReuse:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: (sequence number, tokens before, tokens computed) of each sequence."""
+    """A record of one forward pass: which tokens of which sequences were computed.
+
+    `shares` has (sequence number, tokens before, tokens computed) of each sequence.
+    """
 
     shares: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True)
 class Journal:
-    """Successful passes of an engine, in order; `requests` by sequence number."""
+    """A record of an engine's successful forward passes and its requests, in order.
+
+    `requests` are by sequence number.
+    """
 
     events: list[PrefixReuse | Pass] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)

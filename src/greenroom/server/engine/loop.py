@@ -50,7 +50,7 @@ Progress = Callable[[float, str], None]
 
 
 class LoadedModel(NamedTuple):
-    """A model with its expert cache; `summary` describes the use of memory."""
+    """A model with its tokenizer and expert cache; `summary` describes the use of memory."""
 
     model: Any
     tokenizer: Any
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 class ContinuousEngine:
-    """Answers many requests at once; every public method may be called from any thread.
+    """Answers many requests at once by continuous batching; its public methods are thread-safe.
 
     `load` runs in the engine's thread; `journal` records every pass.
     """
@@ -95,7 +95,7 @@ class ContinuousEngine:
     # ---- from any thread
 
     def submit(self, request: Request, listener: Listener) -> Sequence:
-        """Queue a request; the result can be cancelled.
+        """Queue a request for the engine; return its sequence, which can be cancelled.
 
         Raises Busy, TooLong, UsageError, or ClosedError.
         """
@@ -127,7 +127,7 @@ class ContinuousEngine:
             raise ClosedError(f"the server is {name}" + (f": {why}" if why else ""))
 
     def _sequence(self, request: Request, listener: Listener) -> Sequence:
-        """Make the state of a request. UsageError or TooLong if it cannot be answered."""
+        """Make the engine's state of a request. UsageError or TooLong if it cannot be answered."""
         vocabulary = self._vocabulary
         request.check(vocabulary, self.context)
         grammar = None if request.grammar is None else self._grammars(request.grammar)
@@ -147,7 +147,7 @@ class ContinuousEngine:
         )
 
     def _retry_s(self) -> float:
-        """Estimate the seconds until a place is free, from the average time of an answer."""
+        """Estimate the seconds until a request's place is free, from the average answer time."""
         ahead = len(self._waiting) + 1
         return max(1.0, self.totals.usual_s * ahead / self.config.max_batch)
 
@@ -158,14 +158,17 @@ class ContinuousEngine:
         self.passes.interrupt_if_unwanted()
 
     def state(self) -> tuple[str, float, str]:
-        """Return ("loading" | "ready" | "failed" | "stopping", progress from 0 to 1, reason)."""
+        """Return the engine's state by name, its loading progress, and a reason.
+
+        The states are loading, ready, failed and stopping; the progress is from 0 to 1.
+        """
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
             return "failed", progress, "its thread has ended"
         return name, progress, why
 
     def stats(self) -> dict[str, Any]:
-        """Return JSON-ready statistics; see `snapshot`."""
+        """Return JSON-ready statistics of the engine; see `snapshot`."""
         return snapshot(self)
 
     @property
@@ -250,7 +253,7 @@ class ContinuousEngine:
                 self._state = ("loading", share, what)
 
     def _round(self) -> bool:
-        """Run one round: admit, compute, sample, send. False where the engine must stop."""
+        """Run one round of the engine: admit, compute, sample, send. False where it must stop."""
         with self._changed:
             if not self._await():
                 return False
@@ -275,7 +278,7 @@ class ContinuousEngine:
             self.admission.prepare(sequence, self._running)
 
     def _await(self) -> bool:
-        """Wait, with the lock held, until there is work. False where there will be none."""
+        """Wait, with the lock held, until the engine has work. False where there will be none."""
         waiting, running = self._waiting, self._running
         while not (
             self.admission.ready_sequences(running)
@@ -288,7 +291,7 @@ class ContinuousEngine:
         return True
 
     def _until_next(self) -> float | None:
-        """Return the seconds until the next deadline; None without one."""
+        """Return the seconds until the engine's next deadline; None without one."""
         now = time.monotonic()
         times = [each.deadline for each in (*self._waiting, *self._running)]
         if self._stop_by is not None:
@@ -377,7 +380,7 @@ class ContinuousEngine:
             self._finish(each, "error", closed)
 
     def _leave(self) -> None:
-        """End all requests, save the statistics, detach the model."""
+        """End all requests, save the engine's statistics, detach the model."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "stopping")
         if self.greenroom is None:
@@ -390,7 +393,7 @@ class ContinuousEngine:
 
 
 def end_ids(model: Any) -> tuple[int, ...]:
-    """Return the tokens that end a model's answers."""
+    """Return the ids of the tokens that end a model's answers."""
     ids = model.generation_config.eos_token_id
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)

@@ -30,7 +30,10 @@ Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
 
 
 class PassRunner:
-    """Runs the passes of one model. `interrupt_if_unwanted` may be called from any thread."""
+    """Runs the forward passes of one model, and repeats failed ones.
+
+    `interrupt_if_unwanted` may be called from any thread.
+    """
 
     def __init__(
         self, greenroom: Any, batch: Batch, chunk: int, journal: Journal | None = None
@@ -42,7 +45,7 @@ class PassRunner:
         self.passes = self.tokens = self.faults = 0
 
     def interrupt_if_unwanted(self) -> None:
-        """Interrupt the current pass if all of its requests are cancelled."""
+        """Interrupt the current forward pass if all of its requests are cancelled."""
         with self._lock:
             if self._current and all(each.cancelled for each in self._current):
                 self._driver.interrupt()
@@ -70,7 +73,7 @@ class PassRunner:
         return done
 
     def _attempt(self, shares: list[Share]) -> Outcome | GreenroomError:
-        """Run one pass; return its error if it fails. Raises ClosedError if all would fail."""
+        """Run one forward pass; return its error if it fails. ClosedError if all would fail."""
         try:
             return self._run(shares)
         except (ClosedError, *PASSES_THROUGH):
@@ -116,7 +119,7 @@ class PassRunner:
         ]
 
     def _begin(self, sequences: list[Sequence]) -> bool:
-        """Begin a pass; False where all of its sequences are cancelled."""
+        """Begin a forward pass; False where all of its sequences are cancelled."""
         with self._lock:
             if all(each.cancelled for each in sequences):
                 return False
@@ -141,7 +144,7 @@ class PassRunner:
             self.tokens += count
 
     def _remove_incomplete(self, sequences: list[Sequence]) -> None:
-        """Remove the keys and values of an incomplete pass."""
+        """Remove the keys and values that an incomplete forward pass stored."""
         for each in sequences:
             if not kv.truncate(each.cache, each.computed):
                 each.restart(self._batch.cache())

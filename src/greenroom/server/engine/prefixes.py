@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """Keys and values of one request, ended or running, and their tokens `ids` [n].
+    """The tokens of one request, and their keys and values, in the prefix cache.
 
     `exact` of the tokens were computed in the same chunks as if the request were alone.
     """
@@ -37,14 +37,17 @@ class PrefixEntry:
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Return the length of two sequences' common prefix, in tokens."""
+    """Return the length of two token sequences' common prefix."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n
 
 
 class PrefixCache:
-    """LRU cache of prefixes of at most `limit` bytes; 0 turns it off."""
+    """LRU cache of the keys and values of prompt prefixes, of at most `limit` bytes.
+
+    A limit of 0 turns the cache off.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -59,18 +62,21 @@ class PrefixCache:
         return iter(self._entries)
 
     def touch(self, entry: PrefixEntry) -> None:
-        """Mark an entry as just used."""
+        """Mark a prefix cache's entry as just used."""
         self._entries.remove(entry)
         self._entries.append(entry)
 
     def pop(self, entry: PrefixEntry) -> Any:
-        """Remove an entry and return its keys and values."""
+        """Remove an entry from the prefix cache and return its keys and values."""
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes
         return entry.cache
 
     def add(self, entry: PrefixEntry) -> bool:
-        """Add an entry in place of its own prefixes; False if it was not added."""
+        """Add an entry to the prefix cache; return False if it was refused.
+
+        The entry replaces its own prefixes.
+        """
         if entry.nbytes > self.limit or entry.ids.size < MIN_TOKENS:
             return False
         for other in list(self._entries):
@@ -86,7 +92,7 @@ class PrefixCache:
         return True
 
     def shrink(self, nbytes: int) -> None:
-        """Evict least recently used entries until at most `nbytes` are left."""
+        """Evict least recently used prefixes until at most `nbytes` are left."""
         while self._entries and self.nbytes > max(0, nbytes):
             self.pop(self._entries[0])
             self.evicted += 1

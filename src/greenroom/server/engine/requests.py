@@ -17,7 +17,7 @@ from greenroom.errors import GreenroomError, ModelError, TooLong, UsageError
 
 
 class Busy(GreenroomError):
-    """The queue is full; a place is likely to be free after `retry_after_s` seconds."""
+    """The server's queue is full; a place is likely to be free after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class NotFinite(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy; None is the model's default."""
+    """Sampling parameters of a request. Temperature 0 is greedy; None is the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -45,7 +45,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one answer; `n` answers to a prompt are n requests."""
+    """A request to the engine for one answer to a prompt.
+
+    Several answers to one prompt are several requests.
+    """
 
     ids: tuple[int, ...]  # the prompt's tokens, at least one
     max_new_tokens: int  # 0: the prompt is computed, and nothing follows it
@@ -63,7 +66,7 @@ class Request:
         return len(self.ids) + self.max_new_tokens
 
     def check(self, vocabulary: int, context: int) -> None:
-        """Raise UsageError or TooLong if a model of this vocabulary and context cannot answer."""
+        """Raise UsageError or TooLong if a model's vocabulary or context rules the request out."""
         if not self.ids:
             raise UsageError("the prompt is empty")
         if not all(0 <= token < vocabulary for token in self.ids):
@@ -92,7 +95,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The prompt's tokens with their log-probabilities; the first has none."""
+    """The prompt's tokens with their log-probabilities, for a request that wants them."""
 
     tokens: tuple[Token, ...]
 

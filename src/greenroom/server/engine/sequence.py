@@ -16,7 +16,9 @@ from greenroom.server.engine.tokens.scores import PromptScores
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of a request from arrival to end; only the engine's thread changes it.
+    """State of a request in the engine, from arrival to end.
+
+    Only the engine's thread changes a sequence.
 
     `ids` are the prompt and the answer so far. `cache` holds keys and values of its first
     `computed` tokens, `reused` of them from the prefix cache. `exact` tokens were computed in the
@@ -54,12 +56,12 @@ class Sequence:
 
     @property
     def new(self) -> int:
-        """The number of tokens of the answer so far."""
+        """The number of tokens of a request's answer so far."""
         return len(self.ids) - self.prompt
 
     @property
     def pending(self) -> int:
-        """The number of tokens to be computed; one while it answers."""
+        """The number of a request's tokens to be computed; one while the request is answered."""
         return len(self.ids) - self.computed
 
     @property
@@ -68,7 +70,7 @@ class Sequence:
         return float("inf") if limit is None else self.arrived + limit
 
     def computed_ids(self) -> Ids:
-        """Return the tokens whose keys and values are computed."""
+        """Return the tokens of a request whose keys and values are computed."""
         return as_ids(self.ids[: self.computed])
 
     def cancel(self) -> None:
@@ -76,13 +78,16 @@ class Sequence:
         self.on_cancel(self)
 
     def send_scores(self) -> None:
-        """Send the prompt's log-probabilities to the listener, if requested."""
+        """Send the prompt's log-probabilities to the request's listener, if requested."""
         if self.scores is not None:
             tokens, self.scores = tuple(self.scores.tokens), None
             self.listener(PromptTokens(tokens))
 
     def add_token(self, token: Token) -> str:
-        """Append a token and send it. Returns why the answer ends with it, or an empty string."""
+        """Append a token to the answer and send it; return why the answer ends.
+
+        The reason is an empty string while the answer goes on.
+        """
         if self.answered is None:
             self.answered = time.monotonic()
         self.ids.append(token.id)
@@ -92,7 +97,7 @@ class Sequence:
         return "length" if self.new >= self.request.max_new_tokens else ""
 
     def restart(self, cache: Any) -> None:
-        """Drop all keys and values; all tokens are computed again."""
+        """Drop all keys and values of a request; all of its tokens are computed again."""
         self.cache, self.computed, self.exact = cache, 0, 0
         if self.scores is not None:
             self.scores.clear()

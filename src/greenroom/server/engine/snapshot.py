@@ -19,7 +19,10 @@ USUAL = 0.2  # weight of the newest answer in the moving average
 
 @dataclass(slots=True)
 class Totals:
-    """Totals of ended requests; `usual_s` is the moving average of their time without the queue."""
+    """Totals of ended requests: counts, tokens, and the usual time of an answer.
+
+    `usual_s` is the moving average of the requests' time without the queue.
+    """
 
     reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -44,7 +47,7 @@ class Totals:
 
 
 def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
-    """Return JSON-ready statistics since the model was loaded, in bytes and seconds.
+    """Return JSON-ready statistics of an engine since the model was loaded, in bytes and seconds.
 
     state, progress, why; queue; requests (ended, by reason); tokens; and once the model is loaded
     passes, memory, kv (keys and values), prefixes, experts (layers: requests, hits and misses of
@@ -68,7 +71,7 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
 
 
 def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
-    """Return the part of the statistics that needs the attached model."""
+    """Return the part of the engine's statistics that needs the attached model."""
     greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
     stats, prefixes = greenroom.stats(), admission.prefixes
     return {
@@ -110,7 +113,7 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
 
 
 def _by_layer(greenroom: Any) -> list[dict[str, int]]:
-    """Return requests, hits and misses of each layer since the model was loaded."""
+    """Return expert requests, hits and misses of each layer since the model was loaded."""
     driver = greenroom.driver
     offsets = np.asarray(driver.pieces.offsets)
     requests = np.add.reduceat(driver.request_counts, offsets[:-1]).tolist()

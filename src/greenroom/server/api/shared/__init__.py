@@ -1,1 +1,1 @@
-"""Helpers that several APIs share."""
+"""Helpers that several of the server's HTTP APIs share."""

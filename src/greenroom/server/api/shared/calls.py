@@ -27,7 +27,7 @@ def tool_call_grammar(
     choice: ToolChoice,
     strict: Collection[str],
 ) -> str | None:
-    """Make the grammar of an answer to `prompt`; None if the answer is free.
+    """Make the grammar of an answer's tool calls; None if the answer is free.
 
     `strict`: names of the tools whose calls follow their schema also if the model chooses. ApiError
     if the model's template has another format of calls, or a schema is not supported.
@@ -49,7 +49,7 @@ def tool_call_grammar(
 def _grammar(
     dialogue: Dialogue, form: CallFormat, tools: Tools, strict: Collection[str] | None
 ) -> str:
-    """Make the grammar of one call, or, with `strict`, of text that may contain calls."""
+    """Make the grammar of one tool call, or, with `strict`, of text with calls."""
     schemas = [tool["function"]["parameters"] for tool in tools]
     check_schema(schemas, "tools")  # together they become one grammar
     special = _special(dialogue)
@@ -75,7 +75,10 @@ def _grammar(
 
 
 def _free(before: str, special: dict[str, int], calls: list[str]) -> list[str]:
-    """Make the rules of text with calls. A call begins with a special token or a text."""
+    """Make the grammar rules of text with tool calls.
+
+    A call begins with a special token or a text.
+    """
     first = next((token for token in special if before.startswith(token)), None)
     after_token = _pieces(before.removeprefix(first or before), special)
     lines = [
@@ -88,7 +91,7 @@ def _free(before: str, special: dict[str, int], calls: list[str]) -> list[str]:
 
 
 def _special(dialogue: Dialogue) -> dict[str, int]:
-    """Return the special tokens, which text cannot contain."""
+    """Return the tokenizer's special tokens, which text cannot contain."""
     decoder = dialogue.tokenizer.added_tokens_decoder
     return {token.content: number for number, token in decoder.items() if token.special}
 
@@ -98,7 +101,7 @@ def _token(number: int) -> str:
 
 
 def _pieces(text: str, special: dict[str, int]) -> str:
-    """Write a text as grammar: strings, and special tokens by number."""
+    """Write a text as llguidance grammar: strings, and special tokens by number."""
     pieces = []
     while text:
         at, token = min(

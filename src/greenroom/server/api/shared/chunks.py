@@ -16,7 +16,7 @@ from greenroom.server.http.streams import DONE, event
 
 
 class ChunkBuilder(ResponseBuilder):
-    """Builds the common parts of both APIs.
+    """Builds the common parts of OpenAI's chat completions and completions.
 
     `kind` and `chunk_kind` are the types of objects, `prefix` that of ids, and `content_key` the
     key of a chunk's content.
@@ -44,7 +44,7 @@ class ChunkBuilder(ResponseBuilder):
         logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
     ) -> dict[str, Any]:
-        """Make a chunk of a choice."""
+        """Make a streamed chunk of one choice."""
         return {
             "index": index,
             self.content_key: content,
@@ -70,7 +70,7 @@ class ChunkBuilder(ResponseBuilder):
         return event({**self._head, "choices": [data], **extra})
 
     def closing_events(self) -> bytes:
-        """Return the last events: the usage, if requested, and the end mark."""
+        """Return a stream's last events: the usage, if requested, and the end mark."""
         return (event(self._object([])) if self._with_usage else b"") + DONE
 
     def error_event(self, error: ApiError) -> bytes:

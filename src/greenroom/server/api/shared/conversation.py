@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """Parse a tool call's arguments to an object, as templates need it."""
+    """Parse a tool call's arguments to an object, as chat templates need it."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -34,14 +34,14 @@ def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 
 
 def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
-    """Raise ApiError if the chat template, or the parser of its calls, knows no tools."""
+    """Raise ApiError if the model's chat template or call parser knows no tools."""
     if not dialogue.supports_tools:
         raise ApiError(400, f"{param} is not supported by this model's chat template", param=param,
                        code="unsupported_parameter")  # fmt: skip
 
 
 def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, Any]:
-    """Return the template's options for the reasoning effort. ApiError if it has none.
+    """Return the chat template's options for the reasoning effort. ApiError if it has none.
 
     "none" switches reasoning off; other efforts are passed to the template.
     """

@@ -16,7 +16,7 @@ STRICT: Any = {"whitespace_flexible": False}
 
 
 def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
-    """Make the grammar of a JSON schema, or of any object. ApiError names `param`."""
+    """Make the grammar of a JSON schema, or of any JSON object. ApiError names `param`."""
     check_schema(schema, param)
     try:
         text = json.dumps(schema or {"type": "object"})
@@ -30,7 +30,7 @@ def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raise ApiError if one or more schemas are too large for a grammar."""
+    """Raise ApiError if JSON schemas are too large for a grammar."""
     if wrong := schema_error(schema):
         raise _refused(param, wrong)
 

@@ -1,4 +1,4 @@
-"""The output of a response: items, and the events of their growth.
+"""The output of OpenAI's responses API: items, and the events of their growth.
 
 An item is a message, reasoning or a function call; deltas of one kind in a row are one item.
 """
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 class Output:
-    """Builds items from deltas, and yields events (without sequence numbers)."""
+    """Builds the output items of OpenAI's responses from an answer's parts, and yields events."""
 
     def __init__(self, dialogue: Dialogue, with_logprobs: bool) -> None:
         self.items: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class Output:
         return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **more}
 
     def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
-        """Make an event of the last item."""
+        """Make an event of the last output item."""
         return self._event(kind, item_id=self.items[-1]["id"], **more)
 
     def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,9 @@ REST_S = 1.0  # from the end of a resize to the beginning of the next
 
 
 class CacheResizer:
-    """Resizes the cache for all callers; the latest size wins. Used from one event loop.
+    """Resizes the expert cache for all clients; the latest size wins.
+
+    Used from one event loop.
 
     A caller whose size was superseded while it waited gets the slots of the later size. An error
     goes only to the caller of the invalid size.
@@ -45,7 +47,7 @@ class CacheResizer:
             self._working = None
 
     async def _serve(self, waiting: list[tuple[str, asyncio.Future[int]]]) -> None:
-        """Resize once, to the latest valid size."""
+        """Resize the expert cache once, to the latest valid size."""
         while waiting:
             size, future = waiting.pop()
             try:

@@ -28,7 +28,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Return why a schema, or a list of them, is refused; None if it is not."""
+    """Return why a JSON schema, or a list of schemas, is refused; None if accepted."""
     counts: Counter[str] = Counter()
     try:
         for depth, key, value in _walk(schema):
@@ -46,7 +46,7 @@ def schema_error(schema: Any) -> str | None:
 
 
 def _parts(key: str, value: Any) -> dict[str, int]:
-    """Count the bounded parts in the value of a keyword."""
+    """Count the bounded parts in the value of a JSON schema's keyword."""
     counts = {"parts": 1}
     if key in ("properties", "patternProperties") and isinstance(value, dict):
         counts["properties"] = len(value)

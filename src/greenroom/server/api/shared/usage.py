@@ -13,7 +13,7 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
-    """Return the usage of all choices together."""
+    """Return the token usage of all choices of a response together."""
     ends = list(ends)
     new = sum(end.finished.new_tokens for end in ends)
     return {
@@ -26,12 +26,12 @@ def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
 
 
 def reused(ends: Iterable[AnswerEnd]) -> int:
-    """Return the number of prompt tokens from the prefix cache."""
+    """Return the number of prompt tokens whose keys and values came from the prefix cache."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 
 
 def logprobs(dialogue: Dialogue, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Return one entry a token, in the form of chat completions and responses."""
+    """Return one log-probability entry a token, in the form of chat completions and responses."""
     return [
         {
             **_logprob(dialogue, token.id, token.logprob),
