@@ -111,7 +111,7 @@ def remove(model: nn.Module) -> None:
 def _apply(
     module_ref: ModuleRef, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`nn.Module._apply`, which `to`, `half`, `cuda`, `type`, `share_memory` ... call.
+    """Guard `nn.Module._apply`, which `to`, `half`, `cuda`, `type`, `share_memory` ... call.
 
     Nothing happens where `fn` would leave all weights as they are, as in torch; float32 buffers
     stay float32 too. Any other `fn` raises UnsupportedCall.
@@ -130,7 +130,7 @@ def _apply(
 
 
 def _placements(module: nn.Module) -> Iterator[Placement]:
-    """Type and device of all weights in a module, including streamed and stored ones."""
+    """Return type and device of all weights in a module, including streamed and stored ones."""
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     yield from ((each.dtype, each.device) for each in parameters or module.buffers())
@@ -141,7 +141,7 @@ def _placements(module: nn.Module) -> Iterator[Placement]:
 
 
 def _refusal(dtype: torch.dtype, result: Tensor | None) -> str:
-    """The message for weights of `dtype` that were to become like `result`."""
+    """Return the error message for converting weights of `dtype` to those of `result`."""
     if result is None or result.dtype is dtype:
         return (
             "the weights cannot be moved while experts are streamed: greenroom.load(...,"
@@ -167,7 +167,7 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _save_to_state_dict(module_ref: ModuleRef, *args: Any, **kwargs: Any) -> None:
-    """A module's own part of `state_dict`."""
+    """Save a guarded module's own part of `state_dict`."""
     module: nn.Module = module_ref()
     if _holds(module):
         raise UnsupportedCall(
@@ -179,7 +179,7 @@ def _save_to_state_dict(module_ref: ModuleRef, *args: Any, **kwargs: Any) -> Non
 def _load_from_state_dict(
     module_ref: ModuleRef, state_dict: Mapping[str, Any], prefix: str, *args: Any
 ) -> None:
-    """A module's own part of `load_state_dict`.
+    """Load a guarded module's own part of `load_state_dict`.
 
     UnsupportedCall where the state has streamed or stored weights of a module below this one.
     Parents come before their children, so nothing in the model was written yet.
@@ -200,7 +200,7 @@ def _load_from_state_dict(
 def _num_parameters(
     module_ref: ModuleRef, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """`PreTrainedModel.num_parameters` with the experts, which are not trainable."""
+    """Count `PreTrainedModel.num_parameters` with the experts, which are not trainable."""
     model: PreTrainedModel = module_ref()
     total: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
     if only_trainable:

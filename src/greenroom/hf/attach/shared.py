@@ -65,7 +65,10 @@ class SharedModules:
 
 
 def _above(path: str) -> list[str]:
-    """Names of the modules around one, innermost first, up to the decoder layer."""
+    """Return the names of the modules around a module, innermost first.
+
+    They end with the decoder layer.
+    """
     names = path.split(".")[:-1]
     modules = []
     while names:
@@ -136,7 +139,10 @@ class _Result:
 
 
 def _version(value: Tensor) -> int | Tensor:
-    """Torch's count of writes to a tensor, or a copy where torch does not count them."""
+    """Return torch's count of writes to a tensor.
+
+    It is a copy of the tensor where torch does not count them.
+    """
     return value.clone() if value.is_inference() else value._version
 
 
@@ -197,7 +203,10 @@ class _Layer:
 
     @outside_graphs
     def _analyse(self) -> None:
-        """Find the shared module and the early router after the first pass, and stop recording."""
+        """Find the shared experts and the early router after the first pass.
+
+        Recording stops then.
+        """
         events, self._state.events = self._state.events, []
         if any(x.is_meta for event in events for _, x in event.tensors()):
             return  # shapes only: record the next pass
@@ -242,7 +251,7 @@ class _Layer:
         return False
 
     def _install(self) -> None:
-        """Capture the arguments in each pass, and replace the shared module's forward."""
+        """Capture the shared module's arguments in each pass, and replace its forward."""
         module: Any = self.shared
         for source in dict.fromkeys(self._arguments_from.values()):
             self._hooks.append(self._capture(source))
@@ -326,7 +335,7 @@ class _Layer:
 def _early_router(
     before: list[_CallEvent], entry: _CallEvent, around: list[nn.Module]
 ) -> nn.Module | None:
-    """The router, if a worthwhile module runs between it and the experts."""
+    """Return a layer's router if a worthwhile module runs between it and the experts."""
     index = entry.values.get(1, entry.values.get("top_k_index"))
     if not isinstance(index, Tensor):
         return None
@@ -344,7 +353,7 @@ def _worthwhile(event: _CallEvent) -> bool:
 
 
 def _source_of(value: Any, sources: list[tuple[_Source, Tensor]]) -> _Source:
-    """The source of an argument; LookupError where it has none."""
+    """Return where a shared module's argument comes from; LookupError where it is unknown."""
     for source, tensor in sources:
         if isinstance(value, Tensor) and _same_memory(tensor, value):
             return source

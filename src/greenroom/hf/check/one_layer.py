@@ -113,7 +113,7 @@ def _record(
 
 @contextmanager
 def _with_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which a module has these parameters."""
+    """Return a context in which a module has these parameters instead of its own."""
     before = {name: module._parameters.get(name) for name in parameters}
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -115,7 +115,7 @@ def quality(
 
 
 def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
-    """The result from the rows of `_compare`."""
+    """Return the quality result from the rows of `_compare`."""
     kl, theirs, mine, same = rows.mean(0).tolist()
     return Quality(
         model=source,
@@ -131,7 +131,10 @@ def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | N
 
 
 def _find_original(source: str, against: str | None, itself: bool) -> str:
-    """The original to compare with; it may be the model `itself` where options differ."""
+    """Load the original to compare a model with.
+
+    It may be the model `itself` where options differ.
+    """
     checkpoint = find_checkpoint(source)
     if against is None and checkpoint.pack is None:
         if itself:
@@ -152,7 +155,7 @@ def _find_original(source: str, against: str | None, itself: bool) -> str:
 
 
 def _check_match(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> None:
-    """UsageError unless both are decoders of one architecture and vocabulary."""
+    """Raise UsageError unless both models are decoders of one architecture and vocabulary."""
     kinds = [type(skeleton.model).__name__ for skeleton in skeletons]
     if kinds[0] != kinds[1]:
         raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
@@ -164,7 +167,7 @@ def _check_match(source: str, original: str, skeletons: Sequence[ModelSkeleton])
 
 
 def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
-    """The options that only the model has, as on the command line."""
+    """Return the options that only the compared model has, as on the command line."""
     names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
@@ -173,7 +176,7 @@ def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
 def _cut_windows(
     names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
 ) -> list[list[int]]:
-    """The text's token ids, cut into windows; both tokenizers must agree on them."""
+    """Cut a text's token ids into windows; both models' tokenizers must agree on them."""
     tokenized = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
     if tokenized[0] != tokenized[1]:
         raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
@@ -202,7 +205,7 @@ def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
 
 
 def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
-    """Append logits to the file; returns their shape and type."""
+    """Append logits to a file; returns their shape and type."""
     try:
         for row in logits:
             spool.write(row.contiguous().view(torch.uint8).numpy().data)
@@ -217,7 +220,7 @@ def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
 def _compare(
     spool: BinaryIO, shape: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Compare a window's logits with the original's, which are next in the file.
+    """Compare a window's logits with those of the original model, next in the file.
 
     Yields rows [n, 4] for some positions at a time: the KL divergence, the negative log-likelihood
     of the original and of the model, and whether the likeliest token is the same.

@@ -114,7 +114,7 @@ def verify(
 
 
 def _describe_reads(config: LoadConfig) -> str:
-    """How a run reads its experts, in words."""
+    """Describe in words how a run reads its experts."""
     threads = f"{config.readers} thread{'s' * (config.readers != 1)}"
     fake = config.device == "fake"
     parts = [f"read in random order by {threads}" if fake else "read from disk"]

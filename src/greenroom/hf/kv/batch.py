@@ -114,7 +114,7 @@ def length_of(cache: Any) -> int:
 
 
 def _model_attention(module: nn.Module, name: str) -> Attend:
-    """The attention function that a model uses without batching."""
+    """Return the attention function that a model uses without batching."""
     function: Attend
     if name == "eager":  # every modelling file has one
         function = sys.modules[type(module).__module__].eager_attention_forward
@@ -295,7 +295,7 @@ class Batch:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """All configs in a model that name its attention function."""
+    """Return all configs in a model that name its attention function."""
     configs = {id(module.config): module.config for module in model.modules()
                if hasattr(module, "config")}  # fmt: skip
     return [c for c in configs.values() if getattr(c, "_attn_implementation_internal", None)]

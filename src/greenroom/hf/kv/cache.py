@@ -36,7 +36,7 @@ FREED = 64 << 20  # bytes of outgrown tensors that a GPU's allocator may keep
 
 
 def _view(number: int) -> Any:
-    """The property for a layer's keys (0) or values (1)."""
+    """Make the property for a KV cache layer's keys (0) or values (1)."""
 
     def look(layer: GrowingLayer) -> Tensor | None:
         return layer._current_views()[number]
@@ -119,14 +119,14 @@ class GrowingLayer(DynamicLayer):
         return KeyValueView(*self._buffers, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
-        """Append tokens, not yet written."""
+        """Append tokens, not yet written, to a KV cache layer."""
         if self._buffers is None or self._count + tokens > self._most:
             self._make(self.get_seq_length() + tokens, like)
         self._count += tokens
         self._views = None
 
     def _make(self, tokens: int, like: Sequence[Tensor]) -> None:
-        """Move keys and values to new tensors with room for so many tokens."""
+        """Move a KV cache layer to new tensors with room for so many tokens."""
         have, before = self.get_seq_length(), self._current_views()
         keys, values = (self._fresh(each, tokens) for each in like)
         for old, new in zip(before, (keys, values), strict=True):
@@ -136,7 +136,7 @@ class GrowingLayer(DynamicLayer):
         self._most = min(keys.shape[2], values.shape[2])
 
     def _fresh(self, like: Tensor, tokens: int) -> Tensor:
-        """A tensor like this one, with room for at least so many tokens."""
+        """Return a new tensor like this one, with room for at least so many tokens."""
         batch, heads, _, width = like.shape
         with torch.inference_mode(False):  # else it could not be written outside of inference mode
             if self._in_blocks:

@@ -98,7 +98,7 @@ class KVBytes:
         return max((layer.held_bytes(tokens) for layer in self.layers), default=0)
 
     def _paged_bytes(self, layer: LayerSize, tokens: int, batch: int) -> int:
-        """Bytes of a layer with the unused ends of pages."""
+        """Return the bytes of a KV cache layer, with the unused ends of its pages."""
         if not layer.in_place:
             return batch * layer.held_bytes(tokens)
         if not self.on_a_gpu:

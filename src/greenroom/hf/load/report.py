@@ -33,7 +33,7 @@ def startup_line(
 
 
 def _short_line(name: str, model: PreTrainedModel) -> str:
-    """The line in LONGEST characters; items at its end are left out first."""
+    """Shorten the start-up line to LONGEST characters; last items are left out first."""
     greenroom = model.greenroom
     stats, setup = greenroom.stats(), greenroom.setup
     slots = show_bytes(stats.capacity * stats.slot_bytes)
@@ -58,7 +58,7 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
 
 
 def _memory(stats: Stats) -> str:
-    """Memory of the process and its budget; "" where neither is known."""
+    """Describe the process's memory and its budget; "" where neither is known."""
     budget = f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
     if stats.memory_bytes is None:
         return budget
@@ -66,7 +66,7 @@ def _memory(stats: Stats) -> str:
 
 
 def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
-    """The verbose line: all sizes, and the flags that give the same placement again."""
+    """Return the verbose start-up line: all sizes, and flags that reproduce the placement."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.setup.catalog
     setup, tier = greenroom.setup, stats.host
@@ -112,7 +112,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
 
 
 def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
-    """The flags that give the same placement again."""
+    """Return the command-line flags that reproduce a loaded model's placement."""
     setup, slot_budget = greenroom.setup, greenroom.slot_budget
     if slot_budget is not None and slot_budget.full_context_slots < stats.capacity:
         assert stats.budget_bytes is not None
@@ -139,7 +139,7 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
 
 
 def _approximation(greenroom: Greenroom) -> str:
-    """How misses are approximated, and that this changes the output."""
+    """Describe how misses are approximated, and that this changes the output."""
     setup, at = greenroom.setup, greenroom.setup.approximation
     assert at is not None
     secondary_slots = setup.copies.secondary_slots if setup.copies is not None else 0
@@ -159,12 +159,12 @@ def _approximation(greenroom: Greenroom) -> str:
 
 
 def _memory_name(greenroom: Greenroom) -> str:
-    """The memory that has the slots; a GPU is named."""
+    """Name the memory that has the expert slots; a GPU is named by its model."""
     return "memory" if greenroom.engine is None else f"{greenroom.engine.name}'s memory"
 
 
 def _host_computes(greenroom: Greenroom) -> str:
-    """The part of the line about misses that the host computes; "" where it does not."""
+    """Describe the misses that the host's CPU computes; "" where it computes none."""
     if greenroom.stats().co_compute is None:
         return ""
     bits = "" if greenroom.engine is None else ", which may change the last bits of an answer"
@@ -172,7 +172,7 @@ def _host_computes(greenroom: Greenroom) -> str:
 
 
 def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
-    """Flags of the predictor that runs; none runs where every expert has a slot."""
+    """Return the flags of the running predictor; none runs where every expert has a slot."""
     running = greenroom.predictor
     if running is None:
         return [f"--prefetch {OFF}"]

@@ -84,7 +84,7 @@ class Calibration:
         return options
 
     def _hot_set(self, scope: str, least: int) -> Pins:
-        """The experts used most, in the slots that a token does not need."""
+        """Choose the most used experts to pin, in slots that a token does not need."""
         trace, offsets = self.trace, self.trace.offsets.tolist()
         groups = 1 if scope == "shared" else trace.layers
         room = least - trace.top_k * groups
@@ -100,7 +100,7 @@ class Calibration:
 
 
 def _as_option(numbers: Sequence[float]) -> str:
-    """Numbers in the form of a command line option."""
+    """Return numbers in the form of a command-line option."""
     return ",".join(f"{number:.6f}".rstrip("0").rstrip(".") for number in numbers)
 
 
@@ -185,7 +185,7 @@ def calibrate(
 
 @contextmanager
 def _or_skip(entry: Entry) -> Iterator[None]:
-    """Set an entry's `skip_reason` to the error in this context."""
+    """Return a context that turns an error into a benchmark entry's `skip_reason`."""
     try:
         yield
     except (UsageError, PredictorError) as error:

@@ -132,7 +132,7 @@ class Harness:
         return attached
 
     def _warm(self, attached: Greenroom) -> None:
-        """Fill a cache with the experts used most so far; these reads are not counted."""
+        """Fill an expert cache with the experts used most; these reads are uncounted."""
         view, offsets = attached.driver.scheduler.view, self.setup.catalog.offsets
         hot = RoutingHistory.of_counts(self.request_counts).hot_set(offsets, view.slots, view.scope)
         if hot.size:

@@ -106,7 +106,7 @@ def recorder_of(
 
 
 def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
-    """The number of MoE layers in the encoder, which come first."""
+    """Count the MoE layers in a model's encoder, which come first."""
     inside = {id(module) for module in model.get_encoder().modules()}
     return sum(id(model.get_submodule(name)) in inside for name in catalog.layers)
 

@@ -76,9 +76,10 @@ def run_rounds(
 
 
 def _check_co_compute(harness: Harness, entry: Entry, single: bool) -> None:
-    """UsageError where one of several entries needs a second processor, and there is none.
+    """Check that a benchmark entry has the GPU and host memory that it needs.
 
-    Its row would be misleading. A single entry's run prints a warning instead.
+    UsageError where co-computing lacks them: the entry's row would be misleading. A single entry's
+    run prints a warning instead.
     """
     if entry.config.uses_host() and not single and (why := co_compute_obstacle(harness.setup)):
         raise UsageError(

@@ -135,17 +135,17 @@ class SlotBudget:
             self._caches.add(cache)
 
     def _round_up(self, tokens: int) -> int:
-        """Tokens rounded up to blocks, but no more than the context."""
+        """Round tokens up to KV cache blocks, but to no more than the context."""
         rounded = -(-tokens // BLOCK) * BLOCK
         return self.context if rounded > self.context >= tokens else rounded
 
     def _other_caches(self, caches: Sequence[Any]) -> int:
-        """Bytes of all live caches but these."""
+        """Return the bytes of all live KV caches but the given ones."""
         excluded = {id(cache) for cache in caches}
         return sum(kv.held_bytes(each) for each in list(self._caches) if id(each) not in excluded)
 
     def _sequence_needs(self, length: int, tokens: int) -> MemoryNeeds:
-        """The needs of a pass of one sequence."""
+        """Return the memory needs of a forward pass of one sequence."""
         return self._needs(self.keys_values.total_bytes(tokens), 1, length, tokens)
 
     def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> MemoryNeeds:
@@ -153,7 +153,7 @@ class SlotBudget:
         return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
     def _resize_slots(self, need: MemoryNeeds) -> None:
-        """Resize to the slots that these needs leave, where that gains enough."""
+        """Resize the expert slots to what memory needs leave, where that gains enough."""
         driver = self._driver
         target, now = self._slots(need), driver.scheduler.capacity
         if target < now:
@@ -189,7 +189,10 @@ class SlotBudget:
 
 
 def _tokens(cache: Any) -> int:
-    """Tokens in a cache; 0 where no layer counts them (a recurrence has one state for all)."""
+    """Count the tokens in a KV cache; 0 where no layer counts them.
+
+    A recurrence has one state for all tokens.
+    """
     try:
         return 0 if cache is None else int(cache.get_seq_length())
     except ValueError:

@@ -58,7 +58,7 @@ def find_call_format(
 
 
 def _render(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
-    """A rendered conversation whose last message is a call, or the marker."""
+    """Render a conversation whose last message is a tool call, or the marker."""
     message: dict[str, Any] = {"role": "assistant", "content": "" if call else MARK}
     if call:
         function = {"name": NAME, "arguments": {KEY: VALUE}}

@@ -159,7 +159,7 @@ def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
 
 
 def _template_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as transformers passes it to templates.
+    """Convert a message to the form in which transformers passes it to templates.
 
     It has no fields that are None, and its reasoning under the names that templates read.
     """
@@ -173,7 +173,7 @@ def _template_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """A JSON value in place of an object of another type."""
+    """Convert an object to a JSON value that replaces it in templates."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
@@ -185,7 +185,7 @@ def _mark(last: dict[str, Any], template: str) -> None:
 
 
 def _text_before_mark(text: str, content: str) -> str:
-    """The text up to the mark, without spaces that the template trims."""
+    """Return the text up to the mark, without spaces that the template trims."""
     at = text.rfind(END.strip())
     if at < 0 or content.strip() not in text:
         raise UsageError("the chat template cannot continue the last message: it changes its text")
