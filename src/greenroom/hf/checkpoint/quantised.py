@@ -28,7 +28,9 @@ UNUSED = ("activation_scale", "input_scale")  # Greenroom does not quantise acti
 
 
 def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: Path) -> Tensors:
-    """The tensors by unquantised names: codes and scales become one encoded tensor.
+    """Combine each quantised matrix's codes and scales into one encoded tensor.
+
+    Returns the tensors by unquantised names.
 
     Raises CheckpointError where the config's settings are wrong, or where codes or scales are
     missing, of a wrong type or of a wrong shape; UnsupportedModel for a method that is not served.
@@ -48,7 +50,7 @@ def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: P
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization_config of a config, or of a nested config in it; None without one."""
+    """Return the quantization_config of a model's config or nested configs; None without one."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         settings = part.get("quantization_config")
         if isinstance(settings, dict):
@@ -57,14 +59,17 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class _QuantisedCheckpoint:
-    """A quantised checkpoint; `combined` collects its encoded and plain tensors."""
+    """The tensors of a quantised checkpoint while codes and scales are combined.
+
+    `combined` collects the encoded and plain tensors.
+    """
 
     def __init__(self, settings: dict[str, Any], tensors: Tensors, folder: Path) -> None:
         self.settings, self.tensors, self.combined = settings, tensors, dict(tensors)
         self.folder, self.config = folder, folder / "config.json"
 
     def scale_name(self, name: str, dtype: str, axes: int, scales: Sequence[str]) -> str:
-        """The name of the scales of a codes tensor; checks the codes' dtype and axes.
+        """Find the scales tensor of a codes tensor, and check the codes' dtype and axes.
 
         `scales`: possible names.
         """
@@ -88,7 +93,7 @@ class _QuantisedCheckpoint:
         shape: tuple[int, ...],
         dtypes: tuple[str, ...],
     ) -> None:
-        """Combine codes and scales into the encoded tensor `matrix`, after a check.
+        """Check one matrix's codes and scales, and combine them into an encoded tensor.
 
         `names`: of the codes, the scales, and the combined tensor.
         """
@@ -120,7 +125,7 @@ class _QuantisedCheckpoint:
         )
 
     def setting_error(self, key: str, value: Any, right: str) -> CheckpointError:
-        """The error for a setting of quantization_config."""
+        """Return the error for a wrong value in a checkpoint's quantization_config."""
         text = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
         return CheckpointError(f"{self.config}: quantization_config.{key} is {text}, not {right}")
 

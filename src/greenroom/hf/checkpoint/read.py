@@ -29,7 +29,9 @@ def read_tensor(
     dtype: torch.dtype | None = None,
     empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
-    """A tensor of `stored.shape`; CheckpointError where the file is truncated or cannot be read.
+    """Read a stored tensor into memory, decoded.
+
+    Raises CheckpointError where the file is truncated or cannot be read.
 
     `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)`
     allocates the result, except for stacks of encoded matrices.
@@ -49,7 +51,10 @@ def read_tensor(
 def read_parts(
     files: Sequence[str], name: str, stored: StoredTensor, parts: Sequence[Tensor]
 ) -> None:
-    """Read an encoded matrix undecoded into `parts`: the codes, then the companions."""
+    """Read an encoded matrix's codes and companions into given tensors, without decoding.
+
+    `parts`: the codes, then the companions.
+    """
     for tensor, part in zip(stored.parts, parts, strict=True):
         _read(files, name, tensor, part.view(-1))
 
@@ -79,7 +84,10 @@ def _matrix(
 
 
 def decoder(encoding: str) -> Callable[..., Tensor]:
-    """The decoder of an encoding; gguf's for ggml types that no kernel reads."""
+    """Return the function that decodes an encoding.
+
+    It is gguf's for ggml types that no kernel reads.
+    """
     if encoding in ENCODINGS:
         return ENCODINGS[encoding].decode
     from gguf import GGMLQuantizationType, dequantize

@@ -28,12 +28,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint of a name that `resolve` accepts, downloaded if needed."""
+    """Open the checkpoint that a path or hub id names, downloaded where needed."""
     return open_checkpoint(resolve(model))
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The path of a model: its folder, or its GGUF file.
+    """Return the folder or GGUF file of the model that a name stands for.
 
     `model` is a local folder, `demo` (the model that ships), a hub id, a GGUF file, or a folder
     without a config that holds one GGUF model. A hub id is downloaded (config, tokenizer and
@@ -46,7 +46,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
 
 def find_local(model: str | os.PathLike[str]) -> Path | None:
-    """The path of a local model; None for a name that can only be a hub id."""
+    """Return the path of a local model, or None for a hub id."""
     text = os.fspath(model)
     if text == "demo":
         return demo_folder()
@@ -70,7 +70,7 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
 
 
 def demo_folder() -> Path:
-    """The folder of the shipped demo model, in the installed package or in the repository."""
+    """Return the folder of the demo model, in the installed package or in the repository."""
     import greenroom
 
     package = Path(greenroom.__file__).parent
@@ -81,7 +81,7 @@ def demo_folder() -> Path:
 
 
 def open_or_inspect(source: str) -> Checkpoint:
-    """A local or downloaded checkpoint, else its config and headers from the hub."""
+    """Open a local or downloaded checkpoint, else config and headers from the hub."""
     if (path := find_local(source)) is not None:
         return open_checkpoint(path)
     if (folder := cached_snapshot(source)) is not None:

@@ -11,7 +11,7 @@ from greenroom.runtime.store.stamps import Stamps
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The checkpoint of a loaded model, as it was when its headers were read.
+    """A loaded model's checkpoint, with stamps that detect files changed since loading.
 
     dtype:  the argument of `ModelSkeleton.of`
     stamps: sizes and times of all weight files
@@ -23,7 +23,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSource:
-        """The source of a model; CheckpointError where a file of `checkpoint` is gone."""
+        """Record a checkpoint and stamps of its files; raise CheckpointError for missing files."""
         files = checkpoint.files
         if checkpoint.pack is not None:
             files = (*files, str(checkpoint.pack.folder / DATA))

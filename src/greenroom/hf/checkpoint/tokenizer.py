@@ -10,7 +10,7 @@ from greenroom.hf.checkpoint.library_errors import wrap_library_errors
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer; CheckpointError where it has no usable one."""
+    """Load a checkpoint's tokenizer; raise CheckpointError where there is no usable one."""
     with (
         wrap_library_errors(f"{checkpoint.folder}: no usable tokenizer"),
         checkpoint.read_by_transformers(),

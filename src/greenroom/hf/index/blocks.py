@@ -30,7 +30,10 @@ MOST = 1 << 10  # blocks; a conversion that needs more is an arbitrary permutati
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A strided block of elements and its target; all figures are in elements."""
+    """A two-dimensional strided block of source elements, and where it lands in the target.
+
+    All figures are in elements.
+    """
 
     source: int
     source_start: int
@@ -41,7 +44,7 @@ class Block:
 
 
 def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
-    """The blocks of a conversion, or None where it needs too many.
+    """Find the strided blocks that a weight conversion moves; None where too many.
 
     `origin[i, j]` is the number of the source element that lands at target element (i, j). Source
     tensors have `sizes` elements, which are numbered consecutively.
@@ -121,7 +124,7 @@ def derive_blocks(
     sources: list[SourceTensor],
     targets: dict[str, StreamedParameter],
 ) -> dict[str, list[Block]]:
-    """The blocks that fill each target parameter from one expert's `sources`, by parameter name.
+    """Derive the strided blocks that make one expert's parameters from its checkpoint tensors.
 
     Blocks count elements, or rows where the sources are encoded. Raises CheckpointError where the
     shapes do not make the parameters; UnsupportedModel where a conversion is too irregular.

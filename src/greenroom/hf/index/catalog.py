@@ -36,7 +36,7 @@ def make_catalog(
     conversions: dict[str, WeightConversion],
     layers: list[list[StreamedParameter]],
 ) -> Catalog:
-    """The catalog of all streamed experts.
+    """Make the catalog of a checkpoint's experts that are read from disk on demand.
 
     `model` is on the meta device and still has its expert parameters. Raises CheckpointError where
     an expert's tensor is missing or of a wrong shape, UnsupportedModel for a tensor in a form that
@@ -83,7 +83,7 @@ class _Indexer:
     def layer(
         self, layer: list[StreamedParameter], order: list[str]
     ) -> tuple[list[tuple[Extent, ...]], SlotLayout]:
-        """(the extents of each expert of one layer, the layout of its slots)."""
+        """Return the byte ranges of each expert of one layer, and the slots' layout."""
         conversions = self._conversions(layer)
         experts = layer[0].shape[0]
         parts = [
@@ -137,7 +137,7 @@ class _Indexer:
         parts: list[list[list[SourceTensor]]],
         layer: list[StreamedParameter],
     ) -> None:
-        """Check that all experts have tensors of the right shapes and of the same types."""
+        """Check that all experts of a layer have tensors of equal shapes and types."""
         for conversion, by_expert in zip(conversions, parts, strict=True):
             encoded = any(part.stored.encoding != PLAIN for part in by_expert[0])
             if encoded and len({part.kind for part in by_expert[0]}) > 1:

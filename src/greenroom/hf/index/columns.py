@@ -1,4 +1,4 @@
-"""Find the tensors of each expert, and check that they are complete and alike."""
+"""Find each expert's checkpoint tensors, and check that they are complete and alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.hf.index.conversions import WeightConversion
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of one expert: a stored tensor, or one expert's slice of a fused tensor.
+    """A checkpoint tensor of one expert, or the expert's slice of a fused tensor.
 
     `stored` covers only this expert: codes and companions of an encoded matrix have two axes.
     """
@@ -31,7 +31,7 @@ class SourceTensor:
 
     @property
     def kind(self) -> str:
-        """The stored type: an encoding or dtype, and the dtypes of the companions."""
+        """The type an expert's tensor is stored in: encoding or dtype, and scales' dtypes."""
         if self.stored.encoding == PLAIN:
             return self.stored.dtype
         scales = " and ".join(companion.dtype for companion in self.stored.companions)
@@ -41,7 +41,10 @@ class SourceTensor:
 def source_tensors(
     checkpoint: Checkpoint, conversion: WeightConversion, experts: int
 ) -> list[list[SourceTensor]]:
-    """The source tensors of each expert, [expert][tensor], in the order of the patterns."""
+    """Return each expert's checkpoint tensors for a weight conversion, as [expert][tensor].
+
+    Tensors are in the order of the patterns.
+    """
     patterns = (
         conversion.converter.source_patterns if conversion.converter else list(conversion.sources)
     )
@@ -103,7 +106,7 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> No
 def mixed_types_error(
     parts: Sequence[list[SourceTensor]], target: str, folder: Path
 ) -> UnsupportedModel:
-    """The error for experts of one layer that are stored in different types."""
+    """Return the error for experts of one layer that are stored in different types."""
     kinds = {tuple(part.kind for part in expert): expert for expert in parts}
     (a, first), (b, other) = list(kinds.items())[:2]
     at = next((i for i in range(len(a)) if a[i] != b[i]), 0)

@@ -1,4 +1,4 @@
-"""The checkpoint tensors of each parameter, by transformers' own weight conversions.
+"""Find the checkpoint tensors of each parameter, by transformers' own weight conversions.
 
 There is no table per architecture: the renamings and conversions are those of `from_pretrained`.
 """
@@ -28,7 +28,7 @@ from greenroom.hf.adapters import adapter_of, weight_transforms
 
 @dataclass
 class WeightConversion:
-    """The conversion of checkpoint tensors to a parameter, or to several.
+    """The conversion of checkpoint tensors to one or several model parameters.
 
     `sources` maps a converter's source pattern to its tensors' names in natural order, which is the
     order of experts where these are stored one by one. Without a converter there is one tensor.
@@ -40,11 +40,14 @@ class WeightConversion:
 
     @property
     def operations(self) -> list[ConversionOps]:
-        """The converter's operations; empty without a converter."""
+        """The operations of a weight conversion; empty where tensors are only renamed."""
         return self.converter.operations if self.converter else []
 
     def convert(self, tensors: Mapping[str, Tensor], model: Any, config: Any) -> dict[str, Tensor]:
-        """Convert tensors to parameters, both by name; a pattern's tensors may be incomplete."""
+        """Convert checkpoint tensors to model parameters, both by name.
+
+        A pattern's tensors may be incomplete.
+        """
         first = self.targets[0]
         if self.converter is None:
             return {first: next(iter(tensors.values()))}
@@ -60,7 +63,9 @@ class WeightConversion:
 def find_conversions(
     model: PreTrainedModel, names: Iterable[str], mapping: Sequence[WeightTransform] | None = None
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """(conversions by their first parameter, tensors that the model does not use).
+    """Find the weight conversions for a model's parameters, and unused checkpoint tensors.
+
+    Conversions are by their first parameter.
 
     The model may be on the meta device, but must still have all of its parameters. `mapping`
     replaces the model's own weight transforms.
@@ -97,7 +102,7 @@ def _targets(first: str, converter: WeightConverter | None) -> tuple[str, ...]:
 
 
 class TargetDtypes:
-    """The dtype of each parameter after loading, as transformers decides it.
+    """The dtype that transformers gives each parameter when loading a model.
 
     A parameter keeps the dtype that it was constructed in, except those of a `dtype_plan`
     (`_keep_in_fp32_modules`).

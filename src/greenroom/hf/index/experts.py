@@ -1,4 +1,4 @@
-"""Find a model's experts modules: those that an experts implementation can compute."""
+"""Find a model's experts modules, which transformers' experts implementations can compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MOE = re.compile(r"Experts?$|MoE$|Moe$|MoE?(Block|Layer|MLP)$|SparseM(oe|LP)|Spa
 
 @dataclass(frozen=True, slots=True)
 class StreamedParameter:
-    """An experts parameter that stays on disk; the first axis of `shape` is the expert."""
+    """A parameter with all experts of a layer, which stays on disk.
+
+    The first axis of `shape` is the expert.
+    """
 
     module: str
     name: str
@@ -37,7 +40,10 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The experts modules in the model's order; NotMoE or UnsupportedModel without any."""
+    """Return a model's experts modules, in order.
+
+    Raises NotMoE or UnsupportedModel without any.
+    """
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
     if experts:
         return experts
@@ -53,7 +59,10 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def find_streamed_parameters(
     model: PreTrainedModel, dtypes: TargetDtypes
 ) -> list[list[StreamedParameter]]:
-    """The 3-D parameters of each experts module; others stay in the model."""
+    """Find the three-dimensional parameters of each experts module, which stay on disk.
+
+    Others stay in the model.
+    """
     layers = []
     for module_name, module in expert_modules(model).items():
         parameters = [
@@ -76,13 +85,15 @@ def find_streamed_parameters(
 
 
 def detached_parameters(module: nn.Module) -> tuple[StreamedParameter, ...]:
-    """The parameters that were detached from a module; empty for most modules."""
+    """Return the expert parameters that were detached from a module; empty for most."""
     parameters: tuple[StreamedParameter, ...] = module.__dict__.get(STREAMED, ())
     return parameters
 
 
 def detach_experts(model: PreTrainedModel, layers: list[list[StreamedParameter]]) -> None:
-    """Detach the streamed parameters from the model; each attribute stays, as None.
+    """Remove the expert parameters that stay on disk from a model's modules.
+
+    Each attribute stays, as None.
 
     So `parameters()` skips them. The catalog and the module keep their shapes and dtypes.
     """

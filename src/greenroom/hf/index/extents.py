@@ -1,4 +1,4 @@
-"""Turn blocks into byte ranges: copies into a slot, and extents that are read together."""
+"""Turn strided blocks of elements into byte copies to slots and byte ranges to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAP = 4096  # bytes; tensors at most this far apart are read together
 
 
 def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
-    """Convert a block of tensor elements to a copy of bytes."""
+    """Convert a strided block of tensor elements to the copy of its bytes."""
     a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
     return Copy(
         source=block.source_start * a,
@@ -30,7 +30,7 @@ def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
 
 
 def elements_of(block: Block, unit: int, width: int) -> Block:
-    """Convert a block of outputs to a block of elements.
+    """Convert a strided block of matrix outputs (rows) to a block of elements.
 
     The elements are those of a tensor with one row, of `width` elements, for `unit` outputs.
     """
@@ -56,7 +56,9 @@ def elements_of(block: Block, unit: int, width: int) -> Block:
 def extents_of(
     tensors: Sequence[StoredTensor], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
 ) -> tuple[Extent, ...]:
-    """Group one expert's tensors into extents; experts with the same arrangement share copies.
+    """Group one expert's tensors into extents: byte ranges that are read together.
+
+    Experts with the same arrangement share copies.
 
     Tensors that must be transformed are not read together with others, since these could then not
     be read in chunks.

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file for each parameter, by transformers' own GGUF mapping.
+"""Find the GGUF tensors of each model parameter, by transformers' own GGUF mapping.
 
 The experts module's flags give what the mapping leaves out: how gate and up are joined.
 """
@@ -35,7 +35,10 @@ from greenroom.hf.index.experts import expert_modules
 def gguf_conversions(
     model: PreTrainedModel, checkpoint: GgufCheckpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """(conversions, unused tensors) of a GGUF checkpoint; see `find_conversions`."""
+    """Find the weight conversions for a GGUF checkpoint, and its unused tensors.
+
+    See `find_conversions`.
+    """
     if checkpoint.has_value_mapping:
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
         return find_conversions(model, checkpoint.tensors, mapping)

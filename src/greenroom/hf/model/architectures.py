@@ -64,7 +64,10 @@ _FLAGS = {  # remarks for the decorator's arguments that are not the default
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table; `how` is "native", "adapter", "wrapper" or "not"."""
+    """An architecture of transformers and how it is supported.
+
+    `how` is "native", "adapter", "wrapper" or "not".
+    """
 
     name: str
     how: str
@@ -74,7 +77,9 @@ class Architecture:
 
 
 def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """(the class that generates text, its config): the text part's config for a text class.
+    """Find transformers' text-generating class for a model's config, and its config.
+
+    It is the text part's config for a text class.
 
     A model whose only class has a vision tower is built with it. Raises UnsupportedModel where
     there is no such class, or the architecture is not supported.
@@ -97,7 +102,7 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
 
 
 def architectures() -> list[Architecture]:
-    """All rows of the table, by name; the wrappers at its end."""
+    """Return the table of architectures by name, with wrappers of text models last."""
     flags = dict(_decorated_architectures())
     types = _model_types()
     rows = []
@@ -120,7 +125,10 @@ def architectures() -> list[Architecture]:
 
 
 def _wrappers(listed: set[str]) -> list[Architecture]:
-    """Rows for vision models that wrap any text model, which their config names."""
+    """Return table rows for vision models that wrap any text model.
+
+    Their config names the text model.
+    """
     return [
         Architecture(
             folder, "wrapper", ("text part: any of the others",), tested=folder in WRAPPERS
@@ -138,7 +146,10 @@ def _takes_images(model_type: str) -> bool:
 
 
 def _decorated_architectures() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
-    """(folder, the decorator's arguments) of the architectures with a decorated experts class."""
+    """Find architectures with transformers' experts decorator, and the decorator's arguments.
+
+    Pairs of (folder, arguments).
+    """
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         if decorators := DECORATOR.findall(path.read_text(encoding="utf-8")):
             flags = [flag for arguments in decorators for flag in FLAG.findall(arguments)]

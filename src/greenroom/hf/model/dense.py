@@ -1,4 +1,4 @@
-"""Dense matrices that stay encoded in memory, and reading them.
+"""Find and read the dense matrices that stay encoded in memory.
 
 These are the weights of plain linear layers and embeddings whose encoding a compiled kernel can
 read. Excluded are weights that the model's code uses outside of the layer, by an expression such as
@@ -30,21 +30,27 @@ _ROUTERS = {"gate", "router"}  # routers stay torch layers: they decide which ex
 
 @dataclass(frozen=True, slots=True)
 class EncodedParameter:
-    """A matrix that stays encoded: the modules that share it, and its tensor's name."""
+    """A dense matrix that stays encoded in memory, and the modules that share it."""
 
     modules: tuple[str, ...]
     tensor: str
     stored: StoredMatrix
 
     def detach(self, model: PreTrainedModel) -> None:
-        """Detach the parameters from the modules; the attributes stay, as None."""
+        """Replace the parameters of modules by the encoded matrix that the modules share.
+
+        The attributes stay, as None.
+        """
         for name in self.modules:
             module = model.get_submodule(name)
             attach_matrix(module, self.stored)
             module._is_hf_initialized = True  # or transformers would initialise the detached weight
 
     def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
-        """Read the matrix into memory from `empty`, or raise CheckpointError."""
+        """Read an encoded matrix into memory, or raise CheckpointError.
+
+        `empty` allocates the memory.
+        """
         parts = self.stored.allocate(empty)
         read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
 
@@ -55,7 +61,7 @@ def find_encoded_parameters(
     conversions: dict[str, WeightConversion],
     dtype: torch.dtype,
 ) -> dict[str, EncodedParameter]:
-    """The dense parameters that can stay encoded, by name.
+    """Find the dense parameters of a model that can stay encoded in memory.
 
     The model is on the meta device in `dtype`; `conversions` are those of the dense parameters.
     """
@@ -77,7 +83,7 @@ def find_encoded_parameters(
 
 
 def _tied_parameters(target: str, tied: dict[str, str]) -> list[str]:
-    """A parameter and the parameters that are tied to it."""
+    """Return the names of a parameter and of the parameters tied to it."""
     source = tied.get(target, target)
     others = {name for name, other in tied.items() if other == source} | {source}
     return [target, *sorted(others - {target})]
@@ -95,7 +101,7 @@ def _is_used_by_layer_only(model: PreTrainedModel, name: str, used: set[str]) ->
 
 
 def _used_by_code(model: PreTrainedModel) -> set[str]:
-    """Names x of modules whose `.x.weight` the model's code uses."""
+    """Find names x of modules whose `.x.weight` the model's code uses."""
     modules = {type(module).__module__ for module in model.modules()}
     used: set[str] = set()
     for name in sorted(modules):
@@ -106,7 +112,7 @@ def _used_by_code(model: PreTrainedModel) -> set[str]:
 
 
 def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
-    """The matrix in memory for an encoded tensor; None where it must be decoded."""
+    """Plan the in-memory matrix of an encoded tensor; None where it must be decoded."""
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
         return None

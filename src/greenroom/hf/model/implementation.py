@@ -15,7 +15,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def set_experts_implementation(implementation: str, *modules: nn.Module) -> None:
-    """Set the experts implementation of experts modules.
+    """Set transformers' experts implementation, such as "greenroom", of a model's experts modules.
 
     transformers' own method refuses classes that it did not decorate, and models that wrap the one
     with the experts.

@@ -1,4 +1,4 @@
-"""Reference weights, to compare streamed experts with, by transformers' own loading code.
+"""Load reference weights by transformers' own code, to compare Greenroom's experts with.
 
 Nothing here uses the catalog. transformers' own quantiser dequantises a quantised checkpoint.
 """
@@ -34,7 +34,7 @@ ALIGNMENT = 64  # bytes; torch aligns its own memory so
 
 
 def make_quantiser(checkpoint: Checkpoint) -> Any:
-    """transformers' quantiser for a quantised checkpoint, set to dequantise; None for others.
+    """Make transformers' quantiser that dequantises a quantised checkpoint; None for others.
 
     Raises UnsupportedModel where it needs a package that is not installed.
     """
@@ -76,7 +76,7 @@ def transformers_can_load(checkpoint: Checkpoint) -> bool:
 
 
 def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
-    """The entire model in memory, as `from_pretrained` loads it, with eager experts."""
+    """Load an entire model into memory by `from_pretrained`, with eager experts."""
     checkpoint, options = skeleton.checkpoint, {}
     if (quantised := make_quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
@@ -106,7 +106,7 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
 
 
 def align_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Move weights to multiples of ALIGNMENT bytes, like Greenroom's.
+    """Move a reference model's weights to multiples of ALIGNMENT bytes, like Greenroom's.
 
     transformers maps some weights from their file, at any address; on processors that are not
     Intel's, MKL's float32 products then have other last bits.
@@ -118,7 +118,9 @@ def align_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Tensor]:
-    """One layer's complete expert parameters [experts, ...], by name.
+    """Load one layer's complete expert parameters by transformers' own conversion.
+
+    Parameters are [experts, ...], by name.
 
     They take the layer's full size in memory; the skeleton must not be loaded after this.
     """
@@ -208,7 +210,9 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor
 
 
 def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> dict[str, Tensor]:
-    """One layer's complete expert parameters [experts, ...], by name: the reference for packs.
+    """Decode one layer's complete expert parameters from a pack: the reference for packs.
+
+    Parameters are [experts, ...], by name.
 
     They are read by the header only, and decoded by the encodings' decoders.
     """

@@ -52,7 +52,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelSkeleton:
-    """A model on the meta device: weights are not loaded, experts are detached."""
+    """A model built on the meta device, without its expert parameters.
+
+    Weights are not loaded before `load`.
+    """
 
     checkpoint: Checkpoint
     catalog: Catalog
@@ -66,7 +69,9 @@ class ModelSkeleton:
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
-        """Read config and headers, construct the model on the meta device, index its experts.
+        """Construct a checkpoint's model on the meta device and index the byte ranges of experts.
+
+        Only config and headers are read.
 
         `dtype` is "auto" (that of the config, else of the weights) or a name of `FLOATS`. Raises
         NotAModel, NotMoE, UnsupportedModel or CheckpointError, before any weight is loaded.
@@ -101,7 +106,7 @@ class ModelSkeleton:
         return skeleton
 
     def keep_dense_encoded(self) -> None:
-        """Let dense matrices stay encoded, where compiled kernels can read the encoding.
+        """Let dense matrices stay encoded in memory, where compiled kernels can read the encoding.
 
         Call it once, before `load`. `accelerate` then gives their layers a forward, and its
         `detach` gives them decoded weights.
@@ -115,7 +120,7 @@ class ModelSkeleton:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all parameters and buffers that stay in memory; tied ones count once."""
+        """Bytes of the model's non-expert parameters and buffers; tied ones count once."""
         dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
         tied = set(self.model.all_tied_weights_keys)
         loaded = self.model.state_dict()
@@ -128,7 +133,7 @@ class ModelSkeleton:
 
     @property
     def dense_tensors(self) -> list[str]:
-        """The names of the checkpoint's tensors for the dense parameters."""
+        """Names of the checkpoint's tensors for a model's dense (non-expert) parameters."""
         conversions = self._conversions.values()
         names = [
             name
@@ -140,11 +145,13 @@ class ModelSkeleton:
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of all experts decoded, in the model's dtype, as transformers loads them."""
+        """Bytes of all experts when decoded to the model's dtype, as transformers loads them."""
         return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
 
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
-        """Load the dense parts tensor by tensor, then move the model to `device`; call it once.
+        """Load a model's dense parts (all but experts), then move the model to a device.
+
+        Reads tensor by tensor. Call it once.
 
         The model is in evaluation mode, and its experts' parameters are None. Dense parameters and
         buffers equal `from_pretrained`'s, except those that stay encoded. Raises CheckpointError,
@@ -173,7 +180,10 @@ class ModelSkeleton:
         return model
 
     def options(self, quantiser: Any = None) -> LoadStateDictConfig:
-        """Options for transformers' loader; `quantiser` dequantises the parameters."""
+        """Make the options for transformers' loader of dense parameters.
+
+        `quantiser` dequantises the parameters.
+        """
         # There is no device map: with one, transformers looks up every expected name, experts
         # included, to reserve memory. Moving the model later also moves tensors that are no
         # parameters.
@@ -270,7 +280,7 @@ def _decoded(
     dtype: torch.dtype,
     empty: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """A parameter from tensors of a GGUF file."""
+    """Make a model parameter from tensors of a GGUF file."""
     if conversion.converter is None:
         return checkpoint.read(names[0], dtype, empty)
     # As in transformers, conversions compute in float32, and the result is cast.
@@ -283,7 +293,10 @@ def _decoded(
 def conversions_of(
     model: PreTrainedModel, checkpoint: Checkpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """(conversions, unused tensors) of a checkpoint; see `find_conversions`."""
+    """Find the weight conversions for a checkpoint, and its unused tensors.
+
+    See `find_conversions`.
+    """
     if isinstance(checkpoint, GgufCheckpoint):
         return gguf_conversions(model, checkpoint)
     return find_conversions(model, checkpoint.tensors)
@@ -315,7 +328,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype to construct the model in; writes it to the config, like `from_pretrained`."""
+    """Choose a model's dtype and write it to the config, like `from_pretrained`."""
     if dtype != "auto" and dtype not in FLOATS:
         raise UnknownName("dtype", dtype, ["auto", *FLOATS])
     if dtype == "auto" and checkpoint.pack is not None:
@@ -335,7 +348,7 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
 def _construct(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model on the meta device, without memory for parameters."""
+    """Construct a model on the meta device, without memory for parameters."""
     config._experts_implementation = IMPLEMENTATION
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
@@ -347,7 +360,10 @@ def _construct(
 
 
 def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Set the generation config from the folder's file, or from the config, like transformers."""
+    """Set a model's generation config from the checkpoint's files, like transformers.
+
+    From the folder's file, or from the config.
+    """
     if not model.can_generate():
         return
     path = folder / "generation_config.json"
@@ -362,7 +378,7 @@ def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
-    """Log one line where tensors are unused, unless the model ignores them on purpose."""
+    """Log checkpoint tensors that a model does not use, unless ignored on purpose."""
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or []), "inv_freq"]))
     if odd := [name for name in unused if not ignored.search(name)]:
         log.warning(

@@ -1,4 +1,4 @@
-"""The dense parts of a pack: tensors copied unchanged, to safetensors files or to a GGUF file.
+"""Write a pack's dense parts: tensors copied unchanged to safetensors or GGUF files.
 
 The pack has a GGUF file where the source is GGUF. Its metadata is copied byte by byte, except keys
 about split files, so config, tokenizer and names are read from it as from the source. Safetensors
@@ -36,7 +36,7 @@ Advance = Callable[[int], None]
 
 
 def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
-    """The stored names of the tensors `used`, and of companions such as scales.
+    """Return the stored names of a model's dense tensors, companions such as scales included.
 
     They are in the order of the files.
     """
@@ -66,7 +66,10 @@ def _position(stored: StoredTensor) -> tuple[int, int]:
 
 
 def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
-    """The tensors of each dense file, by file name; files are about SHARD bytes at most."""
+    """Divide the dense tensors among a pack's dense files; return names by file.
+
+    Files are about SHARD bytes at most.
+    """
     if isinstance(checkpoint, GgufCheckpoint):
         return {GGUF: names}
     groups: list[list[str]] = [[]]
@@ -85,14 +88,14 @@ def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
 
 
 def file_chunks(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """The bytes of a file of some tensors, in chunks."""
+    """Yield the bytes of a pack's dense file, safetensors or GGUF, in chunks."""
     if isinstance(checkpoint, GgufCheckpoint):
         return _gguf_of(checkpoint, names)
     return _safetensors_of(checkpoint, names)
 
 
 def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """The bytes of a safetensors file of some tensors, in chunks."""
+    """Yield the bytes of a safetensors file of the given tensors, in chunks."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     tensors, end = [checkpoint.stored[name] for name in names], 0
     for name, stored in zip(names, tensors, strict=True):
@@ -109,7 +112,7 @@ def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[by
 
 
 def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """The bytes of a GGUF file of some tensors and all metadata, in chunks."""
+    """Yield the bytes of a GGUF file of the given tensors and all metadata, in chunks."""
     cursor = Cursor(checkpoint.files[0])
     pairs = [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
     align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
@@ -125,7 +128,10 @@ def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes
 
 
 def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
-    """An entry of GGUF's table of tensors; dimensions are in ggml's order, the fastest first."""
+    """Make an entry of GGUF's table of tensors.
+
+    Dimensions are in ggml's order, the fastest first.
+    """
     from gguf import GGMLQuantizationType
 
     plain = stored.encoding == PLAIN
@@ -142,7 +148,7 @@ def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
 def _bytes_of(
     checkpoint: Checkpoint, tensors: Sequence[StoredTensor], align: int = 1
 ) -> Iterator[bytes]:
-    """The bytes of stored tensors in chunks, each tensor padded to a multiple of `align`."""
+    """Yield the bytes of stored tensors in chunks, each tensor padded to an alignment."""
     gap = 0
     for stored in tensors:
         yield b"\0" * gap
@@ -160,7 +166,10 @@ def _bytes_of(
 
 
 def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
-    """Write a file and flush it to disk; `advance(nbytes)` is called after each chunk."""
+    """Write a pack's dense file from chunks and flush the file to disk.
+
+    `advance(nbytes)` is called after each chunk.
+    """
     nbytes = crc32 = 0
     with write_errors(path, RESUME_HINT), open(path, "wb") as stream:
         for chunk in chunks:
@@ -175,7 +184,7 @@ def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
 
 
 def copy_small(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and other small files, except the index of the weights."""
+    """Copy a model's config, tokenizer and other small files, without the weights' index."""
     for path in sorted(source.iterdir()):
         small = any(fnmatch(path.name, pattern) for pattern in SMALL)
         if not small or path.name in (INDEX, HEADER) or not path.is_file():

@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """The result of packing: sizes, counts and times.
+    """Sizes, counts and times of one call that made a pack.
 
     nbytes:              of the complete pack
     expert_bytes:        of the packed experts; source_expert_bytes: of the source's experts
@@ -80,7 +80,9 @@ def pack(
     repair: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> PackResult:
-    """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
+    """Make the pack of a model, with the experts in a given encoding.
+
+    `out` is the pack's folder, `kind` the encoding (one of KINDS).
 
     `segments` cuts every expert along its intermediate dimension, so that a run may split it.
     `precision` (int8, int4) adds a copy of each expert, which a run may use for misses. An
@@ -119,14 +121,17 @@ def pack(
 
 
 def _source_name(source: str) -> str:
-    """The source's name, independent of the working folder: an absolute path, or a hub id."""
+    """Return the name of a pack's source model: an absolute path, or a hub id."""
     path = Path(source).expanduser()
     return os.path.abspath(path) if source != "demo" and path.exists() else source
 
 
 @dataclass
 class _Job:
-    """The packing of one source to one kind; `header` is that of the pack, without checksums."""
+    """The packing of one model to one encoding.
+
+    `header` is that of the pack, without checksums.
+    """
 
     skeleton: ModelSkeleton
     model: str
@@ -156,7 +161,7 @@ class _Job:
         self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
 
     def _plan_layer(self, number: int) -> tuple[PackLayer, tuple[ExpertPacker, ...]]:
-        """(the layout of a layer's experts and copies in the pack, their packers)."""
+        """Plan how one layer's experts and low-precision copies are laid out and encoded."""
         name, source = self.catalog.layers[number], self.catalog.layouts[number]
         first, end = self.catalog.offsets[number : number + 2]
         module = self.skeleton.model.get_submodule(name)
@@ -178,7 +183,7 @@ class _Job:
     # ---- packing
 
     def make(self, folder: Path) -> int:
-        """Make or continue the pack; return the number of experts packed by this call."""
+        """Make or continue a pack; return the number of experts packed by this call."""
         more = "name another folder for the pack"
         _check_free(folder, f"--repair repairs a pack; {more}" if is_pack(folder) else more)
         if not folder.parent.is_dir():
@@ -206,7 +211,7 @@ class _Job:
         return packed
 
     def _plan(self) -> dict[str, Any]:
-        """The values that must be equal for an unfinished pack to be continued."""
+        """Return the values that must be equal for an unfinished pack to be continued."""
         files = sorted({*self.checkpoint.files, *self.catalog.files})
         stats = [(path, os.stat(path)) for path in files]
         return {
@@ -234,7 +239,7 @@ class _Job:
             )
 
     def _fill(self, folder: Path, done: PackProgress, source: PackSource) -> int:
-        """Make the unfinished parts; return the number of experts packed."""
+        """Make the unfinished parts of a pack; return the number of experts packed."""
         files = tuple(self._dense_files(folder, done))
         dense = source.dense or fingerprint(dense_parts(folder, files))
         header = replace(self.header, source=replace(source, dense=dense), files=files)
@@ -251,7 +256,7 @@ class _Job:
         return len(todo)
 
     def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
-        """True if a journal's entry of an expert is possible for a data file of `size` bytes."""
+        """True if a data file is large enough for an expert that its journal lists."""
         if expert_id >= self.header.experts:
             return False
         layer, expert = self.header.layer_of(expert_id)
@@ -282,7 +287,7 @@ class _Job:
     def _experts(
         self, todo: list[int], folder: Path, header: PackHeader, progress: PackProgress
     ) -> None:
-        """Pack the experts `todo`, and add them to `progress` when they are on disk."""
+        """Pack the given experts, and record them in a pack's progress once on disk."""
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
@@ -309,7 +314,7 @@ class _Job:
 
 
 def _check_free(folder: Path, what: str) -> None:
-    """Check that `folder` is empty or does not exist, or raise OutputError."""
+    """Raise OutputError where a pack's output folder exists and is not empty."""
     if folder.is_dir():
         if any(folder.iterdir()):
             raise OutputError(f"{folder}: is not empty: {what}")
@@ -318,7 +323,7 @@ def _check_free(folder: Path, what: str) -> None:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 

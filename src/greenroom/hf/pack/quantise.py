@@ -49,19 +49,19 @@ E4M3_SHIFTED = np.int32(0x46800000)
 
 @jit
 def _nearest(x: np.float32) -> np.int32:
-    """The nearest integer to a number of less than 2^22, ties to even."""
+    """Round a number of less than 2^22 to the nearest integer, ties to even."""
     return np.int32(np.float32(x + SHIFT).view(np.int32) - SHIFTED)
 
 
 @jit
 def _size(x: np.float32) -> np.int32:
-    """The bits of |x|, which are ordered like magnitudes; infinities and NaN come last."""
+    """Return the bits of a number's magnitude, ordered like magnitudes; infinities and NaN last."""
     return np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF)
 
 
 @jit
 def _largest(x: F32) -> np.int32:
-    """The largest magnitude of a row, as bits."""
+    """Find the largest magnitude of a row of weights, as float32 bits."""
     largest = np.int32(0)
     for i in range(len(x)):
         largest = max(largest, _size(x[i]))
@@ -70,7 +70,10 @@ def _largest(x: F32) -> np.int32:
 
 @jit
 def _as_half(scale: np.float32, bits: int) -> np.float32:
-    """The nearest float16 of `bits` significant bits, as float32; at most LARGEST."""
+    """Round a scale to the nearest float16 with some number of significant bits.
+
+    `bits` is that number. Returns float32, at most LARGEST.
+    """
     if scale < TINY:
         return np.float32(np.float32(_nearest(scale * STEP)) / STEP)
     drop = 24 - bits
@@ -81,7 +84,10 @@ def _as_half(scale: np.float32, bits: int) -> np.float32:
 
 @jit(fastmath=FAST)
 def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
-    """Quantise rows to int8: w, codes [n, columns], scales [n, columns / group]."""
+    """Quantise rows of weights to int8 codes with one float16 scale a group.
+
+    w, codes [n, columns], scales [n, columns / group].
+    """
     finite = True
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
@@ -99,7 +105,7 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
 
 @jit
 def _scale_up(scale: np.float32) -> np.float32:
-    """The smallest float16 of 5 significant bits that is not below `scale`."""
+    """Round a scale up to a float16 of 5 significant bits."""
     if scale < TINY:
         return np.float32(np.ceil(scale * STEP) / STEP)
     drop = 24 - EXACT
@@ -111,7 +117,7 @@ def _scale_up(scale: np.float32) -> np.float32:
 def nested(
     w: F32, group: int, high: NDArray[np.uint8], low: NDArray[np.uint8], scales: F32
 ) -> bool:
-    """Quantise rows to int8 with a nested int4 copy, in two planes.
+    """Quantise rows of weights to int8 with a nested int4 copy, in two planes.
 
     w [n, columns]; planes high, low [n, columns / 2]; scales of the copy [n, columns / group]. A
     byte holds two values plus 8, the low half first. Returns False also where a copy's scale
@@ -137,13 +143,19 @@ def nested(
 
 @jit
 def _nested(x: np.float32) -> np.int32:
-    """A nested code, limited so that h is from -7 to 7."""
+    """Round a scaled weight to an int8 code with a nested int4 code.
+
+    The code is limited so that h is from -7 to 7.
+    """
     return min(max(_nearest(x), np.int32(-119)), np.int32(119))
 
 
 @jit(fastmath=FAST)
 def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """Quantise rows to int4: w [n, columns], codes [n, columns / 2], scales as for int8."""
+    """Quantise rows of weights to int4 codes with one float16 scale a group.
+
+    w [n, columns], codes [n, columns / 2], scales as for int8.
+    """
     finite = True
     unpacked = np.empty(w.shape[1], np.uint8)  # a row's codes, one a byte
     pairs = unpacked.view(np.uint16)
@@ -163,7 +175,10 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
 
 @jit(inline="always")
 def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
-    """Fill the codes plus 8 of a group; return its scale, NaN where a weight is not finite."""
+    """Quantise one group of weights to int4 codes; return the group's scale.
+
+    Fills in the codes plus 8. The scale is NaN where a weight is not finite.
+    """
     most, size = np.int32(0), np.int32(0)  # integer comparisons let the compiler vectorise
     for i in range(count):
         most = max(most, np.float32(x[i]).view(np.int32))
@@ -202,7 +217,9 @@ def _int4_code(x: np.float32) -> np.int32:
 
 @jit(fastmath=FAST)
 def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """Quantise rows to fp8: w, codes [n, K]; one scale a block of rows x columns.
+    """Quantise rows of weights to fp8 codes with one scale a rectangular block.
+
+    w, codes [n, K]; a block is rows x columns.
 
     scales [n / rows, K / columns].
     """
@@ -226,7 +243,7 @@ def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) 
 
 @jit
 def _e4m3(x: np.float32) -> np.uint8:
-    """The code of the nearest float8_e4m3fn; larger values become 448."""
+    """Return the code of the nearest float8_e4m3fn; larger values become 448."""
     value = np.float32(min(abs(x), np.float32(448)))
     word = value.view(np.int32)
     code = np.int32((word + ((word >> 20) & 1) + 0x7FFFF >> 20) - (127 - 7 << 3))

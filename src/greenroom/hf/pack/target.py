@@ -1,4 +1,4 @@
-"""The layouts of packed experts and of their copies, and encoding them from a slot."""
+"""Lay out packed experts and their low-precision copies, and encode both from a slot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ Lookup = Callable[[TensorSpec], Tensor]
 
 
 def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) -> SlotLayout:
-    """The layout of an expert packed to `kind`, or UnsupportedModel.
+    """Return the layout of a packed expert, or raise UnsupportedModel.
+
+    `kind` is the packed experts' encoding.
 
     `layout` is that of the source's slots, `where` the experts module's name, for messages.
     """
@@ -63,13 +65,15 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
 
 
 def logical_shape(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
-    """(outputs, inputs) of a matrix, also where it is stored transposed."""
+    """Return a matrix's (outputs, inputs), also where the matrix is stored transposed."""
     rows, columns = weight.shape
     return (columns, rows) if transposed and weight.encoding == PLAIN else (rows, columns)
 
 
 def _block_side(length: int, unit: int) -> int:
-    """The largest block side up to SIDE that divides `length`, in multiples of `unit`.
+    """Return the largest side of fp8's scale blocks that divides a matrix's side.
+
+    At most SIDE, and a multiple of `unit`.
 
     All of `length` where there is none.
     """
@@ -80,7 +84,7 @@ def _block_side(length: int, unit: int) -> int:
 def low_copy_of(
     precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
 ) -> LowPrecisionCopy:
-    """The low-precision copies of a layer; UsageError where they are no smaller than experts.
+    """Plan a layer's low-precision copies; raise UsageError where copies save no bytes.
 
     The layer's experts are packed to `kind`, with the layout `exact`.
     """
@@ -99,7 +103,10 @@ def low_copy_of(
 
 @dataclass(frozen=True)
 class ExpertPacker:
-    """Packs the experts of one layer; `where` is the layer's name, for messages."""
+    """Encoder of one layer's experts for a pack.
+
+    `where` is the layer's name, for messages.
+    """
 
     kind: str
     source: SlotLayout
@@ -109,7 +116,7 @@ class ExpertPacker:
     cutting: Cutting | None = None  # where the target has segments
 
     def with_copies(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
-        """The packers of copies and of the experts that follow them."""
+        """Return the encoders of low-precision copies and of the experts behind them."""
         if not low_copy.nested:
             copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
             return copy, replace(self, target=_shift(self.target, low_copy.stride))
@@ -119,7 +126,7 @@ class ExpertPacker:
         return (replace(self, kind="nested", target=both),)
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:
-        """Fill the target's tensors from the source's, in batches of rows.
+        """Encode one expert from source tensors to packed tensors, in batches of rows.
 
         Raises CheckpointError where a weight is infinite or NaN.
         """
@@ -165,7 +172,10 @@ class ExpertPacker:
                 )
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
-        """Outputs `row` .. `stop` as the model computes with them, [n, inputs] float32."""
+        """Decode a range of a matrix's outputs as the model computes with them.
+
+        Outputs `row` .. `stop`, [n, inputs] float32.
+        """
         if weight.encoding == PLAIN:
             w = parts[0][:, row:stop].T if self.transposed else parts[0][row:stop]
         else:
@@ -177,13 +187,16 @@ class ExpertPacker:
 
 
 def _shift(layout: SlotLayout, by: int) -> SlotLayout:
-    """The layout with its tensors moved by so many bytes."""
+    """Return a layout with all tensors moved by a number of bytes."""
     tensors = (replace(spec, offset=spec.offset + by) for spec in layout.tensors)
     return replace(layout, tensors=tuple(tensors))
 
 
 def _rows_of_part(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
-    """The codes or scales of rows `row` .. `stop` of a matrix with `rows` rows."""
+    """Return the codes or scales of a range of a matrix's rows.
+
+    The range is `row` .. `stop` of `rows`.
+    """
     return part[row * len(part) // rows : stop * len(part) // rows]
 
 

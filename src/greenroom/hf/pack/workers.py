@@ -32,7 +32,9 @@ def write_experts(
     data: ExpertsFile,
     todo: Sequence[int],
 ) -> Generator[tuple[int, tuple[int, ...]], None, None]:
-    """Encode and write the experts `todo`; yield (expert, checksums) in order.
+    """Encode and write experts to a pack in threads; yield (expert, checksums) in order.
+
+    `todo` are the experts.
 
     `layers` give the position of experts, `packers` encode those of each layer. A thread has
     buffers for one source expert and one packed expert.
@@ -74,13 +76,13 @@ def write_experts(
 
 
 class ExpertsFile:
-    """The data file of a pack, written in any order. Thread-safe.
+    """Thread-safe writer of a pack's data file, in any order.
 
     Writes bypass the page cache where the file system supports that.
     """
 
     def __init__(self, path: Path, header: PackHeader) -> None:
-        """Open the file and write the first block."""
+        """Open a pack's data file and write the first block."""
         self.path = path
         self._direct = True
         self._fd = self._open()
@@ -100,7 +102,10 @@ class ExpertsFile:
             return os.open(self.path, flags, 0o666)
 
     def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
-        """Write complete blocks at a multiple of BLOCK, from memory that is aligned to BLOCK."""
+        """Write complete blocks to a pack's data file, at a multiple of BLOCK.
+
+        The memory is aligned to BLOCK too.
+        """
         view, done = memoryview(data), 0  # type: ignore[arg-type]
         with write_errors(self.path, RESUME_HINT):
             while done < len(view):
@@ -111,7 +116,7 @@ class ExpertsFile:
                 done += n
 
     def sync(self) -> None:
-        """Flush everything that was written to disk."""
+        """Flush everything written to a pack's data file to disk."""
         with write_errors(self.path, RESUME_HINT):
             os.fdatasync(self._fd)
             if not self._direct:

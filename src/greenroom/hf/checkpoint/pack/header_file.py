@@ -34,7 +34,7 @@ MOST_AXES = 4  # of a tensor
 
 
 def read(folder: Path) -> PackHeader:
-    """The header of a folder.
+    """Read the header of the pack in a folder.
 
     Raises UnsupportedModel for another format version, CheckpointError where it is damaged.
     """
@@ -58,7 +58,7 @@ def read(folder: Path) -> PackHeader:
 
 
 def parse(raw: JsonObject) -> PackHeader:
-    """The header from a file's names, types and shapes, or Malformed."""
+    """Make a pack's header from the JSON object of greenroom.json, or raise Malformed."""
     dtype = _one_of(raw.text("dtype"), FLOATS)
     layers = raw.list_of("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
     header = PackHeader(
@@ -97,7 +97,7 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
 
 
 def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
-    """The layout of an expert or of its copy."""
+    """Read the layout of a packed expert or of its low-precision copy."""
     table = raw.object("encodings")
     encodings = {name: _one_of(table.text(name), BLOCKS) for name in table}
     layout = SlotLayout.pack(_tensors(raw), encodings, dtype)
@@ -111,7 +111,7 @@ def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
 
 
 def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """(name, shape, dtype) of each tensor."""
+    """Read the (name, shape, dtype) of each tensor of a packed expert's layout."""
     tensors = raw.list_of("tensors", _tensor)
     if not tensors or len({name for name, *_ in tensors}) < len(tensors):
         raise Malformed("it has no tensors, or one twice")
@@ -127,7 +127,7 @@ def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
 
 
 def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
-    """Check that the shapes of a matrix's codes and scales fit together, or Malformed."""
+    """Raise Malformed where the shapes of a matrix's codes and scales do not fit."""
     inputs, nbytes = BLOCKS[encoding]
     parts = [layout[name], *(layout[f"{name}.{c}"] for c in ENCODINGS[encoding].companions)]
     if any(len(part.shape) != 2 for part in parts):
@@ -180,7 +180,7 @@ def _low_copy(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
 
 
 def _has_shape_of(copy: WeightSpec, exact: WeightSpec) -> bool:
-    """True if a copy has the shape of its matrix; a plain matrix may be transposed."""
+    """True if a low-precision copy has its matrix's shape; plain matrices may be transposed."""
     transposed = exact.encoding == PLAIN and copy.shape == exact.shape[::-1]
     return transposed or copy.shape == exact.shape
 

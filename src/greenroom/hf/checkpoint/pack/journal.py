@@ -32,7 +32,10 @@ LINE = re.compile(
 
 @contextmanager
 def write_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Raise OutputError where writing `path` fails; `hint` ends the message."""
+    """Context manager that turns an OSError of writing a file into OutputError.
+
+    `hint` ends the message.
+    """
     try:
         yield
     except OSError as error:
@@ -40,18 +43,18 @@ def write_errors(path: Path, hint: str = "") -> Iterator[None]:
 
 
 class PackProgress:
-    """The finished parts of a pack: checksums of experts, by their ids, and dense files."""
+    """The finished parts of a pack: experts (ids and checksums) and dense files."""
 
     def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[DenseFile]) -> None:
         self.experts, self.files = experts, {file.name: file for file in files}
 
     def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
-        """Note that experts are on disk, with their checksums."""
+        """Record in a pack's progress that experts are on disk, with their checksums."""
         self.experts |= done
         self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
 
     def add_file(self, file: DenseFile) -> None:
-        """Note that a file of the dense parts is on disk."""
+        """Record in a pack's progress that a file of dense parts is on disk."""
         self.files[file.name] = file
         self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
 
@@ -60,7 +63,9 @@ class PackProgress:
 
 
 class Journal(PackProgress):
-    """The progress of a pack, in a locked file of `folder`, created if needed.
+    """The progress of an unfinished pack, in a locked file that outlives the process.
+
+    The file is in `folder` and is created if needed.
 
     Raises OutputError where another process makes this pack, or the folder holds another pack.
     """
@@ -109,16 +114,16 @@ class Journal(PackProgress):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; the journal stays on disk."""
+        """Close the journal of an unfinished pack; its file stays on disk."""
         self._file.close()
 
     def remove(self) -> None:
-        """Delete the journal: the pack is finished."""
+        """Delete the journal of a pack that is finished."""
         os.unlink(self.path)
 
 
 def resume_command(folder: Path) -> str | None:
-    """The command that finishes the unfinished pack in a folder; None without one."""
+    """Return the command that finishes the unfinished pack in a folder; None without one."""
     path, command = folder / NAME, ""
     if not path.is_file():
         return None

@@ -24,13 +24,13 @@ UNFINISHED_SUFFIX = ".unfinished"  # of the folder of an unfinished pack
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A pack's folder and header."""
+    """The folder and header of a pack."""
 
     folder: Path
     header: PackHeader
 
     def find_damaged(self) -> Iterator[DenseFile | int]:
-        """The dense files, then the ids of the experts, that have wrong checksums."""
+        """Return the dense files and the expert ids of a pack that have wrong checksums."""
         for file in self.header.files:
             path = self.folder / file.name
             if not path.is_file() or crc32_of(path) != file.crc32:
@@ -83,7 +83,7 @@ def open_pack(folder: Path) -> Checkpoint:
 
 
 def dense_parts(folder: Path, files: Sequence[DenseFile]) -> Checkpoint:
-    """The checkpoint of a pack's config and dense files, without experts."""
+    """Open a pack's config and dense files as a checkpoint, without experts."""
     for file in files:
         path = folder / file.name
         if not path.is_file():
@@ -108,7 +108,7 @@ def _check_data(folder: Path, header: PackHeader) -> None:
 
 
 def refuse_unfinished(path: Path) -> None:
-    """Raise NotAModel, with the command that continues it, where `path` is an unfinished pack."""
+    """Raise NotAModel for an unfinished pack, with the command that continues the pack."""
     for folder in (path, Path(f"{path}{UNFINISHED_SUFFIX}")):
         if (command := resume_command(folder)) is not None and (
             folder == path or not path.exists()
@@ -117,7 +117,7 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file's content."""
+    """Compute the CRC-32 of a file's content."""
     crc = 0
     with open(path, "rb", buffering=0) as stream:
         while piece := stream.read(CHUNK):
