@@ -372,9 +372,7 @@ class CpuKernel(Kernel):
     def scratch(self, stride: int) -> tuple[int, int]:
         """Return the address of the calling thread's scratch memory for expert groups.
 
-        Return (address, bytes per thread).
-
-        The memory is reused by later calls.
+        Return (address, bytes per thread). The memory is reused by later calls.
         """
         size = stride * torch.get_num_threads()
         buffer: Tensor | None = getattr(self._local, "buffer", None)

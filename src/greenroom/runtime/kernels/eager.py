@@ -91,9 +91,8 @@ class EagerKernel(Kernel):
 class UnweightedStep(EagerStep):
     """An MoE layer's computation on the host whose weighted sum another device takes.
 
-    It has the outputs [n, H] of each expert.
-
-    They are computed by torch's products, before routing weights and norm.
+    It has the outputs [n, H] of each expert. They are computed by torch's products, before routing
+    weights and norm.
     """
 
     def compute_from(

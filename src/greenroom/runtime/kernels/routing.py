@@ -78,10 +78,8 @@ class Routing:
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return each expert's number of rows and sum of gate weights.
 
-        `weights` [tokens, top_k].
-
-        As in a trace, weights are float16, summed exactly and rounded once. So a policy that uses
-        them does the same in a replay as in the run.
+        `weights` [tokens, top_k]. As in a trace, weights are float16, summed exactly and rounded
+        once. So a policy that uses them does the same in a replay as in the run.
         """
         rows = self.row_counts()
         if not rows.size:

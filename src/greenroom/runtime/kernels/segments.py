@@ -65,9 +65,8 @@ class SegmentedExperts(LayerExperts):
     def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):
         """Make a layer whose experts' segments lie in one or two pools of slots.
 
-        The first `cut` segments lie in `slots[0]`, the others in `slots[1]`.
-
-        With one pool of slots all segments lie there.
+        The first `cut` segments lie in `slots[0]`, the others in `slots[1]`. With one pool of slots
+        all segments lie there.
         """
         ends = [0, cut, len(layout.segments)] if len(slots) > 1 else [0, len(layout.segments)]
         groups = [layout.segments[a:b] for a, b in pairwise(ends)]

@@ -228,9 +228,7 @@ class OneTokenAttention:
     ) -> tuple[sequence.Stage, sequence.Stage]:
         """Return the kernel calls that compute one token's attention from x to `out`.
 
-        Both are addresses.
-
-        The view's last token is this token, to be written.
+        Both are addresses. The view's last token is this token, to be written.
         """
         return (
             (self._project, self._project_arguments(x, positions, view, work)),

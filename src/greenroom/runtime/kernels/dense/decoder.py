@@ -248,10 +248,9 @@ class FusedDecoderLayer:
     def batch_forward(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
         """Compute a decoder layer for one token of each of several sequences.
 
-        Return its output for x [1, T, hidden].
-
-        The T sequences are those of `batched_cache` (`hf.kv.batch.BatchedCache`); their experts are
-        one step. None, with nothing done, if the kernel entries cannot compute a token.
+        Return its output for x [1, T, hidden]. The T sequences are those of `batched_cache`
+        (`hf.kv.batch.BatchedCache`); their experts are one step. None, with nothing done, if the
+        kernel entries cannot compute a token.
 
         Up to the router every token has the bits of a batch of one; so have the experts. With
         `exact` the rest has them too.

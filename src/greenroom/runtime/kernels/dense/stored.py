@@ -103,9 +103,7 @@ class StoredMatrix:
     def look_up(self, ids: Tensor) -> Tensor:
         """Expand the rows of an encoded matrix that ids name, of any shape.
 
-        Return [*ids.shape, inputs].
-
-        Raises IndexError for numbers out of range.
+        Return [*ids.shape, inputs]. Raises IndexError for numbers out of range.
         """
         numbers = ids.reshape(-1).tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.shape[0]:
@@ -229,9 +227,7 @@ def product_scratch(columns: int) -> int:
 def thread_scratch(stride: int) -> int:
     """Return the address of scratch memory for all of torch's threads.
 
-    Each has `stride` bytes.
-
-    The memory is reused by this thread's later calls.
+    Each has `stride` bytes. The memory is reused by this thread's later calls.
     """
     size = stride * torch.get_num_threads()
     memory: Tensor | None = getattr(_local, "memory", None)

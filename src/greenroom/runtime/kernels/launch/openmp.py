@@ -34,9 +34,8 @@ def _loaded() -> list[str]:
 def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
     """Find torch's OpenMP functions that start a parallel region and wait at a barrier.
 
-    Return `GOMP_parallel(entry, data, threads, flags)` and the barrier's address.
-
-    (None, 0) without an OpenMP library.
+    Return `GOMP_parallel(entry, data, threads, flags)` and the barrier's address. (None, 0) without
+    an OpenMP library.
     """
     for path in _loaded():
         try:

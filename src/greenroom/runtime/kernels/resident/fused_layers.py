@@ -209,9 +209,8 @@ class _Token:
     def advance(self) -> bool:
         """Compute the next decoder layers in one region, and one more layer in Python.
 
-        Of that layer, Python computes what follows the choice of experts.
-
-        False if no layer can be computed.
+        Of that layer, Python computes what follows the choice of experts. False if no layer can be
+        computed.
         """
         done = self._experts.resident_steps(self.next, self._run_region)
         if done is None or (plan := self._used) is None:

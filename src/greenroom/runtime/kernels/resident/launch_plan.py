@@ -210,10 +210,8 @@ class LaunchPlan:
     def run(self, first: int, tables: SlotTables) -> list[int]:
         """Compute consecutive layers for one token, and return each layer's number of experts.
 
-        The layers begin with number `first`.
-
-        It stops at a layer whose choice is torch's or whose experts have no slots. `tables` are
-        those of layer `first`.
+        The layers begin with number `first`. It stops at a layer whose choice is torch's or whose
+        experts have no slots. `tables` are those of layer `first`.
         """
         self._bases[TABLES : STEP + 1] = tables[1:]
         self._bases[STEP] -= first

@@ -113,9 +113,8 @@ class OneTokenExperts:
     ) -> Tensor | None:
         """Compute one token's experts, and return their sum plus the residual: [1, H].
 
-        All arguments are [1, H] too.
-
-        None if the inputs do not fit, or `run_resident` returns None or 0.
+        x and residual are [1, H] too. None if the inputs do not fit, or `run_resident` returns None
+        or 0.
         """
         if (
             index.dtype is not torch.int64

@@ -162,9 +162,8 @@ class TritonStep(base.KernelStep):
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Copy an expert group's tiles to the GPU.
 
-        With the first group, the step's routing is copied too.
-
-        Returns the tiles as a vector of 4 numbers each.
+        With the first group, the step's routing is copied too. Returns the tiles as a vector of 4
+        numbers each.
         """
         tiles, device = self.make_tiles(experts, slots).ravel(), self.plan.device
         if self.tokens is not None:

@@ -126,9 +126,8 @@ def combine(
 ):  # fmt: skip
     """Sum each token's weighted expert outputs in a given order, in Triton.
 
-    The result is [T, H].
-
-    order [T, K, 2]: an entry of the token and the index of its weight; -1: no entry
+    The result is [T, H]. order [T, K, 2]: an entry of the token and the index of its weight; -1: no
+    entry
     """
     KIND: tl.constexpr = result.dtype.element_ty
     token, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)

@@ -60,9 +60,8 @@ def softmax(kind, products, count, out):
 def top_scores(scores, number, most, best, ids):
     """Find the largest router scores in descending order, with their expert ids.
 
-    Return how many: at most `most`.
-
-    Of equal scores those with the lowest ids are taken, in ascending order.
+    Return how many: at most `most`. Of equal scores those with the lowest ids are taken, in
+    ascending order.
     """
     count = 0
     for e in range(number):

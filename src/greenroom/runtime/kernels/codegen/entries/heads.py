@@ -1,9 +1,8 @@
 """Compiled attention for one token: projections before the KV cache, attention after it.
 
-They are `project` and `attend`.
-
-The entries run in a parallel region, like those of expert_group.py. `project` rounds where separate
-linear, norm and rotary operations round; `attend` keeps scores and sums in float32.
+They are `project` and `attend`. The entries run in a parallel region, like those of
+expert_group.py. `project` rounds where separate linear, norm and rotary operations round; `attend`
+keeps scores and sums in float32.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ ATTEND_ARGUMENTS = 23
 def rotate(kind, row, cos, sin, width):
     """Apply rotary position embedding to a float32 row in place, rounding as torch does.
 
-    It rotates the first `width` elements.
-
-    Element i forms a pair with element width / 2 + i.
+    It rotates the first `width` elements. Element i forms a pair with element width / 2 + i.
     """
     half = width // 2
     for i in range(half):
@@ -167,9 +164,7 @@ def project(kind, by_code):
 def project_rows(kind, by_code):
     """Compute queries, keys and values of several tokens, reading each weight once.
 
-    See `project`.
-
-    Plain weights are also widened once.
+    See `project`. Plain weights are also widened once.
     """
 
     def enter(pointer):

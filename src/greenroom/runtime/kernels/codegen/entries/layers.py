@@ -157,9 +157,7 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 def gemv(kind, by_code):
     """Compute nn.Linear for few input rows: x [M, K] @ w [N, K].T (+ bias [N]).
 
-    The result is out [M, N].
-
-    All are of one type; sums are taken in float32.
+    The result is out [M, N]. All are of one type; sums are taken in float32.
 
     With X_WIDE, which several rows of x have, weights are widened once for all rows.
     """
@@ -251,9 +249,8 @@ def add_and_norm_row(kind, p):
 def add_and_norm(kind):
     """Compute the residual sum of two rows and its RMSNorm.
 
-    sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS].
-
-    One thread computes it, in float32. `sum` may be 0 where y is.
+    sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS]. One
+    thread computes it, in float32. `sum` may be 0 where y is.
     """
 
     def enter(pointer):

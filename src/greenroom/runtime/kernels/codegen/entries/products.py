@@ -57,9 +57,8 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
     """Multiply one row with a transposed weight matrix, reading along the matrix's rows.
 
-    out[:N] (+)= x[:K] @ w; N is a multiple of LANES.
-
-    The tiles of `axpys` would touch a new page for every few cache lines.
+    out[:N] (+)= x[:K] @ w; N is a multiple of LANES. The tiles of `axpys` would touch a new page
+    for every few cache lines.
     """
     if carry == 0:
         for n in range(N):
@@ -108,10 +107,9 @@ def axpys(
 def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
     """Multiply input rows with some rows of one expert's unencoded matrix.
 
-    Rows j0..j1 of x, and w [width, K]: columns first..first + N of the product.
-
-    x and out are float32, K and `width` elements wide; their rows are found through the indices
-    `xi` and `oi` (0: none).
+    Rows j0..j1 of x, and w [width, K]: columns first..first + N of the product. x and out are
+    float32, K and `width` elements wide; their rows are found through the indices `xi` and `oi` (0:
+    none).
     """
     size = size_of(kind)
     ld = K * size
@@ -132,9 +130,7 @@ def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0
 def multiply_transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
     """Multiply input rows with one expert's transposed matrix w [K, width].
 
-    See `multiply_plain`.
-
-    Many rows share strips of w, which are widened block by block.
+    See `multiply_plain`. Many rows share strips of w, which are widened block by block.
     """
     size = size_of(kind)
     w, ld = w + first * size, width * size

@@ -58,9 +58,7 @@ def median_place(scores, order, a, b, c):
 def partition(scores, order, first, last):
     """Partition scores around a pivot, and return where the second part begins.
 
-    The pivot is at place `first`.
-
-    libstdc++'s __unguarded_partition.
+    The pivot is at place `first`. libstdc++'s __unguarded_partition.
     """
     low, high = first + 1, last
     while True:
@@ -92,9 +90,8 @@ def insertion_sort(scores, order, first, last):
 def select_largest(scores, order, number, top_k):
     """Write the ids of the largest scores in the order of torch's topk.
 
-    The `top_k` largest are written to `order` [number].
-
-    False where nth_element would continue with a heap. Scores are float32 [number].
+    The `top_k` largest are written to `order` [number]. False where nth_element would continue with
+    a heap. Scores are float32 [number].
     """
     rounds, remaining = 0, number
     while remaining > 1:

@@ -192,11 +192,10 @@ def multiply_row(
 ):  # fmt: skip
     """Multiply some rows of a quantised matrix with one float32 row.
 
-    out[:rows] (+)= rows first.. of the matrix times x [K]; both are float32.
-
-    `scratch` is memory for the arguments of `product`, for packed x and for 5 K bytes. `packed` is
-    the address of the row that lies packed there for this product (0: none); returns that address
-    as it is afterwards. Codes at `after` are read next.
+    out[:rows] (+)= rows first.. of the matrix times x [K]; both are float32. `scratch` is memory
+    for the arguments of `product`, for packed x and for 5 K bytes. `packed` is the address of the
+    row that lies packed there for this product (0: none); returns that address as it is afterwards.
+    Codes at `after` are read next.
     """
     place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     room = word(layout, L_PACKED)

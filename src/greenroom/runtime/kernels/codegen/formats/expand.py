@@ -122,9 +122,7 @@ def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
 def interleaved(row: Row, at: Value, half: int) -> list[Value]:
     """Load 4-bit codes, of which each byte holds two neighbours.
 
-    They are in order PAIRED.
-
-    They are the low bits of int32.
+    They are in order PAIRED. They are the low bits of int32.
     """
     pairs = LANES == 16
     word, shifts = I64 if pairs else I32, [4 * (i // 2 if pairs else i) for i in NATURAL]
@@ -135,9 +133,8 @@ def interleaved(row: Row, at: Value, half: int) -> list[Value]:
 def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
     """Load the 4-bit codes of a block of 32 inputs.
 
-    The block has `width` bytes.
-
-    The block's last 16 bytes hold codes i and i + 16 each. They are the low bits of int32.
+    The block has `width` bytes. The block's last 16 bytes hold codes i and i + 16 each. They are
+    the low bits of int32.
     """
     base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
     read = [(base + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
@@ -270,10 +267,9 @@ def sliced(codes: Value) -> list[Value]:
 def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode fp8 (e4m3) weights by way of float16.
 
-    Bits at the place of float16's exponent and fraction are value / 2^8.
-
-    Adding one to the last bit carries into the exponent's highest bit for the NaN code, and only
-    for that; with this bit set it is float16's NaN.
+    Bits at the place of float16's exponent and fraction are value / 2^8. Adding one to the last bit
+    carries into the exponent's highest bit for the NaN code, and only for that; with this bit set
+    it is float16's NaN.
     """
     scale = row.scale_at(at, 5, half)
     moved = ((row.codes + at + 32 * half).load(I8, GROUP).convert(I16, signed=True) << 7) & -0x4001

@@ -84,10 +84,9 @@ def prepare_in_vectors(
 ) -> None:
     """Write a row's scales as float32, one vector at a time.
 
-    `count` scales, LANES at a time: value(at, left) from index `at` on.
-
-    The last vector overlaps with the one before; `left` is None except where count < LANES. Then
-    too the store is not masked, since a load soon after a masked store waits for it.
+    `count` scales, LANES at a time: value(at, left) from index `at` on. The last vector overlaps
+    with the one before; `left` is None except where count < LANES. Then too the store is not
+    masked, since a load soon after a masked store waits for it.
     """
 
     def put(at: Value, left: Value | None) -> None:
@@ -144,9 +143,8 @@ def e8m0_halves(raw: Value) -> Value:
 def repeated(kind: Any, factor: float = 1.0) -> Any:
     """Make the code that prepares scales shared by several groups of inputs.
 
-    Scales of `kind` that `row.share` groups share: one is written for each.
-
-    They are multiplied by `factor`, a power of two.
+    Scales of `kind` that `row.share` groups share: one is written for each. They are multiplied by
+    `factor`, a power of two.
     """
 
     def prepare(row: Row) -> None:
@@ -216,9 +214,7 @@ def _gather_each(address: Value, width: int, element: Any, left: Value | None) -
 def scales_and_minima(width: int) -> Any:
     """Make the code that prepares scales and minima of GGUF q4_k and q5_k.
 
-    d, dmin, eight 6-bit scales and minima.
-
-    The minima are negated.
+    d, dmin, eight 6-bit scales and minima. The minima are negated.
     """
 
     def prepare(row: Row) -> None:

@@ -101,10 +101,9 @@ def _integer_parts(form: IntegerProduct, x: Value, at: Value, left: Left) -> Ite
 def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
     """Multiply a tile of quantised rows with one input row, decoding in registers.
 
-    out[:COLUMNS] (+)= products of COLUMNS rows of weights with x, summed as in `dot_1x4`.
-
-    `block` is K, or 64. The rows' scales lie `step` bytes apart. The cache lines of as many rows at
-    `ahead` are prefetched.
+    out[:COLUMNS] (+)= products of COLUMNS rows of weights with x, summed as in `dot_1x4`. `block`
+    is K, or 64. The rows' scales lie `step` bytes apart. The cache lines of as many rows at `ahead`
+    are prefetched.
     """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)

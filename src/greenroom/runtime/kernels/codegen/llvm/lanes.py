@@ -115,9 +115,8 @@ def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula
 def exponentials(typingctx: Any, kind: Any, n: Any, x: Any, scale: Any, out: Any) -> Any:
     """Compute a row's softmax numerators in float32, and return their sum.
 
-    out[:n] = exp(scale * (x - max(x))), of n numbers of `kind`.
-
-    The sum is NaN if a number is NaN or if the largest is infinite.
+    out[:n] = exp(scale * (x - max(x))), of n numbers of `kind`. The sum is NaN if a number is NaN
+    or if the largest is infinite.
     """
 
     def emit(_: Value, n: Value, x: Value, scale: Value, out: Value) -> Value:
