@@ -15,7 +15,9 @@ COOLED = 4e-3  # seconds; longer waits slow the processor down no further
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that carries one chunk after another; up to `lanes` chunks may be requested at once.
+    """A simulated link between memories, which carries one chunk of bytes after another.
+
+    Up to `lanes` chunks may be requested at once.
 
     A chunk occupies the link for nbytes / bandwidth and arrives `latency` after that. A single lane
     therefore waits out every latency, and enough lanes reach the full bandwidth. In a chain of
@@ -29,7 +31,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of a computation by its tokens, interpolated linearly between points.
+    """The duration of a computation, for any number of tokens.
+
+    In seconds, interpolated linearly between points.
 
     `points` are (tokens, seconds), tokens ascending. Below the first point the time is constant
     (the weights are read once in any case); above the last it grows in proportion.
@@ -39,11 +43,11 @@ class Work:
 
     @classmethod
     def constant(cls, seconds: float) -> Work:
-        """A computation that takes the same time for any number of tokens."""
+        """Make a computation that takes the same time for any number of tokens."""
         return cls(((1, seconds), (1 << 62, seconds)))
 
     def plus(self, seconds: float) -> Work:
-        """Copy the computation with `seconds` added at every point."""
+        """Copy a computation's durations, with seconds added at every number of tokens."""
         return Work(tuple((tokens, duration + seconds) for tokens, duration in self.points))
 
     def seconds(self, tokens: int) -> float:
@@ -59,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of a model's experts on a machine, in seconds.
+    """Durations of a model's transfers and computations on a machine, in seconds.
 
     links:  from the store to the slots, in order: one (disk to memory) or a chain (disk to host
             to device), each with lanes of its own
@@ -83,7 +87,7 @@ class Costs:
     wake: float = 0.0
 
     def seconds_after_wait(self, wait: float) -> float:
-        """Additional seconds of computation after a wait of so many seconds."""
+        """Return the slowdown of a computation after the processor has waited, in seconds."""
         return self.wake * min(wait, COOLED)
 
     @property

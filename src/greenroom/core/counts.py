@@ -1,4 +1,4 @@
-"""Counters of the scheduler."""
+"""The scheduler's counters of cache hits, misses and prefetches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of requests, hits, misses and prefetches since the start.
+    """The scheduler's counters of requests, hits, misses and prefetches since the start.
 
     A request is one expert of a step. A hit was in its slot when its step began; a hit is `useful`
     if a prefetch brought it. A prefetch ends in one of these ways; others are still under way, or

@@ -1,4 +1,4 @@
-"""Events and actions of the scheduler: the vocabulary that both drivers share.
+"""The scheduler's events and actions, in a run and in a simulation alike.
 
 Events and actions are never modified. They are not frozen dataclasses, since the constructor of a
 frozen one makes a call a field.
@@ -19,7 +19,9 @@ HOST = -1  # the host's processor; devices are numbered from 0
 
 @dataclass(slots=True)
 class Routed:
-    """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct).
+    """Event: one layer of a forward pass begins, and its router chose these experts.
+
+    The experts are dense ids, ascending, distinct.
 
     request:      the prompt and its answer that the pass belongs to
     rows:         how many tokens chose each expert, [n]; None where policies do not need it
@@ -43,7 +45,9 @@ class Routed:
 
 @dataclass(slots=True)
 class Predicted:
-    """A layer is expected to need these experts (dense ids, likeliest first) next.
+    """Event: a layer is expected to need these experts next, likeliest first.
+
+    The experts are dense ids.
 
     `certain`: the layer's router has already chosen them; its step has not begun yet.
     """
@@ -55,7 +59,7 @@ class Predicted:
 
 @dataclass(slots=True)
 class Landed:
-    """A lane of a link has delivered a chunk of a piece."""
+    """Event: a link has delivered a chunk of an expert's bytes."""
 
     lane: int
     piece: int
@@ -64,7 +68,7 @@ class Landed:
 
 @dataclass(slots=True)
 class Failed:
-    """A lane of a link could not deliver a chunk of a piece."""
+    """Event: a link could not deliver a chunk of an expert's bytes."""
 
     lane: int
     piece: int
@@ -73,19 +77,24 @@ class Failed:
 
 @dataclass(slots=True)
 class Computed:
-    """A device, or `HOST`, has computed the group that was ordered of it."""
+    """Event: a processor has computed the group of experts that was ordered.
+
+    The processor is a device, or `HOST`.
+    """
 
     device: int = 0
 
 
 @dataclass(slots=True)
 class Cancelled:
-    """The current step is abandoned; transfers that have not begun are dropped."""
+    """Event: the current step is abandoned, and transfers not yet begun are dropped."""
 
 
 @dataclass(slots=True)
 class Resized:
-    """The number of slots changes to `capacity`.
+    """Event: the cache's number of slots changes.
+
+    It changes to `capacity`.
 
     `ahead` is how many slots prefetches may borrow at a time; None leaves that as it is.
     """
@@ -96,7 +105,10 @@ class Resized:
 
 @dataclass(slots=True)
 class Pinned:
-    """The pinned set becomes `pieces`: once resident, they are never evicted."""
+    """Event: the set of experts that are never evicted once resident changes.
+
+    It becomes `pieces`.
+    """
 
     pieces: Ints
 
@@ -106,7 +118,7 @@ Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | R
 
 @dataclass(slots=True)
 class StartChunk:
-    """Move one chunk of a piece over a link, towards the slot of the piece.
+    """Action: move one chunk of an expert's bytes over a link, towards its slot.
 
     staging_slot:   where the chunk waits between two links of a chain; -1 with one link, or where
                     the piece has a `host_slot`
@@ -131,7 +143,9 @@ class StartChunk:
 
 @dataclass(slots=True)
 class ComputeGroup:
-    """Compute a group of the step's experts (dense ids) from these slots, in one call.
+    """Action: compute a group of a step's experts from their slots in one call.
+
+    The experts are dense ids.
 
     device: the device that holds all of them; `HOST`: the host's processor computes them from slots
             of the host tier
@@ -148,7 +162,7 @@ class ComputeGroup:
 
 @dataclass(slots=True)
 class Move:
-    """Copy a resident piece to another slot, before any later action."""
+    """Action: copy a resident expert to another slot, before any later action."""
 
     piece: int
     source: int
@@ -157,14 +171,20 @@ class Move:
 
 @dataclass(slots=True)
 class Trim:
-    """Shrink or grow the tier to `capacity` slots; memory above them is free."""
+    """Action: change the number of expert slots in a memory.
+
+    Shrink or grow the tier to `capacity` slots; memory above them is free.
+    """
 
     capacity: int
 
 
 @dataclass(slots=True)
 class Finish:
-    """The step is over; `failed` is the piece that could not be read, -1 for none."""
+    """Action: end the current step; it may have failed on an unreadable expert.
+
+    `failed` is the piece that could not be read, -1 for none.
+    """
 
     failed: int = -1
 

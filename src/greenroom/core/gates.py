@@ -20,7 +20,9 @@ Floats = NDArray[np.floating[Any]]
 
 
 def tail_weights(weights: Floats) -> NDArray[np.float32]:
-    """Tail weights [..., K] of gate weights [..., K]; equal weights are ranked as they lie.
+    """Return each expert's share of a token's gate weights, from its rank down.
+
+    Tail weights [..., K] of gate weights [..., K]; equal weights are ranked as they lie.
 
     Weights are rounded to float16, as a trace stores them, so that a replay decides as the run did.
     Where all weights are 0, every tail weight is 1.
@@ -39,7 +41,9 @@ def tail_weights(weights: Floats) -> NDArray[np.float32]:
 def expert_tail_weights(
     chosen: NDArray[np.integer[Any]], weights: Floats, experts: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """The largest tail weight of each expert of a step, over its tokens: [n] float32.
+    """Return the largest tail weight of each expert of a step over its tokens.
+
+    [n] float32.
 
     `chosen` [T, K] are each token's experts and `experts` [n] the step's, ascending and distinct.
     Ids in `chosen` that are not in `experts` are ignored.

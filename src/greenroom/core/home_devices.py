@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
-    """The home device of every expert, by dense id. UsageError where a device would have none."""
+    """Assign every expert to a home device, by dense id.
+
+    UsageError where a device would have none.
+    """
     if not 1 <= devices <= offsets[-1]:
         raise UsageError(f"{offsets[-1]} experts can be spread over 1 to {offsets[-1]} devices,"
                          f" not {devices}")  # fmt: skip
@@ -32,7 +35,7 @@ def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
 
 
 def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[int]:
-    """Slots of each device, in proportion to its experts.
+    """Divide cache slots among devices, in proportion to each device's experts.
 
     A capacity of all experts gives each device a slot for every expert of its own. BudgetError
     where a device would have no slot.
@@ -51,5 +54,5 @@ def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[i
 
 
 def spread(chain: Sequence[T], devices: int) -> tuple[T, ...]:
-    """A chain of links for several devices: the last link is repeated for each device."""
+    """Repeat the last link of a chain of links for each of several devices."""
     return (*chain[:-1], *[chain[-1]] * devices)

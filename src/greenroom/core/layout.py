@@ -51,7 +51,10 @@ ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of an expert inside its slot, C-contiguous from byte `offset`."""
+    """The place of one of an expert's tensors in the expert's memory slot.
+
+    C-contiguous from byte `offset`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +71,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One matrix of an expert: its encoding, and the tensors of the slot that hold it.
+    """One weight matrix of an expert: its encoding, and the tensors that hold it.
+
+    The tensors are in the expert's slot.
 
     shape: of a plain matrix the tensor's, which is [inputs, outputs] where the module has
            `is_transposed`; of an encoded one always [outputs, inputs]
@@ -85,7 +90,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of an expert's intermediate channels with a layout of its own.
+    """A segment of a split expert: a range of its intermediate channels.
 
     first:  its first channel
     offset: its first byte in the expert's slot; offsets of its tensors count from there
@@ -98,7 +103,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The tensors of one expert of a layer in its slot, and their bytes.
+    """The layout of an expert's tensors in its memory slot, and their bytes.
 
     encodings: of the matrices that are not plain
     dtype:     to which these are expanded
@@ -119,7 +124,10 @@ class SlotLayout:
         encodings: Mapping[str, str] | None = None,
         dtype: str = "",
     ) -> SlotLayout:
-        """Build a layout of (name, shape, dtype) tensors, one after another, each aligned."""
+        """Build the slot layout of an expert from its tensors' names, shapes and dtypes.
+
+        One tensor after another, each aligned.
+        """
         specs, end = [], 0
         for name, shape, tensor_dtype in tensors:
             spec = TensorSpec(name, shape, tensor_dtype, end)
@@ -131,7 +139,7 @@ class SlotLayout:
         return next(spec for spec in self.tensors if spec.name == name)
 
     def weight(self, name: str) -> WeightSpec:
-        """The matrix of a parameter, by its name."""
+        """Find an expert's weight matrix by its parameter's name."""
         codes, encoding = self[name], self.encodings.get(name, PLAIN)
         if encoding == PLAIN:
             return WeightSpec(name, PLAIN, codes.shape, codes.dtype, (codes,))
@@ -144,7 +152,9 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of a two-dimensional strided block of elements from an extent to the slot.
+    """A copy of a two-dimensional strided block from a file's bytes to an expert's slot.
+
+    The block is of elements of an extent.
 
     Element (i, j) is read at byte `source + i * source_strides[0] + j * source_strides[1]` of the
     extent and written at byte `target + i * target_strides[0] + j * target_strides[1]` of the slot.
@@ -160,7 +170,7 @@ class Copy:
 
     @property
     def contiguous(self) -> bool:
-        """True where source and target are one run of bytes each, in one dtype."""
+        """Tell whether a copy's source and target are single runs in one dtype."""
         size, n = ITEMSIZE[self.source_dtype], self.shape[1]
         return (
             self.source_dtype == self.target_dtype
@@ -174,7 +184,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous byte range of a file, and the copies of it to a slot.
+    """A contiguous byte range of a file, and its copies to an expert's slot.
 
     An extent of contiguous copies may be read in chunks cut anywhere; others are read in one go.
     """
@@ -191,7 +201,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The catalog of a checkpoint's experts.
+    """The catalog of a checkpoint's experts: byte ranges in files, and layouts in memory.
 
     `offsets[layer] + expert` is an expert's dense id; `layers[layer]` is the name of its experts
     module; `locate(layer, expert)` gives its extents, in file order.
@@ -205,7 +215,7 @@ class Catalog:
 
     @property
     def experts(self) -> int:
-        """The number of experts in all layers."""
+        """Count the experts in all layers of a checkpoint."""
         return self.offsets[-1]
 
     @property
@@ -214,12 +224,15 @@ class Catalog:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that fits any expert, a multiple of the alignment."""
+        """Return the bytes of a memory slot that fits any expert.
+
+        A multiple of the alignment.
+        """
         return max(layout.nbytes for layout in self.layouts)
 
     @cached_property
     def expert_bytes(self) -> int:
-        """Bytes of all experts in their slots."""
+        """Return the bytes of all of a checkpoint's experts in their memory slots."""
         each = zip(self.experts_per_layer, self.layouts, strict=True)
         return sum(n * layout.nbytes for n, layout in each)
 

@@ -41,14 +41,20 @@ NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Measured times: seconds[i][j] for weights of nbytes[i] and for tokens[j], both ascending."""
+    """Measured computation times of a processor, by bytes of weights and tokens.
+
+    seconds[i][j] for nbytes[i] and for tokens[j], both ascending.
+    """
 
     nbytes: tuple[int, ...]
     tokens: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
     def at(self, nbytes: int) -> Work:
-        """The computation for weights of `nbytes`, interpolated; beyond the table in proportion."""
+        """Interpolate measured computation times for weights of a given size in bytes.
+
+        Beyond the table, times are in proportion.
+        """
         if nbytes <= 0:
             return Work.constant(0.0)
         near = min(max(nbytes, self.nbytes[0]), self.nbytes[-1])
@@ -57,13 +63,13 @@ class Table:
         return Work(tuple(zip(self.tokens, times, strict=True)))
 
     def scaled(self, factor: float) -> Table:
-        """A table whose times are all multiplied by `factor`."""
+        """Copy a table of measured times, with all times multiplied by a factor."""
         return replace(self, seconds=tuple(tuple(s * factor for s in row) for row in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A link from one memory to the next, by their names."""
+    """A link of a machine, with the names of its two memories."""
 
     source: str
     target: str
@@ -72,7 +78,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A processor that computes experts and dense layers from the slots in `memory`.
+    """A processor of a machine, which computes experts from slots in one memory.
+
+    It computes dense layers too; the slots are in `memory`.
 
     Times of a running model beyond its matrices, in seconds (0 where they were not measured):
 
@@ -111,7 +119,9 @@ class Machine:
         processor: str | None = None,
         store: str | None = None,
     ) -> Costs:
-        """The costs of a model with experts of `expert_bytes`.
+        """Return a model's transfer and computation costs on this machine.
+
+        Its experts have `expert_bytes`.
 
         dense_bytes: of the dense weights of a layer
         processor:   computes (default: the first one)
@@ -138,7 +148,7 @@ class Machine:
         return next((p for p in self.processors if p.memory in sources), None)
 
     def processor(self, name: str | None = None) -> Processor:
-        """The processor of that name; the first one without a name."""
+        """Find a machine's processor by its name; without a name, the first processor."""
         if name is None:
             return self.processors[0]
         named = {p.name: p for p in self.processors}
@@ -147,7 +157,10 @@ class Machine:
         return named[name]
 
     def path(self, source: str, target: str) -> tuple[Link, ...]:
-        """The links from one memory to another, in order; a memory has at most one link onward."""
+        """List the links from one of a machine's memories to another, in order.
+
+        A memory has at most one link onward.
+        """
         onward = {route.source: route for route in self.routes}
         places = {*onward, *(route.target for route in self.routes)}
         if source not in places:
@@ -164,7 +177,7 @@ class Machine:
         return tuple(links)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of a profile's file."""
+        """Return the content of a machine profile's JSON file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -178,7 +191,10 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a profile. ProfileError says what is wrong."""
+        """Read a machine profile from a file.
+
+        ProfileError says what is wrong.
+        """
         profile = read_json(
             path, FORMAT, "is no machine profile", "greenroom doctor -o", ProfileError
         )
@@ -204,7 +220,10 @@ class Machine:
 
 
 def _host(entry: JsonObject) -> Mapping[str, Any]:
-    """The description of the host; the numbers that Greenroom uses are checked."""
+    """Check the description of the host in a machine profile.
+
+    Only the numbers that Greenroom uses are checked.
+    """
     for name in ("memory_bytes", "available_bytes", "cores", "load"):
         entry.number(name, 0)
     return entry.values
@@ -231,7 +250,7 @@ def _processor(value: Any, where: str) -> Processor:
 
 
 def machine_name(host: Mapping[str, Any]) -> str:
-    """The name of a machine: its processor, cores and memory (in GiB)."""
+    """Return the name of a machine: its processor, cores and memory (in GiB)."""
     memory = round(int(host.get("memory_bytes", 0)) / 2**30)
     return f"{host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores, {memory} GiB"
 

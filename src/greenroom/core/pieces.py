@@ -1,4 +1,4 @@
-"""Pieces: the units that are stored, moved and cached.
+"""Pieces of experts: the units in which weights are stored, moved and cached.
 
 A piece is an unsplit expert, the top or the bottom segment of a split one, a low-precision copy, or
 the remainder of an expert that such a copy lacks.
@@ -24,7 +24,9 @@ SECONDARY_SLOTS_PER_CHOICE = 2
 
 @dataclass(frozen=True)
 class Split:
-    """A split of a model's experts: tops may stay resident, bottoms are fetched when needed.
+    """A split of a model's experts into top segments (cached) and bottom segments (fetched).
+
+    Tops may stay resident, bottoms are fetched when needed.
 
     tops, bottoms: bytes of each, by layer; a layer with bottoms of 0 bytes is not split
     secondary_slots: slots for bottoms, each as large as the largest
@@ -46,7 +48,10 @@ class Split:
     def of(
         cls, nbytes: int, shares: float | Sequence[float], layers: int, secondary_slots: int
     ) -> Split:
-        """Split experts of `nbytes` at the eighth nearest to each layer's share."""
+        """Make a split of a model's experts by each layer's share, rounded to eighths.
+
+        The experts have `nbytes`.
+        """
         each = [shares] * layers if isinstance(shares, float) else list(shares)
         if len(each) != layers:
             raise UsageError(f"the split has {len(each)} numbers, the model has {layers} layers")
@@ -55,18 +60,21 @@ class Split:
 
     @property
     def unsplit_bytes(self) -> int:
-        """Bytes of a slot that fits any unsplit expert; capacities are counted in such slots."""
+        """Return the bytes of a slot that fits any unsplit expert.
+
+        Capacities are counted in such slots.
+        """
         return max(a + b for a, b in zip(self.tops, self.bottoms, strict=True))
 
     @property
     def reserved(self) -> int:
-        """Bytes of the slots for bottoms."""
+        """Return the bytes of all slots for bottom segments of split experts."""
         return self.secondary_slots * max(self.bottoms)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Low-precision copies of a model's experts, which are stored in addition to them.
+    """Low-precision copies of a model's experts, which are stored in addition to the experts.
 
     exact, low: bytes of an expert and of its copy, by layer
     remainder: bytes of an expert that its copy lacks, by layer; empty unless copies are nested
@@ -90,20 +98,25 @@ class Copies:
     def of(
         cls, nbytes: int, share: float, layers: int, secondary_slots: int, *, nested: bool
     ) -> Copies:
-        """Copies of experts of `nbytes`, which take this share of an expert's bytes."""
+        """Describe low-precision copies that take a given share of their experts' bytes.
+
+        The experts have `nbytes`.
+        """
         low = max(1, round(nbytes * share))
         remainder = (nbytes - low,) * layers if nested else ()
         return cls((nbytes,) * layers, (low,) * layers, remainder, secondary_slots)
 
     @property
     def reserved(self) -> int:
-        """Slots of exact experts whose memory the copies take."""
+        """Return how many slots of exact experts the low-precision copies take the memory of."""
         return -(-self.secondary_slots * max(self.low) // max(self.exact))
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """All pieces of a model under dense ids: layer, bytes and chunks of each.
+    """The pieces of all of a model's experts: layer, bytes and chunks of each.
+
+    Under dense ids.
 
     The first pieces have the experts' ids: unsplit and exact experts, or tops. A bottom or a
     low-precision copy of each comes next; then, where copies are nested, the remainder of each. The
@@ -127,7 +140,9 @@ class Pieces:
         chunks: Sequence[int] | None = None,
         devices: int = 1,
     ) -> Pieces:
-        """Pieces of unsplit experts: one each, so that piece ids are expert ids.
+        """Make the pieces of unsplit experts: one piece for each expert.
+
+        So piece ids are expert ids.
 
         `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[piece]` is
         the number of a piece's transfers (default: 1).
@@ -138,14 +153,20 @@ class Pieces:
     def with_split(
         cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """Pieces of split experts on one device: tops and bottoms. `chunks` as in `unsplit`."""
+        """Make the pieces of split experts on one device: top and bottom segments.
+
+        `chunks` as in `unsplit`.
+        """
         return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
 
     @classmethod
     def with_copies(
         cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """Pieces of exact experts and their copies, on one device. `chunks` as in `unsplit`."""
+        """Make the pieces of exact experts and low-precision copies, on one device.
+
+        `chunks` as in `unsplit`.
+        """
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if copies.remainder else 2]
         return replace(cls._of(offsets, kinds, chunks), copies=copies)
 
@@ -157,7 +178,10 @@ class Pieces:
         chunks: Sequence[int] | None,
         devices: int = 1,
     ) -> Pieces:
-        """Pieces of several kinds, of which every expert has one each; `nbytes[kind][layer]`."""
+        """Make pieces of several kinds, of which every expert has one each.
+
+        `nbytes[kind][layer]`.
+        """
         layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         ones = np.ones(len(nbytes) * layer.size, np.int64)
         return cls(
@@ -171,12 +195,18 @@ class Pieces:
 
     @property
     def experts(self) -> int:
-        """The number of experts; an expert's id is that of its first piece."""
+        """Return the number of a model's experts.
+
+        An expert's id is that of its first piece.
+        """
         return self.offsets[-1]
 
     @property
     def primary(self) -> Pieces:
-        """The pieces that an eviction policy manages: unsplit and exact experts, or tops."""
+        """Return the pieces that an eviction policy manages, one for each expert.
+
+        Unsplit and exact experts, or tops.
+        """
         n = self.experts
         return replace(
             self, layer=self.layer[:n], nbytes=self.nbytes[:n], chunks=self.chunks[:n],
@@ -184,12 +214,18 @@ class Pieces:
         )  # fmt: skip
 
     def secondary_of(self, expert: int) -> int:
-        """The id of an expert's bottom segment or low-precision copy; -1 where it has none."""
+        """Return the id of an expert's bottom segment or low-precision copy.
+
+        -1 where it has none.
+        """
         piece = self.experts + expert
         return piece if piece < len(self) and self.nbytes[piece] else -1
 
     def slots_per_device(self, capacity: int) -> list[int]:
-        """Slots of each device, `capacity` in all. BudgetError where a device would have none."""
+        """Divide a number of cache slots among devices, by their experts.
+
+        `capacity` slots in all. BudgetError where a device would have none.
+        """
         if self.devices == 1:
             return [capacity]
         return slots_per_device(

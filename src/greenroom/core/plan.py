@@ -1,4 +1,4 @@
-"""The plan of a step, and the interface of options that change it.
+"""The plan of how a step's experts are computed, and the options that change it.
 
 A step whose experts are all computed as stored, on their home devices, has no plan. Options decide
 which weights are used, in which form, on which processor. The scheduler decides about slots,
@@ -22,7 +22,9 @@ Flags = NDArray[np.bool_]
 
 
 class Plan(NamedTuple):
-    """The weights, form and processor of each expert of a step; all arrays are [n].
+    """The plan of a step: each expert's weights, precision and processor.
+
+    All arrays are [n].
 
     request: index into the routed experts
     weights: the expert whose weights are used; a different one is a substitute
@@ -47,7 +49,7 @@ class Plan(NamedTuple):
         )
 
     def ordered(self, experts: Ints) -> tuple[Plan, int]:
-        """Order the rows: exact ones first, then low, skipped and substituted ones.
+        """Sort a plan: exact experts first, then low-precision, skipped and substituted ones.
 
         Returns the ordered plan, and how many rows are exact.
         """
@@ -60,14 +62,14 @@ class Plan(NamedTuple):
 
 
 class PromotionCandidate(NamedTuple):
-    """An expert that an option wants fetched while a link is idle."""
+    """An expert that a scheduler option wants fetched while a link is idle."""
 
     expert: int
     layer: int
 
 
 class ComputedGroup(NamedTuple):
-    """Experts of a step that a processor has computed in one call.
+    """A group of a step's experts that a processor has computed in one call.
 
     device: the device's number, or HOST
     form:   EXACT, LOW or SKIP
@@ -83,7 +85,10 @@ class ComputedGroup(NamedTuple):
 
 
 class TransferStatus(NamedTuple):
-    """The state of a piece's transfer; `sure`: all of its chunks have started."""
+    """The state of the transfer of an expert's piece.
+
+    `sure`: all of its chunks have started.
+    """
 
     sure: bool
 
@@ -94,32 +99,42 @@ class View(Protocol):
     pieces: Pieces
 
     def resident(self, experts: Ints) -> Flags:
-        """Flags [n] of the experts that have a slot of the cache."""
+        """Tell for each expert whether it has a cache slot.
+
+        Flags [n].
+        """
 
     def borrowed(self, expert: int) -> bool:
-        """Tell whether a prefetch of the expert, complete or not, has a borrowed slot."""
+        """Tell whether an expert's prefetch, complete or not, has a borrowed slot."""
 
     def in_flight(self, expert: int) -> TransferStatus | None:
-        """The transfer of an expert; None where it has none."""
+        """Return the state of an expert's transfer; None where it has none."""
 
     def in_host(self, expert: int) -> bool:
-        """Tell whether the expert has a slot of host memory, complete or not."""
+        """Tell whether an expert has a slot of host memory, complete or not."""
 
     def room(self, expert: int) -> int:
-        """Slots of the expert's group that are neither pinned nor borrowed."""
+        """Count the slots in an expert's slot group that are neither pinned nor borrowed."""
 
     def promotions(self) -> int:
-        """How many promotion candidates may wait; 0 where no slot can be borrowed for them."""
+        """Return how many promotion candidates may wait for a transfer.
+
+        0 where no slot can be borrowed for them.
+        """
 
     def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
-        """Chunks that a new demand waits for, as (link, piece, chunks).
+        """Return the chunks that a new demand for an expert must wait for.
+
+        As (link, piece, chunks).
 
         They are the chunks on lanes, and those that the step's own pieces still lack.
         """
 
 
 class Option:
-    """An option of the scheduler; methods that are not overridden cost nothing.
+    """Base class of scheduler options, which can change how a step's experts are computed.
+
+    Methods that are not overridden cost nothing.
 
     approximates: its plans may have forms other than EXACT
     uses_host:    its plans may leave experts to the host's processor
@@ -129,32 +144,35 @@ class Option:
     uses_host = False
 
     def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
-        """Return the plan of a step, changed or not; the scheduler's state may not change."""
+        """Return a step's plan, changed by the option or as it was.
+
+        The scheduler's state may not change.
+        """
         return plan
 
     def started(self, link: int, lane: int, now: float) -> None:
-        """A lane of a link has started a chunk."""
+        """Observe that a link has started a chunk of an expert's bytes."""
 
     def landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
-        """A lane of a link has delivered a chunk of `nbytes`."""
+        """Observe that a link has delivered a chunk of an expert's bytes."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
-        """A processor has computed a group of experts in `seconds`."""
+        """Observe that a processor has computed a group of experts, and how long it took."""
 
     def candidates(self, view: View) -> Sequence[PromotionCandidate]:
-        """Experts to fetch while a link is idle, the best first.
+        """Propose experts to fetch while a link is idle, the best first.
 
         The scheduler dismisses those that are resident or on their way already.
         """
         return ()
 
     def dismiss(self, expert: int) -> None:
-        """A candidate is being fetched, or needs no transfer."""
+        """Dismiss a proposed expert, which is being fetched or needs no transfer."""
 
     def calibrated(self, costs: Costs) -> None:
-        """The costs of transfers and computations were measured."""
+        """Take over measured costs of transfers and computations."""
 
 
 def overrides(option: Option, method: str) -> bool:
-    """Tell whether an option overrides a method of `Option`."""
+    """Tell whether a scheduler option overrides a method of `Option`."""
     return getattr(type(option), method) is not getattr(Option, method)

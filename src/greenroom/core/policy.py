@@ -40,7 +40,10 @@ NO_WEIGHTS: Weights = np.empty(0, np.float32)
 
 
 class CacheState(NamedTuple):
-    """The arrays of a cache: P pieces, S slots, G groups (budgets that do not share slots)."""
+    """The arrays of a cache that an eviction policy reads: pieces, slots, slot groups.
+
+    P pieces, S slots, G groups (budgets that do not share slots).
+    """
 
     slot_of: Ints  # [P] slot of a resident or arriving piece, else -1
     piece_in: Ints  # [S] piece that has the slot, else -1
@@ -52,7 +55,10 @@ class CacheState(NamedTuple):
 
 
 class LogicalTime(NamedTuple):
-    """The logical time of an event; all fields but `index` are equal for a step's requests."""
+    """The logical time of a cache request, which an eviction policy reads.
+
+    All fields but `index` are equal for a step's requests.
+    """
 
     clock: int  # pass or token * layers + layer; in the order `rounds` the request's index
     token: int  # the token, or the pass where a step is a pass at a layer
@@ -64,7 +70,10 @@ class LogicalTime(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyOption:
-    """An option of a policy or a predictor, given as `name=value`; its type is the default's."""
+    """An option of an eviction policy or a predictor, given as `name=value`.
+
+    Its type is the default's.
+    """
 
     name: str
     default: int | float | str
@@ -74,7 +83,10 @@ class PolicyOption:
     choices: tuple[str, ...] = ()
 
     def parse(self, policy: str, text: str) -> int | float | str:
-        """Parse and check a value. UsageError says what would be right."""
+        """Parse and check the value of a policy's or predictor's option.
+
+        UsageError says what would be right.
+        """
         if self.choices and text not in self.choices:
             raise UnknownName(f"{self.name} of {policy}", text, self.choices)
         try:
@@ -92,7 +104,7 @@ class PolicyOption:
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """Facts that a policy may use before the first request."""
+    """Facts for an eviction policy before the first request: model, slots, trace."""
 
     layer: Ints  # [P] the layer of each piece
     group_of: Ints  # [P] the group of each piece
@@ -112,26 +124,29 @@ class PolicySetup:
 
     @property
     def required_trace(self) -> Stream:
-        """The complete trace, for policies with `needs_trace`."""
+        """Return the complete trace, for eviction policies that need it.
+
+        They have `needs_trace`.
+        """
         assert self.trace is not None
         return self.trace
 
 
 @compiled
 def ignore(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
-    """A handler that ignores hits, inserts or evictions."""
+    """Ignore hits, insertions or evictions: the default handler of an eviction policy."""
 
 
 @compiled
 def ignore_request(cache: CacheState, state: Any, now: LogicalTime) -> None:
-    """A handler that ignores new prompts."""
+    """Ignore the start of a prompt: the default handler of an eviction policy."""
 
 
 @compiled
 def ignore_step(
     cache: CacheState, state: Any, pieces: Ids, rows: Rows, weights: Weights, now: LogicalTime
 ) -> None:
-    """A handler that ignores steps."""
+    """Ignore the start of a step: the default handler of an eviction policy."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,10 @@ class Policy:
     preload: Callable[[PolicySetup], Ints] | None = None
 
     def check_online(self) -> None:
-        """Raise UsageError for a policy that needs the future."""
+        """Check that an eviction policy can run online, without knowing future requests.
+
+        UsageError where it cannot.
+        """
         if self.needs_trace:
             raise UsageError(
                 f"policy {self.name} must know the whole trace beforehand:"
@@ -179,11 +197,14 @@ class Policy:
 
     @property
     def settings(self) -> dict[str, int | float | str]:
-        """The value of every option, configured or default."""
+        """Return the value of every option of an eviction policy, configured or default."""
         return {o.name: self.values.get(o.name, o.default) for o in self.options}
 
     def with_options(self, text: str) -> Policy:
-        """Copy the policy with options `name=value[,name=value...]`. UsageError for a wrong one."""
+        """Copy an eviction policy with other option values.
+
+        They are `name=value[,name=value...]`. UsageError for a wrong one.
+        """
         options = {o.name: o for o in self.options}
         values: dict[str, int | float | str] = {}
         for item in text.split(","):
@@ -206,7 +227,10 @@ class Policy:
         seed: int,
         trace: Stream | None,
     ) -> PolicySetup:
-        """Build the argument of `build_state`. UsageError where a required trace is missing."""
+        """Collect what an eviction policy needs to build its initial state.
+
+        It is the argument of `build_state`. UsageError where a required trace is missing.
+        """
         if trace is None:
             self.check_online()
         return PolicySetup(layer, group_of, sizes, layers, seed, self.settings, trace)

@@ -21,7 +21,9 @@ Inputs = NDArray[np.float32]
 
 
 class PassStart(NamedTuple):
-    """The start of a pass with T tokens of a request.
+    """The start of a forward pass over tokens of one request, for expert predictors.
+
+    T tokens.
 
     `first` is the position of its first token among all tokens since the start of the run or of
     the trace, by which predictors that read a trace find their place.
@@ -35,7 +37,9 @@ class PassStart(NamedTuple):
 
 
 class LayerRouting(NamedTuple):
-    """The choices of a layer's router: K experts of T tokens, in rank order, ids within the layer.
+    """The experts that a layer's router chose for each token, in rank order.
+
+    K experts of T tokens; ids are within the layer.
 
     `inputs` are the hidden states that entered the router, where the predictor needs them.
     """
@@ -47,7 +51,9 @@ class LayerRouting(NamedTuple):
 
 
 class LayerPrediction(NamedTuple):
-    """Experts that a predictor expects in a layer, likeliest first; ids within the layer.
+    """The experts that a predictor expects in a layer, likeliest first.
+
+    Ids are within the layer.
 
     There is one row a token of this pass; or a single row where the layer is in the next pass, for
     its first token. -1 fills rows in which fewer experts are expected.
@@ -58,7 +64,7 @@ class LayerPrediction(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The shape of a model's routing."""
+    """The shape of a model's routing: its layers, experts and choices per token."""
 
     experts_per_layer: tuple[int, ...]
     top_k: int
@@ -69,20 +75,26 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Experts in a prediction: twice top-k, at most all of the smallest layer."""
+        """Return how many experts a prediction contains: twice a token's top-k, where available.
+
+        At most all of the smallest layer.
+        """
         return min(2 * self.top_k, *self.experts_per_layer)
 
 
 class Gates(Protocol):
-    """The routers of a model, callable outside of a forward pass."""
+    """A model's routers (expert gates), callable outside of a forward pass."""
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
-        """The experts that a layer's router would choose, likeliest first: [T, H] -> [T, width]."""
+        """Rank the experts that a layer's router would choose, likeliest first.
+
+        [T, H] -> [T, width].
+        """
         ...
 
 
 class Predictor(Protocol):
-    """A predictor of one model, while it runs.
+    """Interface of predictors of which experts a model's next layers choose.
 
     `distance` is how many layers ahead `predict` looks; None where it may predict any layer.
     """
@@ -91,21 +103,33 @@ class Predictor(Protocol):
     distance: int | None
 
     def begin(self, at: PassStart) -> None:
-        """Begin a pass. A prediction may follow before its first layer."""
+        """Begin a forward pass in an expert predictor.
+
+        A prediction may follow before its first layer.
+        """
         ...
 
     def observe(self, routing: LayerRouting) -> None:
-        """Observe a layer's routing."""
+        """Observe which experts a layer's router has chosen."""
         ...
 
     def predict(self, layer: int) -> list[LayerPrediction]:
-        """Predict experts after this layer (-1: before the first one of the pass)."""
+        """Predict the experts of the layers that follow a given layer.
+
+        -1: before the first layer of the pass.
+        """
         ...
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """The learned state that may be saved between runs; empty where there is none."""
+        """Return a predictor's learned state, to be saved between runs.
+
+        Empty where there is none.
+        """
         ...
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Begin with the state of an earlier run. ValueError where it does not fit this model."""
+        """Restore a predictor's learned state from an earlier run.
+
+        ValueError where it does not fit this model.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The highest scores of each row, in order."""
+"""Top-k: the highest scores of each row, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from greenroom.core.compiling.compile_cache import jit
 
 @jit
 def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.int64]:
-    """The columns of each row's highest scores, highest first: [T, E] -> [T, width].
+    """Return the columns of each row's highest scores, highest first.
+
+    [T, E] -> [T, width].
 
     `width` is at most E; ties go to the lower column. Only scores greater than `above` count; -1
     fills the row where there are fewer.

@@ -78,7 +78,9 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
-    """Slots for top segments in each group, in the memory of `capacity` unsplit experts.
+    """Count the slots for split experts' top segments in each slot group.
+
+    The memory is that of `capacity` unsplit experts.
 
     No group has more than its experts. BudgetError says how much memory is needed.
     """
@@ -96,7 +98,9 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
 
 
 def exact_slots(copies: Copies, capacity: int) -> int:
-    """Slots for exact experts, where those of copies take a part of `capacity`.
+    """Count the slots left for exact experts beside their low-precision copies.
+
+    The memory is that of `capacity` exact experts.
 
     BudgetError says how much memory is needed.
     """
@@ -110,7 +114,9 @@ def exact_slots(copies: Copies, capacity: int) -> int:
 
 
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Integers from 1 to `most` in proportion to `shares` that add up to `capacity`.
+    """Divide a number of slots into whole numbers in proportion to shares.
+
+    Each number is from 1 to its `most`; they add up to `capacity`.
 
     Rounding is by the largest remainders. Where all of `most` is less than `capacity`, all of it.
     """
@@ -125,7 +131,10 @@ def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) ->
 
 
 def filled(total: float, shares: Floats, least: Floats, most: Floats) -> Floats:
-    """Divide a total in proportion to shares, within bounds; at most all of `most`."""
+    """Divide a total in proportion to shares, within lower and upper bounds.
+
+    At most all of `most`.
+    """
     if most.sum() <= total:
         return most
     low, high = 0.0, float(np.max(most / shares)) + 1.0

@@ -15,7 +15,10 @@ from collections.abc import Collection
 
 
 class SecondarySlots:
-    """Secondary slots by expert; the piece in a slot is complete or on its way."""
+    """The slots for split experts' bottom segments or for low-precision copies, by expert.
+
+    The piece in a slot is complete or on its way.
+    """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
@@ -32,21 +35,26 @@ class SecondarySlots:
         return self.capacity > 0
 
     def is_complete(self, expert: int) -> bool:
-        """Tell whether an expert's secondary piece is complete."""
+        """Tell whether an expert's bottom segment or low-precision copy has arrived in its slot."""
         return expert in self.slot_of and expert not in self._moving
 
     @property
     def room(self) -> bool:
-        """Room for a prefetch: at most half of the slots hold prefetches."""
+        """Tell whether a prefetch can have a secondary slot.
+
+        At most half of the slots hold prefetches.
+        """
         few = len(self._ahead) < self.capacity // 2
         return few and bool(self._free or self._idle)
 
     def is_prefetched(self, expert: int) -> bool:
-        """Tell whether an expert's piece was prefetched for a layer that has not come yet."""
+        """Tell whether a secondary piece was prefetched for a layer that has not come yet."""
         return expert in self._ahead
 
     def claim(self, expert: int) -> int:
-        """Give a step the slot of an expert's piece; -1 where no slot is available.
+        """Give a step a secondary slot with an expert's bottom segment or low-precision copy.
+
+        Returns the slot; -1 where none is available.
 
         A piece that had no slot counts as on its way from now on.
         """
@@ -58,7 +66,10 @@ class SecondarySlots:
         return self.slot_of[expert]
 
     def begin_prefetch(self, expert: int, layer: int) -> int:
-        """Begin a prefetch for a layer; returns its slot, or -1 without room."""
+        """Begin the prefetch of an expert's secondary piece; returns its slot.
+
+        -1 where there is no room for a prefetch.
+        """
         if not self.room:
             return -1
         self._ahead[expert] = layer
@@ -76,19 +87,19 @@ class SecondarySlots:
         return slot
 
     def landed(self, expert: int) -> None:
-        """Mark an expert's piece as complete."""
+        """Mark an expert's bottom segment or low-precision copy as complete in its slot."""
         self._moving.discard(expert)
         if expert not in self._busy and expert not in self._ahead:
             self._idle[expert] = None
 
     def release(self, expert: int) -> None:
-        """End the use of an expert's piece by the step."""
+        """Record that a step no longer uses an expert's bottom segment or low-precision copy."""
         self._busy.discard(expert)
         if expert not in self._moving:
             self._idle[expert] = None
 
     def free(self, expert: int) -> None:
-        """Free the slot of a piece whose transfer failed or was dropped."""
+        """Free the secondary slot of an expert whose transfer failed or was dropped."""
         self._moving.discard(expert)
         self._busy.discard(expert)
         self._ahead.pop(expert, None)
@@ -96,7 +107,9 @@ class SecondarySlots:
         self._free.append(self.slot_of.pop(expert))
 
     def end_prefetches(self, layer: int, used: Collection[int]) -> list[tuple[int, bool]]:
-        """End the prefetches for a layer that are not among the `used` experts.
+        """End the prefetches of secondary pieces that a layer's step does not use.
+
+        The step uses the experts `used`.
 
         Returns (expert, whether its piece is complete) of each.
         """
@@ -104,7 +117,10 @@ class SecondarySlots:
         return [self._end_prefetch(expert) for expert in wrong]
 
     def end_all_prefetches(self) -> list[tuple[int, bool]]:
-        """End all prefetches; returns (expert, whether its piece is complete) of each."""
+        """End all prefetches of bottom segments and low-precision copies.
+
+        Returns (expert, whether its piece is complete) of each.
+        """
         return [self._end_prefetch(expert) for expert in list(self._ahead)]
 
     def _end_prefetch(self, expert: int) -> tuple[int, bool]:

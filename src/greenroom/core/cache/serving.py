@@ -37,7 +37,10 @@ def evict(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) ->
 
 
 def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Find a slot for a piece, by eviction if needed: (slot, evicted piece or -1)."""
+    """Find a cache slot for a piece that has none, by eviction if needed.
+
+    Returns (slot, evicted piece or -1).
+    """
     if bypass:
         return BYPASS, -1
     group = state.group_of[piece]
@@ -58,13 +61,16 @@ def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> 
 
 
 def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> int:
-    """Insert a piece whose bytes are in a slot already; returns the slot, or BYPASS."""
+    """Make a piece resident whose bytes are in a slot already; returns the slot.
+
+    BYPASS where the policy does not insert it.
+    """
     slot: int = miss(state, policy_state, piece, now)[0]
     return slot
 
 
 def borrow(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Borrow a slot for a piece that the policy does not see.
+    """Borrow a cache slot for a piece, without reporting the piece to the eviction policy.
 
     Returns (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
     """
@@ -90,7 +96,7 @@ def serve(
     without_slot: Flags,
     out: Ints,
 ) -> int:
-    """Request the pieces of consecutive steps; all steps but the last are hits.
+    """Serve the cache requests of consecutive steps; all steps but the last are hits.
 
     steps:        [S, 7]: each step's `LogicalTime` (5 numbers), whether a prompt begins with it,
                   and the number of its pieces
@@ -140,7 +146,10 @@ def serve(
 
 
 def evict_victim(state: CacheState, policy_state: Any, group: int, now: LogicalTime) -> int:
-    """Evict the policy's victim of a group; returns the piece, or -1: all are pinned."""
+    """Evict the piece that the policy chooses from a slot group.
+
+    Returns the piece, or -1: all are pinned.
+    """
     piece = int(victim(state, policy_state, group, -1, now))
     if piece >= 0:
         evict(state, policy_state, piece, now)

@@ -13,7 +13,9 @@ from greenroom.core.policy import CacheState
 
 
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
-    """Slots of each group; each device has its own groups, one device's after another's.
+    """Return the number of slots of each of the cache's slot groups.
+
+    Each device has its own groups, one device's after another's.
 
     `capacity` counts slots of unsplit experts. Where experts are split, its memory less that of the
     slots for bottoms is divided into slots for tops; low-precision copies are handled likewise.
@@ -32,7 +34,7 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
 
 
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:
-    """Build the state of an empty cache with groups of these sizes.
+    """Build the state of an empty cache with slot groups of the given sizes.
 
     layer:    the layer of each piece, [P]
     group_of: the group of each piece, [P]; by default one group for all layers, or one a layer
@@ -55,7 +57,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
 
 
 def preload(state: CacheState, pieces: Ints) -> None:
-    """Give slots to pieces that are resident from the start."""
+    """Give cache slots to pieces that an eviction policy wants resident from the start."""
     for piece in pieces.tolist():
         group = state.group_of[piece]
         state.free_count[group] -= 1

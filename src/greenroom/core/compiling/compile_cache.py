@@ -35,32 +35,35 @@ SUFFIX = ".nbc"
 
 
 class CompileCache:
-    """The compile cache of one function, with the interface that Numba calls."""
+    """The on-disk compile cache of one function, with the interface that Numba calls."""
 
     def __init__(self, function: FunctionType, options: dict[str, Any]) -> None:
         self._function, self._options = function, sorted(options.items())
 
     def path(self, signature: Any, codegen: Any) -> Path:
-        """The file of the code for a signature."""
+        """Return the file of a function's compiled code for an argument signature."""
         key = (sigutils.normalize_signature(signature), codegen.magic_tuple(), versions())
         digest = FunctionDigest.of(self._function, self._options, key)
         name = f"{self._function.__module__.rpartition('.')[2]}.{self._function.__name__}"
         return folder() / f"{name}-{digest[:40]}{SUFFIX}"
 
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
-        """Load the code for a signature; None where it is not on disk."""
+        """Load a function's compiled code for an argument signature from disk.
+
+        None where it is not on disk.
+        """
         target_context.refresh()
         data = read(self.path(sig, target_context.codegen()))
         return None if data is None else CompileResult._rebuild(target_context, *pickle.loads(data))
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
-        """Save compiled code, unless it contains addresses of this process."""
+        """Save a function's compiled code, unless it contains addresses of this process."""
         if not data.library.has_dynamic_globals:
             write(self.path(sig, data.codegen), serialize.dumps(data._reduce()))
 
 
 def jit(function: Any = None, /, **options: Any) -> Any:
-    """Numba's `njit` without the GIL, with the compile cache on disk."""
+    """Wrap Numba's `njit`: no GIL, and compiled code cached on disk."""
     if function is None:
         return partial(jit, **options)
     compiled = numba.njit(nogil=True, **options)(function)
@@ -77,7 +80,10 @@ def entry_point(function: Any, signature: Any) -> Any:
 
 
 def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
-    """Copy a function, with `parts` (compiled functions, constants) among its globals."""
+    """Copy a function with other compiled functions and constants among its globals.
+
+    They are `parts`.
+    """
     scope = template.__globals__ | parts
     copied = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
     copied.__module__, copied.__qualname__ = template.__module__, template.__qualname__
@@ -86,14 +92,14 @@ def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
 
 @cache
 def versions() -> tuple[Any, ...]:
-    """Versions and settings that compiled code depends on, besides sources and processor."""
+    """Return the package versions and compiler settings that compiled code depends on."""
     packages = numba.__version__, llvmlite.__version__, np.__version__
     levels = config.OPT, config.LOOP_VECTORIZE, config.SLP_VECTORIZE, config.BOUNDSCHECK
     return FORMAT, sys.version, packages, tuple(map(str, levels))
 
 
 def read(path: Path) -> bytes | None:
-    """Read a file's data; None where the file is missing or damaged."""
+    """Read a file of the compile cache; None where it is missing or damaged."""
     try:
         data = path.read_bytes()
         os.utime(path)  # `trim` removes the files used longest ago
@@ -104,7 +110,10 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file atomically, then trim the folder. Does nothing where it cannot be written."""
+    """Write a file of the compile cache atomically, then trim the folder.
+
+    Does nothing where the file cannot be written.
+    """
     with suppress(OSError):
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -119,7 +128,10 @@ def write(path: Path, data: bytes) -> None:
 
 
 def trim(where: Path, limit: int) -> None:
-    """Remove the files used longest ago until a folder holds at most `limit` bytes."""
+    """Remove a folder's least recently used files until it is below a size.
+
+    It holds at most `limit` bytes afterwards.
+    """
     with os.scandir(where) as entries:
         files = [(s.st_mtime, s.st_size, e.path) for e in entries if (s := _status(e)) is not None]
     total = sum(size for _, size, _ in files)

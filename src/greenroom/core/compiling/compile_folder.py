@@ -1,4 +1,4 @@
-"""The folder of the compile cache, without an import of Numba."""
+"""The folder of the compile cache, found without an import of Numba."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """Greenroom's folder in NUMBA_CACHE_DIR, or else in the user's cache folder."""
+    """Return the compile cache's folder: in NUMBA_CACHE_DIR, or in the user's cache folder."""
     numba, user = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     return Path(numba or user or os.path.expanduser("~/.cache")) / "greenroom" / "compiled"

@@ -1,4 +1,4 @@
-"""A digest of everything that a function is compiled from.
+"""A digest of everything that a function's compiled code depends on.
 
 It covers the function's instructions and constants, and the values of its names, followed through
 Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line numbers
@@ -31,7 +31,10 @@ COPIED = "__slotnames__"  # left on a class when an object of it is first copied
 
 
 class FunctionDigest:
-    """A hash to which values are added; an object that occurs again is added by its number."""
+    """A hash of a function's code and of all values that it refers to.
+
+    An object that occurs again is added by its number.
+    """
 
     def __init__(self, module: str) -> None:
         self._hash = hashlib.sha256()
@@ -40,13 +43,16 @@ class FunctionDigest:
 
     @classmethod
     def of(cls, function: Callable[..., Any], *more: Any) -> str:
-        """The digest of a function and other values, in hexadecimal digits."""
+        """Return the digest of a function and other values, in hexadecimal digits."""
         digest = cls(function.__module__)
         digest._all((function, function.__module__, function.__qualname__, more))
         return digest._hash.hexdigest()
 
     def add(self, value: Any) -> None:
-        """Add a value. TypeError where it has no content that is equal in every process."""
+        """Add a value to the digest of a function.
+
+        TypeError where it has no content that is equal in every process.
+        """
         kind = type(value)
         if kind in PLAIN:
             self._put(kind.__name__, repr(value))

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """Thresholds of the tail weight (see `gates`) below which a miss is approximated; 0: never.
+    """Thresholds of gate weight below which an expert's miss is approximated; 0: never.
+
+    They are of the tail weight (see `gates`).
 
     low:        the expert is computed from its copy in `precision`
     skip:       the expert is not computed
@@ -33,37 +35,40 @@ class Approximation:
 
     @property
     def highest(self) -> float:
-        """The highest threshold: misses with a tail weight from here on are exact."""
+        """Return the highest gate-weight threshold below which misses may be approximated.
+
+        Misses with a tail weight from here on are exact.
+        """
         return max(self.low, self.skip, self.substitute)
 
 
 @dataclass(frozen=True)
 class OptionConfig:
-    """Settings of one option of the scheduler; a subclass has the fields.
+    """Base class of the settings of one scheduler option; subclasses have the fields.
 
     `SchedulerConfig` inherits from all subclasses and calls each of them in turn. The defaults of
     the fields leave the option off.
     """
 
     def check(self) -> None:
-        """Raise UsageError for fields that exclude each other."""
+        """Check a scheduler option's settings; UsageError for fields that exclude each other."""
 
     def approximation(self) -> Approximation | None:
-        """Thresholds below which misses are approximated; None where all misses are exact."""
+        """Return the thresholds below which misses are approximated; None: all are exact."""
         return None
 
     def uses_host(self) -> bool:
-        """True where the host's processor may compute misses."""
+        """Tell whether an option lets the host's processor compute missing experts."""
         return False
 
     def proposes(self) -> bool:
-        """True where the option proposes experts to fetch while a link is idle.
+        """Tell whether an option proposes experts to fetch while a link is idle.
 
         Slots may then be borrowed for them, with or without prefetching."""
         return False
 
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
-        """Build the option; None where it is off.
+        """Build a scheduler option from its settings; None where it is off.
 
         `costs` are those of links and processors, None where the host computes nothing."""
         return None

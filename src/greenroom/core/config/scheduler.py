@@ -62,12 +62,15 @@ class SchedulerConfig(
     def options(
         self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0
     ) -> list[Option]:
-        """Build the options that are on; see `OptionConfig.build`."""
+        """Build the scheduler options that are on.
+
+        See `OptionConfig.build`.
+        """
         options = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
         return [each for each in options if each is not None]
 
     def without_approximation(self: Config) -> Config:
-        """Copy the config with all approximating options at their defaults."""
+        """Copy a scheduler configuration with all approximations at their defaults."""
         rows = [fields(kind) for kind in OPTIONS if kind.approximation(self) is not None]
         changes: dict[str, Any] = {each.name: each.default for row in rows for each in row}
         return replace(self, **changes)
@@ -78,12 +81,15 @@ NO_OPTIONS = SchedulerConfig()
 
 
 def option_names() -> list[str]:
-    """The names of the fields of all options."""
+    """Return the field names of all scheduler options."""
     return [each.name for kind in OPTIONS for each in fields(kind)]
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """The config with these values; UsageError for a name that is no field of it."""
+    """Copy a scheduler configuration with other values.
+
+    UsageError for a name that is no field of it.
+    """
     for name in values:
         if name not in type(config).__dataclass_fields__:
             raise UsageError(f"no option of the scheduler is called {name}")

@@ -1,4 +1,4 @@
-"""Parsers of slots and shares by layer, as users write them."""
+"""Parsers of cache slots and split shares by layer, as users write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCOPES = ("shared", "per-layer")
 
 
 def scope_of(scope: str) -> str | tuple[float, ...]:
-    """Parse `--scope`: a name, or numbers of slots (or shares of them), one a layer.
+    """Parse `--scope`: a name, or one number of cache slots (or share) a layer.
 
     They are written as `12,8,8,4`, or are the `slots` of a JSON file, which `greenroom trace
     budgets` writes. UnknownName or UsageError for any other text.
@@ -29,7 +29,9 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
 
 
 def split_of(split: str) -> float | tuple[float, ...] | str | None:
-    """Parse `--split`: the share of an expert that is its top, one or one a layer; None: off.
+    """Parse `--split`: which share of an expert is its top segment.
+
+    One share, or one a layer; None: off.
 
     Written as `0.5` or `0.5,0.4,1`, or the `split` of a JSON file, which `greenroom trace budgets`
     writes; "auto" is returned as it is. UsageError for any other text.
@@ -49,7 +51,9 @@ BUDGETS = "greenroom-budgets"  # the format in a file of budgets
 
 
 def read_budgets(path: str | Path) -> JsonObject:
-    """Read a file of `greenroom trace budgets`: each layer's `slots`, and `split` where it is on.
+    """Read each layer's slots and split from a file of `greenroom trace budgets`.
+
+    `slots`, and `split` where it is on.
 
     UsageError where the file cannot be read, or is another file."""
     return read_json(path, BUDGETS, "holds no budgets", "greenroom trace budgets", UsageError)

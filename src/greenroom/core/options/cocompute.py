@@ -1,4 +1,7 @@
-"""Co-compute: settings of misses on the host's processor (see `rules.cocompute`)."""
+"""Co-compute: settings for computing some missing experts on the host's processor.
+
+See `rules.cocompute`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoComputeConfig(OptionConfig):
-    """Settings of co-compute, by which the host's processor computes some misses."""
+    """Settings of co-compute, by which the host's processor computes some missing experts."""
 
     co_compute: str = option(
         "off", "with a GPU, let the host's processor compute missing experts where that is sooner"

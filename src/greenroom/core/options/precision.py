@@ -1,4 +1,7 @@
-"""Precision: settings of which misses are approximated, and how (see `rules.precision`)."""
+"""Settings of which missing experts are approximated, and how.
+
+See `rules.precision`.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ PRECISIONS = ("off", "int8", "int4")
 
 
 def check_gate_share(value: float, name: str) -> None:
-    """Raise UsageError for a threshold that is no share of the gate weights."""
+    """Check that a threshold is a share of gate weights; UsageError otherwise."""
     if not 0 <= value <= 1:
         raise UsageError(f"{name} is a share of the gate weights, from 0 to 1: {value}")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig(OptionConfig):
-    """Settings of approximated misses."""
+    """Settings of which missing experts are approximated, and how."""
 
     miss_precision: str = option(
         "off", "compute misses with a low gate weight from the low-precision copies of a pack that"

@@ -1,1 +1,1 @@
-"""Prefetching: predictions, their value, and the guard against slowdowns."""
+"""Prefetching of predicted experts, and a guard that stops it when it slows decoding."""

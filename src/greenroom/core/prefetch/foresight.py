@@ -1,4 +1,4 @@
-"""Predictions as events for the scheduler, in a run and in a simulation alike."""
+"""Conversion of expert predictions to scheduler events, in runs and simulations alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from greenroom.errors import PredictorError
 
 
 class Foresight:
-    """A predictor, and the events made of its predictions; while not `on` it only observes.
+    """A predictor of experts, whose predictions become events for the scheduler.
+
+    While not `on` it only observes.
 
     Predictions for the tokens of a prompt are dropped: nearly all experts are used there, and the
     scheduler has its own estimate. The last layers of a prompt predict the first layers of the
@@ -25,13 +27,13 @@ class Foresight:
         self._prefill = False
 
     def begin(self, at: PassStart) -> list[Predicted]:
-        """Begin a pass."""
+        """Begin a forward pass; returns predictions of its first layers' experts."""
         self._prefill = at.prefill
         self.predictor.begin(at)
         return self._predict(-1)
 
     def routed(self, routing: LayerRouting) -> list[Predicted]:
-        """Observe what a layer's router has chosen."""
+        """Observe the experts that a router chose; returns predictions for later layers."""
         self.predictor.observe(routing)
         return self._predict(routing.layer)
 
@@ -53,7 +55,9 @@ class Foresight:
 
 
 def ranked(rows: Ids) -> Ids:
-    """Combine the rankings of several tokens, [T, width], into one by Borda count.
+    """Combine the expert rankings of several tokens into one by Borda count.
+
+    The rankings are [T, width].
 
     Ties go to the smaller id; -1 stands for no expert.
     """

@@ -42,7 +42,9 @@ MOST_TOKENS = 64  # a pass with more tokens is a prompt's
 
 
 class Guard:
-    """The decision whether passes prefetch, by trials; `on` is that of the next pass.
+    """The decision whether forward passes prefetch experts, by timed trials with and without.
+
+    `on` is the decision for the next pass.
 
     It starts with prefetching on. `verdict` is a line about the last change of the decision.
     """
@@ -60,7 +62,9 @@ class Guard:
         self._usual: float | None = None
 
     def passed(self, seconds: float, stall_s: float, tokens: int = 1) -> None:
-        """Record the time of a pass, of which `stall_s` were stalls.
+        """Record the time of a forward pass, and its stalls for missing experts.
+
+        `stall_s` of the time were stalls.
 
         Only passes with as many tokens as the one before and at most MOST_TOKENS are counted:
         neither prompts nor the first token after one.
@@ -79,7 +83,10 @@ class Guard:
         self.on = self._incumbent if self._trial is None else self._trial.on
 
     def changed(self) -> None:
-        """Start a new trial as soon as their share of passes allows: the situation has changed."""
+        """Start a new trial of prefetching soon, because the workload or memory has changed.
+
+        As soon as the share of passes allows.
+        """
         self._trial, self.on = None, self._incumbent
         self._next, self._interval = self._passes, INTERVAL
         self._stalls, self._usual = [], None
@@ -120,7 +127,7 @@ class Guard:
 
 
 class TrialResult:
-    """The result of a trial: the ratio of times with and without prefetching."""
+    """The result of a trial of prefetching: ratio of times with and without it."""
 
     def __init__(self, logs: list[float], draws: np.random.Generator, clear: bool) -> None:
         self.pairs = len(logs)
@@ -134,7 +141,7 @@ class TrialResult:
         self.low, self.high = math.exp(self.low), math.exp(self.high)
 
     def verdict(self, on: bool) -> str:
-        """Describe the result in one line."""
+        """Describe the result of a trial of prefetching in one line."""
         change = round(100 * abs(self.ratio - 1))
         less = "less time" if self.ratio < 1 else "longer"
         took = f"{change} % {less}" if change else "as long"
@@ -145,7 +152,10 @@ class TrialResult:
 
 
 class Trial:
-    """A trial; `on`: the next pass prefetches."""
+    """A trial of forward passes with and without prefetching.
+
+    `on`: the next pass prefetches.
+    """
 
     def __init__(self, first: bool, random: np.random.Generator) -> None:
         self.on, self._first, self._random = first, first, random
@@ -158,7 +168,7 @@ class Trial:
         self._lost = 0.0  # passes lost by the slower side of each pair
 
     def passed(self, seconds: float, last: bool = False) -> TrialResult | None:
-        """Record the time of a pass; returns the result if that ends the trial.
+        """Record a forward pass's time; returns the trial's result if the pass ends it.
 
         `last`: no more passes are allowed.
         """

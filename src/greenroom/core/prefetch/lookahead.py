@@ -1,4 +1,4 @@
-"""The choice of prefetches, by the expected value of each prediction.
+"""The choice of which predicted experts to prefetch, by expected time saved.
 
 A predictor ranks experts. How often the expert at each rank is used is counted while a model runs
 (by layer, with all layers as the prior). So each rank has a chance of use, whatever the predictor's
@@ -38,7 +38,7 @@ FIRST_CHANCE = 0.5  # chance of use of any rank before the first count
 
 
 class PrefetchCandidate(NamedTuple):
-    """A predicted piece, the layer that needs it, and its chance of use."""
+    """An expert predicted for a later layer, and its chance of use."""
 
     piece: int
     layer: int
@@ -46,7 +46,7 @@ class PrefetchCandidate(NamedTuple):
 
 
 class LayerForecast(NamedTuple):
-    """A prediction for a layer that has not been checked yet."""
+    """A prediction of a layer's experts that has not been compared with the routing yet."""
 
     pieces: Ints  # likeliest first
     ranked: list[int]  # the same, as a list
@@ -54,7 +54,7 @@ class LayerForecast(NamedTuple):
 
 
 class Ranks:
-    """Decayed counts of each rank: predictions, and uses of the predicted expert."""
+    """Decayed counts of predicted and used experts, by rank in the prediction."""
 
     def __init__(self) -> None:
         self.predicted: list[float] = []
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class Accuracy:
-    """Counts by layer: experts used, correctly predicted ones, and those in time.
+    """The accuracy of expert predictions by layer: used, correctly predicted, and in time.
 
     Correct predictions are among the top-k predicted ones.
     """
@@ -83,28 +83,39 @@ class Accuracy:
         self.distance = [0] * layers  # of the latest prediction
 
     def reset(self) -> None:
-        """Set all counts to 0."""
+        """Set all counts of the predictions' accuracy to 0."""
         for counts in (self.used, self.right, self.in_time):
             counts[:] = [0] * len(counts)
 
     def by_layer(self) -> list[float | None]:
-        """Accuracy of each layer's predictions; None where there were none."""
+        """Return the accuracy of expert predictions for each layer.
+
+        None where there were no predictions.
+        """
         pairs = zip(self.right, self.used, strict=True)
         return [right / used if used else None for right, used in pairs]
 
     def share(self) -> float | None:
-        """Accuracy over all layers; None where nothing was predicted."""
+        """Return the accuracy of expert predictions over all layers.
+
+        None where nothing was predicted.
+        """
         used = sum(self.used)
         return sum(self.right) / used if used else None
 
     def good(self) -> float | None:
-        """GOODPRED (ProMoE, 4.1): accuracy x share of correct predictions fetched in time."""
+        """Return ProMoE's GOODPRED: accuracy x share of correct predictions fetched in time.
+
+        ProMoE, section 4.1.
+        """
         used = sum(self.used)
         return sum(self.in_time) / used if used else None
 
 
 class Lookahead:
-    """Prefetch candidates of all layers; after the last layer comes the next pass's first.
+    """The prefetch candidates of all layers, with their chances of use.
+
+    After the last layer comes the next pass's first.
 
     It is plain Python over about a dozen numbers, run once a layer under a lock: an operation of
     NumPy takes as long as ten of Python.
@@ -128,13 +139,19 @@ class Lookahead:
         self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used each piece
 
     def expect(self, layer: int, pieces: Ints) -> None:
-        """Set the prediction for a layer, likeliest first, in place of an earlier one."""
+        """Set the predicted experts of a layer, in place of an earlier prediction.
+
+        The likeliest is first.
+        """
         ranked: list[int] = pieces.tolist()
         self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
         self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
 
     def expect_certain(self, layer: int, pieces: Ints) -> None:
-        """Set the certain experts of a layer; its prediction is still checked when it is routed."""
+        """Set the experts that a layer's router has already chosen as prefetch candidates.
+
+        The layer's prediction is still checked when the layer is routed.
+        """
         self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
     def _set_candidates(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
@@ -144,13 +161,16 @@ class Lookahead:
             self.candidates.pop(layer, None)
 
     def ahead(self, layer: int) -> int:
-        """Layers from the last routed one to this one, at least 1."""
+        """Count the layers from the last routed one to a given one.
+
+        At least 1.
+        """
         return (layer - self._at - 1) % self._layers + 1
 
     def routed(
         self, layer: int, pieces: Ints, prefill: bool, now: float, slot_of: Ints
     ) -> LayerForecast | None:
-        """Check the prediction for a layer, which is now routed; returns the prediction.
+        """Compare a layer's prediction with its router's choice; returns the prediction.
 
         `slot_of` [pieces] is negative for pieces that were not resident before this step.
         """
@@ -200,7 +220,7 @@ class Lookahead:
         accuracy.distance[layer] = expected.distance
 
     def evicted(self, piece: int) -> None:
-        """Record the victim of a prefetch."""
+        """Record the expert that a prefetch evicted, to see whether it is needed soon."""
         self._victims[self._layer_of[piece]].add(piece)
 
     def _regret(self, layer: int, pieces: Ints) -> None:
@@ -224,7 +244,7 @@ class Lookahead:
         ]
 
     def clear(self) -> None:
-        """Drop all candidates."""
+        """Drop all candidates for prefetches."""
         self.candidates.clear()
 
     def nearest(
@@ -234,7 +254,9 @@ class Lookahead:
         can_start: Callable[[int], bool] | None = None,
         chunks: Callable[[int], int] | None = None,
     ) -> PrefetchCandidate | None:
-        """The nearest candidate that is worth its transfer; worthless ones before it are dropped.
+        """Find the prefetch candidate for the nearest layer that is worth its transfer.
+
+        Worthless candidates before it are dropped.
 
         Candidates that have a slot are dropped, too: resident ones, whose `slot_of` is not
         negative, and `borrowed` ones. Those that cannot start now are passed over.
@@ -259,14 +281,17 @@ class Lookahead:
         return None
 
     def remove(self, candidate: PrefetchCandidate) -> None:
-        """Remove a candidate that is being fetched, or needs no transfer."""
+        """Remove a prefetch candidate that is being fetched or needs no transfer."""
         candidates = self.candidates[candidate.layer]
         candidates.remove((candidate.piece, candidate.chance))
         if not candidates:
             del self.candidates[candidate.layer]
 
     def value(self, chunks: int, chance: float, layers: int) -> float:
-        """Seconds that a prefetch of `chunks`, `layers` ahead, is expected to save."""
+        """Return the seconds that a prefetch is expected to save.
+
+        The prefetch is of `chunks`, `layers` ahead.
+        """
         chunk = self.pace.chunk.value
         if chunk is None:
             chunk = 1.0

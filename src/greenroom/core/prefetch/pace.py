@@ -1,4 +1,4 @@
-"""Pace: the times between layers and between chunks, measured while a model runs.
+"""The measured times between layers and between chunks of transfers, while a model runs.
 
 All times are in seconds, as moving averages; those of layers are separate for prefill and decode.
 A value is None until it has been measured.
@@ -23,7 +23,7 @@ class Average:
 
 @dataclass(slots=True)
 class Pace:
-    """Moving averages of the link's idle time per layer and of the time per chunk.
+    """Moving averages of a link's idle time per layer and time per chunk.
 
     idle:  seconds from one layer's routing to the next one's in which no demand was under way or
            waiting, (decode, prefill)
@@ -38,18 +38,21 @@ class Pace:
     _demand_s: float = 0.0
 
     def routed(self, now: float, prefill: bool, same_pass: bool) -> None:
-        """Record the time of a layer's routing; the time between passes is not counted."""
+        """Record when a layer was routed, to average the link's idle time per layer.
+
+        The time between passes is not counted.
+        """
         self._settle(now)
         if same_pass and self._routed is not None and now > self._routed:
             self.idle[prefill].add(max(0.0, now - self._routed - self._demand_s))
         self._routed, self._demand_s = now, 0.0
 
     def paused(self) -> None:
-        """Leave the time until the next routing out of the averages."""
+        """Leave the time until the next layer's routing out of the averages."""
         self._routed = None
 
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
-        """Update the state of the first link.
+        """Record whether the first link is idle or carries a chunk.
 
         moving:    chunks on its lanes now
         demanding: demands are under way or waiting

@@ -16,7 +16,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Prefetcher:
-    """Prefetches of predicted experts, whose borrowed slots steps can reclaim.
+    """Prefetches of predicted experts into borrowed slots, which a step can reclaim.
 
     Of a split expert the segments that have no slot are fetched, the top segment first.
     """
@@ -31,14 +31,17 @@ class Prefetcher:
     # ---- predictions and their outcome
 
     def predicted(self, event: Predicted) -> None:
-        """Handle a prediction of a layer's experts, or their certain choice."""
+        """Take over a prediction of a layer's experts as candidates for prefetches.
+
+        The experts may be a certain choice.
+        """
         if event.certain:
             self.lookahead.expect_certain(event.layer, event.experts)
         else:
             self.lookahead.expect(event.layer, event.experts)
 
     def routed(self, event: Routed, now: float) -> LayerForecast | None:
-        """End the wrong prefetches for a layer that is now routed.
+        """End a layer's prefetches of experts that its router did not choose.
 
         Returns the prediction for the layer.
         """
@@ -66,7 +69,7 @@ class Prefetcher:
         return expected
 
     def landed(self, piece: int) -> None:
-        """Complete a prefetch that no step has requested yet."""
+        """Mark a prefetched expert as arrived, before any step has requested it."""
         placement = self._placement
         if placement.buffer.borrowed[piece].promotion:
             placement.cache.admit(piece, placement.buffer.release(piece))
@@ -75,14 +78,19 @@ class Prefetcher:
             placement.buffer.complete(piece)
 
     def count_in_time(self, layer: int, k: int, present: set[int], expected: LayerForecast) -> None:
-        """Count the `k` likeliest experts that were `present` when their step began."""
+        """Count a layer's predicted experts that were present when its step began.
+
+        The `k` likeliest experts; `present` ones count.
+        """
         likely = expected.ranked[:k]
         self.lookahead.accuracy.in_time[layer] += len(present.intersection(likely))
 
     # ---- starting prefetches
 
     def begin_next(self, excluded: Collection[int]) -> bool:
-        """Begin the next prefetch that is worth its transfer, of none of the `excluded` experts.
+        """Begin the next prefetch of an expert that is worth its transfer.
+
+        None of the `excluded` experts.
 
         False where there is no such candidate, or no link is idle.
         """
@@ -140,7 +148,7 @@ class Prefetcher:
         return slot
 
     def promote(self, options: Sequence[Option], view: View) -> bool:
-        """Begin the transfer of a promotion candidate, which becomes resident on arrival.
+        """Begin to fetch an expert that becomes resident in the cache on arrival.
 
         False where no option has a candidate, or no slot or link is available.
         """
@@ -163,7 +171,7 @@ class Prefetcher:
     # ---- reclaiming borrowed slots
 
     def make_room(self, experts: Ints, prefetched: Collection[int]) -> bool:
-        """Reclaim borrowed slots for a step; tells whether the step fits in the cache.
+        """Reclaim slots from prefetches for a step; tells whether the step fits the cache.
 
         The `prefetched` ones of its experts have borrowed slots already.
         """
@@ -177,7 +185,10 @@ class Prefetcher:
         return True
 
     def yield_slot(self) -> bool:
-        """Reclaim a slot for a step that cannot continue; False where none is available yet."""
+        """Reclaim a slot from a prefetch for a step that cannot continue without it.
+
+        False where none is available yet.
+        """
         buffer = self._placement.buffer
         if (least := buffer.least_likely(2.0)) is not None:
             self._displace(least)
@@ -189,7 +200,7 @@ class Prefetcher:
         return len(buffer.borrowed) < before
 
     def abandon(self) -> None:
-        """End all prefetches; chunks on lanes land first."""
+        """End all prefetches of experts; chunks under way arrive first."""
         placement = self._placement
         self.lookahead.clear()
         for borrowed in list(placement.buffer.borrowed.values()):

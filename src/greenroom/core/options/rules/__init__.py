@@ -1,1 +1,4 @@
-"""Rules by which options decide; they know no slots and no transfers."""
+"""Rules by which scheduler options choose how missing experts are computed.
+
+They know no slots and no transfers.
+"""

@@ -1,4 +1,4 @@
-"""Co-compute: the host's processor computes some misses where their bytes are.
+"""Co-compute: the host's processor computes some missing experts from host memory.
 
 The misses of a step are divided between their devices and the host (see `rules.processors`), by
 what is queued for each link and processor and by their rates (see `rules.rates`). An expert that
@@ -20,7 +20,10 @@ from greenroom.core.plan import EXACT, ComputedGroup, Option, Plan, PromotionCan
 
 
 class CoCompute(Option):
-    """An option that plans the processor of each miss by measured rates."""
+    """A scheduler option that chooses device or host for each missing expert.
+
+    It plans by measured rates.
+    """
 
     uses_host = True
 

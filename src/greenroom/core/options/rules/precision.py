@@ -1,4 +1,4 @@
-"""Precision: misses of experts with a low gate weight are approximated.
+"""Approximation of missing experts that have a low gate weight.
 
 A miss of decoding is judged by its expert's tail weight (see `core.gates`), and served by the first
 of these rules that is on and whose threshold is above the weight. The expert is skipped; or it is
@@ -34,12 +34,12 @@ from greenroom.core.plan import (
 
 
 def precision(at: Approximation, pieces: Pieces) -> Precision:
-    """Build the precision option for these thresholds."""
+    """Build the option that approximates missing experts below thresholds of gate weight."""
     return (PromotingPrecision if at.promote else Precision)(at, pieces)
 
 
 class Precision(Option):
-    """An option that plans approximations of misses by thresholds."""
+    """A scheduler option that approximates missing experts below thresholds of gate weight."""
 
     approximates = True
 
@@ -64,7 +64,7 @@ class Precision(Option):
         return judged if changed else plan
 
     def _judge(self, event: Routed, plan: Plan, row: int, view: View) -> None:
-        """Choose how one miss is served."""
+        """Choose whether a missing expert is exact, low-precision, skipped or substituted."""
         assert event.tail_weights is not None
         expert, tail_weight = int(event.experts[row]), float(event.tail_weights[row])
         if view.borrowed(expert):
@@ -81,7 +81,10 @@ class Precision(Option):
             plan.form[row] = LOW
 
     def _substitute(self, event: Routed, plan: Plan, expert: int, view: View) -> int:
-        """A resident expert that this step has not chosen; -1 where none can be spared."""
+        """Find a resident substitute expert that the step has not chosen.
+
+        -1 where none can be spared.
+        """
         assert self._substitutes is not None
         replaced = int((plan.weights != event.experts).sum())
         # A further pinned expert must leave a victim to evict.
@@ -94,7 +97,7 @@ class Precision(Option):
 
 
 class PromotingPrecision(Precision):
-    """The precision option with promotion: exact experts are fetched after their copies."""
+    """An option that approximates missing experts, and fetches the exact experts later."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         if group.form == LOW and not group.prefill:

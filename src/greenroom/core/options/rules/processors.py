@@ -1,4 +1,4 @@
-"""Co-compute's choice of the processor of each miss: the device, or the host.
+"""Co-compute's choice of a processor for each missing expert: device or host.
 
 Fiddler computes a miss on the host where that is sooner than to move it, each miss by itself.
 HybriMoE, as we read it, looks at the queues instead: experts with few tokens are computed on the
@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 
 class Miss(NamedTuple):
-    """A request of a step whose expert has no slot on its device; `rows` tokens chose the expert.
+    """A requested expert without a device slot, and its number of tokens.
+
+    `rows` tokens chose the expert.
 
     Durations in seconds: `read` into host memory (0 where the expert is in it), `move` to the
     device, and the computation `on_device` or `on_host`.
@@ -37,7 +39,7 @@ class Miss(NamedTuple):
 
 @dataclass(slots=True)
 class Queues:
-    """Queues of links and processors: the seconds until each is free.
+    """Simulated queues of links and processors: the seconds until each is free.
 
     store: the link to host memory; links: each device's own
     """
@@ -49,20 +51,23 @@ class Queues:
 
     @classmethod
     def empty(cls, devices: int = 1) -> Queues:
-        """Queues without any work."""
+        """Make queues of links and processors without any work."""
         return cls(0.0, [0.0] * devices, [0.0] * devices)
 
     def copy(self) -> Queues:
-        """Copy the queues, to try an assignment."""
+        """Copy the queues of links and processors, to try an assignment of experts."""
         return Queues(self.store, self.links[:], self.devices[:], self.host)
 
     @property
     def end(self) -> float:
-        """The time at which all of the step is computed."""
+        """Return the time at which all experts of a step are computed."""
         return max(self.host, *self.devices)
 
     def move(self, miss: Miss) -> float:
-        """Queue the move of a miss to its device; the time at which it is computed there."""
+        """Queue a missing expert's transfer to its device, and its computation there.
+
+        Returns the time at which it is computed.
+        """
         device, landed = miss.device, self._read(miss)
         if landed < self.links[device]:
             landed = self.links[device]
@@ -74,30 +79,38 @@ class Queues:
         return self.devices[device]
 
     def compute_on_host(self, miss: Miss) -> float:
-        """Queue the computation of a miss on the host; the time at which it is computed."""
+        """Queue a missing expert's computation on the host.
+
+        Returns the time at which it is computed.
+        """
         self.host = max(self._read(miss), self.host) + miss.on_host
         return self.host
 
     def _read(self, miss: Miss) -> float:
-        """Queue the read of a miss; the time at which its bytes are in host memory."""
+        """Queue the read of a missing expert into host memory.
+
+        Returns the time at which its bytes are there.
+        """
         if not miss.read:
             return 0.0
         self.store += miss.read
         return self.store
 
     def end_if_moved(self, miss: Miss) -> float:
-        """The time at which a miss would be computed on its device."""
+        """Return when a missing expert would be computed on its device."""
         device = miss.device
         landed = max(self.store + miss.read if miss.read else 0.0, self.links[device]) + miss.move
         return max(landed, self.devices[device]) + miss.on_device
 
     def end_if_on_host(self, miss: Miss) -> float:
-        """The time at which a miss would be computed on the host."""
+        """Return when a missing expert would be computed on the host."""
         return max(self.store + miss.read if miss.read else 0.0, self.host) + miss.on_host
 
 
 def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
-    """Choose the requests that the host computes, so that the step ends soonest; ascending.
+    """Choose the missing experts that the host computes, so that the step ends soonest.
+
+    Returns their requests, ascending.
 
     Where ends are equal, the host gets the fewest: what is moved is resident the next time.
     """
@@ -109,7 +122,10 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
 
 
 def end_with(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
-    """The end of a step if the requests `on_host` are computed there; host memory goes first."""
+    """Return when a step ends if the host computes a given set of experts.
+
+    The requests are `on_host`; experts in host memory go first.
+    """
     return _end(_ordered(misses), on_host, queues)
 
 
@@ -124,12 +140,14 @@ def _end(ordered: Sequence[Miss], on_host: Collection[int], queues: Queues) -> f
 
 
 def _ordered(misses: Sequence[Miss]) -> list[Miss]:
-    """Sort misses: those in host memory first, then by descending tokens."""
+    """Sort missing experts: those in host memory first, then by descending tokens."""
     return sorted(misses, key=lambda miss: (miss.read > 0, -miss.rows, miss.request))
 
 
 def _greedy(misses: Sequence[Miss], queues: Queues) -> list[int]:
-    """Assign misses from both ends of each device's queue; the requests for the host.
+    """Divide missing experts between device and host, from both ends of each device's queue.
+
+    Returns the requests for the host.
 
     The device takes the miss with the most tokens, the host the one with the fewest. Of several
     devices the one whose next miss would end first goes on, and the host takes from the device

@@ -1,4 +1,4 @@
-"""Promotion: experts that were computed without a slot are fetched to become residents.
+"""Promotion: experts that were computed without a cache slot are fetched to become residents.
 
 An expert that is computed on the host, or from a low-precision copy, would never become a resident,
 though it is often requested. The experts of the last tokens that were computed so are fetched into
@@ -14,13 +14,19 @@ from greenroom.core.plan import PromotionCandidate
 
 
 class PromotionQueue:
-    """Experts that may be promoted, in the order in which they were computed, each once."""
+    """A queue of experts that were computed without a cache slot and may get one.
+
+    In the order in which they were computed, each once.
+    """
 
     def __init__(self) -> None:
         self._layers: dict[int, int] = {}  # expert -> layer, the latest last
 
     def add(self, layer: int, experts: Iterable[int], most: int) -> None:
-        """Add the experts of a layer that were computed; no more than `most` are remembered."""
+        """Add a layer's computed experts to the candidates for a cache slot.
+
+        No more than `most` are remembered.
+        """
         for expert in experts if most else ():
             self._layers.pop(expert, None)
             self._layers[expert] = layer
@@ -28,11 +34,11 @@ class PromotionQueue:
                 del self._layers[next(iter(self._layers))]
 
     def remove(self, expert: int) -> None:
-        """Remove an expert, which needs no promotion now."""
+        """Remove an expert from the queue of promotions, since it needs none now."""
         self._layers.pop(expert, None)
 
     def latest(self) -> list[PromotionCandidate]:
-        """The experts to promote, those computed last first."""
+        """Return the experts to fetch into the cache, those computed last first."""
         return [
             PromotionCandidate(expert, layer) for expert, layer in reversed(self._layers.items())
         ]

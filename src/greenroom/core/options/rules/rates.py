@@ -1,4 +1,4 @@
-"""Rates of links and processors: a cost model, corrected by measurements while the model runs.
+"""Rates of links and processors: a cost model, corrected by measurements during a run.
 
 Seconds and bytes. The cost model is a machine's profile, or what was measured when the model was
 loaded. Each link and processor has a correction: a moving average of measured over expected times.
@@ -21,24 +21,26 @@ FADE = 0.99  # of a correction at each step that does not use the processor
 
 
 class Correction:
-    """A moving average of measured over expected times."""
+    """A correction of the cost model: a moving average of measured over expected times."""
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def add(self, expected: float, seconds: float) -> None:
-        """Add a sample that took `seconds` instead of `expected`."""
+        """Add a measured time, and the expected one, to a correction of the cost model."""
         if expected > 0 and seconds > 0:
             ratio = min(max(seconds / expected, self.value / LIMIT), self.value * LIMIT)
             self.value = DECAY * self.value + (1 - DECAY) * ratio
 
     def fade(self) -> None:
-        """Move towards 1, the cost model's own value, at a step without a sample."""
+        """Move a cost model's correction towards 1, at a step without a measurement."""
         self.value = 1 + FADE * (self.value - 1)
 
 
 class Rates:
-    """Rates of links (store to host memory to devices), of devices and of the host.
+    """Expected times of links, devices and the host, corrected by measurements.
+
+    The links are those from the store to host memory to devices.
 
     `costs.host` are the times of an expert of `expert_bytes` on the host; UsageError without them.
     `learn`: whether measurements correct the cost model.
@@ -55,7 +57,7 @@ class Rates:
         self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
 
     def set_costs(self, costs: Costs) -> None:
-        """Replace the cost model; corrections stay."""
+        """Replace the cost model of links and processors; measured corrections stay."""
         if costs.host is None or len(costs.links) != 2:
             raise UsageError(
                 "co-compute divides misses between a device and the host's processor: it needs"
@@ -66,15 +68,24 @@ class Rates:
     # ---- expected times
 
     def link(self, link: int, nbytes: float) -> float:
-        """Seconds for `nbytes` on a link; link 0 begins at the store."""
+        """Return the expected seconds of a transfer of bytes over a link.
+
+        `nbytes` on a link; link 0 begins at the store.
+        """
         return self._links[link].value * nbytes / self._costs.links[min(link, 1)].bandwidth
 
     def processor(self, device: int, rows: Iterable[int], nbytes: int) -> float:
-        """Seconds for experts of `nbytes` each, with `rows` tokens."""
+        """Return the seconds in which a processor is expected to compute an expert.
+
+        Experts have `nbytes` each, with `rows` tokens.
+        """
         return self._processors[device].value * self._expected(device, rows, nbytes)
 
     def miss(self, request: int, rows: int, nbytes: int, in_host: bool, device: int) -> Miss:
-        """A miss of `rows` tokens for an expert of `nbytes`, with its expected times."""
+        """Describe a missing expert by its expected transfer and computation times.
+
+        `rows` tokens for an expert of `nbytes`.
+        """
         read = 0.0 if in_host else self.link(0, nbytes)
         on_device, on_host = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
         return Miss(request, rows, read, self.link(1 + device, nbytes), on_device, on_host, device)
@@ -86,11 +97,14 @@ class Rates:
     # ---- measurements
 
     def chunk_started(self, link: int, lane: int, now: float) -> None:
-        """Note that a lane began a chunk."""
+        """Note when a link began to transfer a chunk, to measure its rate."""
         self._began[link, lane] = now
 
     def chunk_landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
-        """Add a sample of a chunk: its time since it began, or since the chunk before it."""
+        """Correct a link's rate by the time that a chunk took.
+
+        The time is since it began, or since the chunk before it.
+        """
         since = max(self._began.pop((link, lane)), self._landed[link])
         self._landed[link] = now
         if self._learn:
@@ -98,10 +112,13 @@ class Rates:
             self._links[link].add(nbytes / bandwidth, now - since)
 
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
-        """Add a sample of a group of experts that was computed in `seconds`."""
+        """Correct a processor's rate by the time that a group of experts took.
+
+        It was computed in `seconds`.
+        """
         if self._learn:
             self._processors[device].add(self._expected(device, rows, nbytes), seconds)
 
     def host_unused(self) -> None:
-        """Fade the host's correction after a step that leaves it nothing."""
+        """Fade the correction of the host's rate after a step without host computation."""
         self._processors[HOST].fade()

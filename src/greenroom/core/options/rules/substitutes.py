@@ -1,4 +1,6 @@
-"""Substitute experts: a miss may be computed with the resident expert most often chosen with it.
+"""Substitute experts: resident experts that are computed in place of missing ones.
+
+The substitute is the resident expert most often chosen with the missing one.
 
 BuddyMoE (Wang et al., 2025, section 3) assumes that experts which tokens choose together are alike,
 and replaces a miss by a cached *buddy*. The paper profiles a text beforehand; here choices are
@@ -18,7 +20,10 @@ from greenroom.core.pieces import Ints
 
 
 class Substitutes:
-    """Counts of how often two experts of a layer were chosen in one step. Ids are dense."""
+    """Counts of how often two experts of a layer were chosen together.
+
+    In one step; ids are dense.
+    """
 
     def __init__(self, offsets: Sequence[int]) -> None:
         self._offsets = tuple(offsets)
@@ -32,7 +37,9 @@ class Substitutes:
         self.counts[layer][np.ix_(local, local)] += 1
 
     def find(self, layer: int, expert: int, allowed: NDArray[np.bool_]) -> int:
-        """The `allowed` [E] expert of a layer that was chosen most often with this one.
+        """Find the substitute most often chosen together with an expert of a layer.
+
+        Only `allowed` [E] experts are considered.
 
         -1 where none ever was; the smallest id of several with the same count.
         """
