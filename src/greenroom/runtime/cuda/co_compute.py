@@ -62,7 +62,10 @@ class CoComputeKernel(Kernel):
     """GPU expert kernel that also has some experts computed on the host processor."""
 
     def __init__(self, kernel: Kernel, engine: Engine, slots: Slots) -> None:
-        """`slots` are in host memory; `engine` is the first device's."""
+        """Extend the device's kernel by computation on the host processor.
+
+        `slots` are in host memory; `engine` is the first device's.
+        """
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
         self._layers: dict[

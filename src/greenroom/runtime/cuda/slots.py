@@ -96,7 +96,10 @@ class DeviceSlots(SlotPool):
         )
 
     def _scratch_of(self, nbytes: int) -> Tensor:
-        """The calling thread's scratch memory; its copies end before its next call."""
+        """Return the calling thread's scratch memory on the device.
+
+        The thread's copies end before its next call.
+        """
         thread = threading.get_ident()
         scratch = self._scratch.get(thread)
         if scratch is None or scratch.numel() < nbytes:

@@ -37,7 +37,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.wait()
 
     def check_open(self) -> None:
-        """Raise ClosedError if the driver is closed or broken."""
+        """Raise ClosedError if the experts' driver is closed or broken."""
         if self.closed:
             raise ClosedError("the model was detached: load it again")
         if self.broken is not None:

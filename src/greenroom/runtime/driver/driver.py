@@ -1,4 +1,4 @@
-"""The driver runs the scheduler's actions as reads and computation, under one lock."""
+"""The driver, which executes the scheduler's actions as reads and computation of experts."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ class Driver:
             self._handle_locked(event)
 
     def _handle_locked(self, event: Event) -> None:
-        """Send the scheduler an event and execute its actions; the caller holds the lock."""
+        """Send the scheduler an event and execute its actions; the lock is held."""
         now = time.perf_counter()
         try:
             for action in self.scheduler.on(event, now):

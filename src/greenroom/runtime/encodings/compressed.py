@@ -1,4 +1,4 @@
-"""`ct_int4`: compressed-tensors' `pack-quantized` integers of 4 bits, symmetric.
+"""`ct_int4`: the symmetric 4-bit encoding `pack-quantized` of compressed-tensors.
 
 codes:  int32 [rows, columns / 8], eight values a word from the lowest bits up, stored plus 8: in
         memory the same bytes as `int4`'s

@@ -29,7 +29,7 @@ def available_bytes() -> int:
 
 
 def _cgroup_rooms() -> list[int]:
-    """Yield the free bytes of each cgroup of this process, v1 and v2.
+    """List the free bytes of each cgroup of this process, v1 and v2.
 
     Limit minus usage without page cache.
     """

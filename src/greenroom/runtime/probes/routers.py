@@ -1,4 +1,4 @@
-"""A model's routers: the modules that choose among its experts."""
+"""Search for a model's routers, the modules that choose experts for each token."""
 
 from __future__ import annotations
 

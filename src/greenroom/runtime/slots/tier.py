@@ -21,10 +21,10 @@ class Slots(Protocol):
     stride: int
 
     def address(self, slot: int) -> int:
-        """The address of a slot's first byte."""
+        """Return the address of a slot's first byte."""
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A view of one tensor of the expert in a slot."""
+        """Return a view of one tensor of the expert in a slot."""
 
 
 class SlotPool(Slots):
@@ -126,7 +126,7 @@ class MultiPoolTier:
                 mark([slots[i] // len(self.pools) for i in places])
 
     def trim(self, capacity: int) -> None:
-        """Resize all pools to room for `capacity` experts, or none if one of them fails."""
+        """Resize all slot pools to hold `capacity` experts, or none if one fails."""
         before = [pool.capacity for pool in self.pools]
         try:
             for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
