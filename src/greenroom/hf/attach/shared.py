@@ -81,7 +81,7 @@ def _above(path: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """Source of a tensor before the experts run: an argument of a module, or its output."""
+    """Source of a tensor before the experts run: a module's argument or output."""
 
     module: nn.Module
     output: bool

@@ -24,7 +24,7 @@ class TaskPins:
         driver.send(Pinned(pins.first))
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Note the start of a forward pass; a new prompt may be of another task."""
+        """Note the start of a forward pass; after a prompt, pin its task's experts."""
         if len(self._pins.tasks) == 1:
             return
         if request != self._request:

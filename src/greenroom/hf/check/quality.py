@@ -200,7 +200,10 @@ def _check_room(nbytes: int) -> None:
 
 
 def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
-    """Logits [n - 1, V] after each token of a window but the last; `step` tokens a pass."""
+    """Return the logits [n - 1, V] after a window's n tokens but the last.
+
+    Each pass has `step` tokens.
+    """
     return logits_of(model, torch.tensor([window], device=model.device).split(step, dim=1))[:-1]
 
 

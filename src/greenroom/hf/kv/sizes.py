@@ -175,7 +175,7 @@ def _layer(layer: Any, block: int) -> LayerSize:
 
 
 def _by_config(model: PreTrainedModel) -> list[LayerSize]:
-    """The layers' sizes from the config, as full attention: keys and values of heads x width."""
+    """Return the sizes of KV cache layers by the config, as full attention."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Stage 5 of loading: load the dense parts, and attach a cache in the remaining memory."""
+"""Stage 5 of loading: load the dense weights, attach the expert cache."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
-    """Bytes of an expert, and of a layer's share of the dense parts, for simulated machines.
+    """Return the bytes of an expert and of a layer's dense parts, for simulated machines.
 
     The input embedding does not count: a token reads one row of it.
     """
@@ -131,7 +131,7 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
 def _meta(
     name: str, prompts: Sequence[Prompt], sampling: SamplingConfig, recording: RecordConfig
 ) -> dict[str, Any]:
-    """Metadata of the trace; an earlier journal is continued only if all of it is equal."""
+    """Return a trace's metadata; a journal is continued only if all are equal."""
     contents = json.dumps([[prompt.content, prompt.label] for prompt in prompts])
     return {
         "model": name,

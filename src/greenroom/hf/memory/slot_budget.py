@@ -1,4 +1,4 @@
-"""Share one memory budget between expert slots and KV cache: slots shrink as the cache grows.
+"""Share one memory budget: expert slots shrink as the KV cache grows.
 
 The tokens of a pass's context are known before it runs. Their memory is taken from the slots a
 block of tokens at a time, before the pass; so memory stays inside the budget, and a conversation
