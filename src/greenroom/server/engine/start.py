@@ -14,7 +14,7 @@ BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 
 
 def overhead_bytes(context: int, serve: ServeConfig) -> int:
-    """Return the memory that requests take outside of the model; `--memory` includes it."""
+    """Return the bytes that HTTP requests need outside of the model, as part of `--memory`."""
     body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
     text = min(body, context * TEXT_CHARS)
     return WORKER_BYTES + text * TEXT_BYTES + BODIES * body * BODY_BYTES
@@ -28,7 +28,7 @@ def start(
     journal: Journal | None = None,
     verbose: bool = False,
 ) -> ContinuousEngine:
-    """Start an engine that serves `source` once its state is "ready".
+    """Start an engine that serves the model `source` once its state is "ready".
 
     `source` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `journal` records every
     pass, so that it can be computed again.

@@ -1,1 +1,1 @@
-"""Shared HTTP parts of all APIs: bodies, errors, streams, the log, metrics."""
+"""HTTP parts that all APIs share: bodies, errors, streams, the log, metrics."""

@@ -36,7 +36,10 @@ LEAVE_S = 5.0  # longest wait for cancelled answers to end
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job for the engine: `n` answers to each prompt; `plain` reads them as text alone."""
+    """A client's request as a job for the engine: `n` answers to each prompt.
+
+    `plain` reads the answers as text alone.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -51,7 +54,7 @@ class Job:
     one_call: bool = False
 
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> AnswerReader:
-        """Make the reader of the answer with this index."""
+        """Make the reader of the answer with the index `index`."""
         if self.plain or (self.grammar is not None and self.tools is None):
             speaker = ReplyParser(dialogue)
         else:
@@ -64,7 +67,7 @@ class Job:
 async def start_answers(
     service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
 ) -> AnswerStream:
-    """Make the job on a worker thread, and submit its requests to the engine.
+    """Make an HTTP request's job on a worker thread, and submit it to the engine.
 
     Raises Busy, TooLong, UsageError, ApiError.
     """
@@ -79,7 +82,7 @@ async def start_answers(
 
 
 class AnswerStream:
-    """Streams the answers of all choices of one request as they are computed."""
+    """Streams the answers to one HTTP request as they are computed."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class AnswerStream:
         self._unfinished = self._delivered = self._tokens = 0
 
     def submit(self) -> None:
-        """Submit all requests to the engine, or none."""
+        """Submit all of an HTTP request's answers to the engine, or none."""
         try:
             for index in range(self.count):
                 self._tickets.append(
@@ -137,14 +140,14 @@ class AnswerStream:
         )
 
     def _post_event(self, index: int, event: Event) -> None:
-        """Queue an event. Called in the engine's thread."""
+        """Queue an event of an answer. Called in the engine's thread."""
         if isinstance(event, Finished):
             self._service.metrics.observe_answer(event)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerDelta | AnswerEnd]]:
-        """Yield (index of the answer, its next part). Raises ApiError if an answer fails."""
+        """Yield (index of an answer, the answer's next part). ApiError if an answer fails."""
         while self._unfinished:
             index, event = await self._next()
             if isinstance(event, PromptTokens):
@@ -169,7 +172,9 @@ class AnswerStream:
             yield index, end
 
     async def _next(self) -> tuple[int, Event]:
-        """Return the next event; after every `TURN` events other tasks get a turn.
+        """Return the next event of the answers, and let other tasks run in between.
+
+        Other tasks get a turn after every `TURN` events.
 
         The first choice of a prompt scores it for the others, whose events wait for that.
         """
@@ -204,12 +209,15 @@ class AnswerStream:
             raise ApiError(503, "the server is stopping", retry_after_s=30)
 
     def cancel(self) -> None:
-        """Cancel all answers that have not ended."""
+        """Cancel all of an HTTP request's answers that have not ended."""
         for ticket in self._tickets:
             ticket.cancel()
 
     async def cancel_and_wait(self) -> None:
-        """Cancel, and wait until the answers have ended, so that the log has their counts."""
+        """Cancel an HTTP request's answers, and wait until they have ended.
+
+        So the log has their counts.
+        """
         self.cancel()
 
         async def drain() -> None:

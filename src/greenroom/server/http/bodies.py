@@ -1,4 +1,4 @@
-"""Request bodies: bounded while they are read, then checked against an API's types."""
+"""HTTP request bodies: bounded while they are read, then checked against an API's types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read(request: Request, model: type[Body], limit: int, budget: BodyBudget) -> Body:
-    """Read the request's body, of at most `limit` bytes, as a `model`, or raise ApiError.
+    """Read an HTTP request's body, of at most `limit` bytes, or raise ApiError.
+
+    The body is parsed as a `model`.
 
     It takes memory of `budget` until the request ends.
     """
@@ -77,7 +79,9 @@ async def _collect(request: Request, limit: int, budget: BodyBudget) -> bytes:
 
 
 class BodyBudget:
-    """Budget in bytes for all request bodies together; only the event loop uses it.
+    """Budget in bytes for all HTTP request bodies together.
+
+    Only the event loop uses the budget.
 
     A body's objects take several times as much while it is parsed, checked and prepared.
     """
@@ -86,7 +90,10 @@ class BodyBudget:
         self._free = nbytes
 
     def take(self, record: RequestRecord, nbytes: int) -> None:
-        """Take bytes for a part of a request's body, until the request ends. Or raise Busy."""
+        """Take bytes of the budget for a part of a request's body, or raise Busy.
+
+        The bytes are taken until the request ends.
+        """
         before = record.body_bytes
         record.body_bytes += nbytes
         nbytes = max(0, record.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
@@ -119,7 +126,7 @@ def _has_room(data: bytes) -> bool:
 
 
 def parse(model: type[Body], data: bytes) -> Body:
-    """Parse JSON as a `model`. ApiError names the first wrong parameter."""
+    """Parse a request's JSON as a `model`. ApiError names the first wrong parameter."""
     check_parts(data)
     try:
         return model.model_validate_json(data)
@@ -131,7 +138,7 @@ def parse(model: type[Body], data: bytes) -> Body:
 
 
 def _mistake(error: Any, fields: Container[str]) -> ApiError:
-    """Describe one mistake as an ApiError; the message begins with the parameter."""
+    """Describe one mistake in a request as an ApiError; the message begins with the parameter."""
     param = ".".join(part for each in error["loc"] if not (part := str(each)).startswith(TAG))
     kind, what, about = error["type"], error["msg"], error.get("ctx", {})
     code = "invalid_value"

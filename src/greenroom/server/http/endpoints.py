@@ -1,4 +1,4 @@
-"""The route of an API: read a request, run it, send one JSON object or a stream."""
+"""The HTTP route of an API: read a request, run it, send the response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.server.http.streams import EventStream, end_with_error, event, re
 
 
 class ResponseBuilder:
-    """Builds responses in the form of an API: a stream of parts, or one object."""
+    """Builds HTTP responses in an API's format: a stream of parts, or one object."""
 
     def __init__(self, service: Service, body: Any, answers: AnswerStream) -> None:
         self._model, self._body, self._answers = service.name, body, answers
@@ -26,19 +26,19 @@ class ResponseBuilder:
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """Return the complete response, once all parts are there."""
+        """Return the complete response as one object, once all parts are there."""
         raise NotImplementedError
 
     def event(self, data: dict[str, Any]) -> bytes:
-        """Encode a part as a server-sent event."""
+        """Encode a part of a response as a server-sent event."""
         return event(data, data["type"])
 
     def closing_events(self) -> bytes:
-        """Return the events after the last part."""
+        """Return the server-sent events after the last part of a response."""
         return b""
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that failed."""
+        """Return the last server-sent event of a stream that failed."""
         raise NotImplementedError
 
     async def complete_result(self) -> dict[str, Any]:
@@ -56,7 +56,10 @@ class ResponseBuilder:
 def route(
     service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
-    """Make the route POST `path` with a body of `model`; OpenAPI's document calls it `name`."""
+    """Make the HTTP route POST `path`, whose body is a `model`.
+
+    OpenAPI's document calls the route `name`.
+    """
     routes = APIRouter()
 
     @routes.post(path, name=name, openapi_extra=openapi_body(model))

@@ -1,4 +1,4 @@
-"""Errors as clients see them, in the format of the API that they called.
+"""Errors as HTTP clients see them, in the format of the API that they called.
 
 Internal messages may name files: clients get the kind of error, and the log has the rest.
 """
@@ -38,7 +38,7 @@ CLIENT, SERVER = "invalid_request_error", {"openai": "server_error", "anthropic"
 
 
 class ApiError(GreenroomError):
-    """An HTTP error response.
+    """An error that a client gets as an HTTP response.
 
     `param` names the wrong parameter, `code` is OpenAI's error code if it has one; `close` ends the
     connection, so that the rest of the request is not read.
@@ -70,7 +70,7 @@ class ApiError(GreenroomError):
         return headers
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """Return the response's body, in the format of the API with this path."""
+        """Return an HTTP error response's body, in the format of the API with this path."""
         if path.startswith(ANTHROPIC_PATH):
             kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
             error = {"type": kind, "message": str(self)}

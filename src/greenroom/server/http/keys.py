@@ -1,4 +1,4 @@
-"""The API key, and the addresses that need none."""
+"""The API key of the server, and the addresses that need none."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_address(host: str, key: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Is an address reachable from this machine only?"""
+    """Is a network address reachable from this machine only?"""
     if host == "localhost":
         return True
     try:

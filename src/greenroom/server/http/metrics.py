@@ -23,7 +23,7 @@ QUEUED_S = (0.001, 0.01, 0.1, 1, 10, 100)
 
 
 class Metrics:
-    """Metrics of one server and its engine, in their own registry."""
+    """Prometheus metrics of one server and its engine, in their own registry."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,7 +49,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Collects the engine's statistics as metrics; missing numbers are left out."""
+    """Collects the engine's statistics as Prometheus metrics; missing numbers are left out."""
 
     def __init__(self, engine: ContinuousEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -69,7 +69,10 @@ class EngineCollector(Collector):
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
-    """Yield the metrics of one snapshot (see `ContinuousEngine.stats`) that it has values for."""
+    """Yield the Prometheus metrics for which the engine's statistics have values.
+
+    `stats` is a result of `ContinuousEngine.stats`.
+    """
     for kind, name, path, label, text in METRICS:
         family = kind(f"greenroom_{name}", text, labels=[label] if label else [])
         for labels, value in _values(stats, path, label):
@@ -79,7 +82,10 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
 
 
 def _values(stats: dict[str, Any], path: str, label: str) -> list[tuple[list[str], float]]:
-    """Return (labels, value) at a path: of a number, of each row, or of a table's counts."""
+    """Return the labels and values of a metric from the engine's statistics.
+
+    The value at `path` is a number, a list of rows, or a table of counts.
+    """
     value: Any = stats
     for part in path.split("."):
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Parameters that several APIs share, typed so strictly that none is ignored silently.
+"""Request parameters that several APIs share, so strictly typed that none is silently ignored.
 
 A parameter that this server does not support accepts its neutral value only: `None`, or a literal.
 Labels of a request (user, metadata) change no answer, and are accepted.
@@ -37,13 +37,13 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 class StrictModel(BaseModel):
-    """A strict model: no conversions, no further fields, no NaN."""
+    """A strict Pydantic model: no conversions, no further fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 def _strings(value: Any) -> Any:
-    """Validate one string or several."""
+    """Validate the stop strings of a request: one or several."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError("stop must be a string, or a list of strings, none of them empty")
@@ -62,7 +62,7 @@ Stop = Annotated[
 
 
 def _biases(value: Any) -> Any:
-    """Validate {"token id": bias}."""
+    """Validate the parameter logit_bias: {"token id": bias}."""
     if not isinstance(value, dict) or len(value) > 1024:
         raise ValueError("logit_bias must be an object of at most 1024 token ids")
     pairs = []
@@ -89,7 +89,9 @@ LogitBias = Annotated[
 
 
 def text_validator(types: tuple[str, ...]) -> Any:
-    """Make a validator of a string, or a list of text parts to be joined.
+    """Make a validator of a string, or of a list of text parts.
+
+    The text parts are joined.
 
     `types` are the API's names of text parts.
     """
@@ -131,12 +133,12 @@ Text = Annotated[str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(tex
 
 
 def tag(name: str) -> Tag:
-    """Tag one type of a union (see `by_type`). Errors do not show tags."""
+    """Tag one type of a Pydantic union (see `by_type`). Errors do not show tags."""
     return Tag(TAG + name)
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Make a discriminator that distinguishes the types of a union by "type"."""
+    """Make a discriminator that distinguishes the types of a Pydantic union by "type"."""
 
     def tag_of(value: Any) -> str | None:
         kind = value.get("type", default) if isinstance(value, dict) else None
@@ -154,12 +156,15 @@ class ToolChoice:
 
     @property
     def forced(self) -> bool:
-        """Must the answer be a call?"""
+        """Must the answer be a tool call?"""
         return self.kind in ("required", "named")
 
 
 def tool_choice_validator(named: Any) -> PlainValidator:
-    """Make a validator of OpenAI's tool_choice; `named` is the API's form of a function."""
+    """Make a validator of the parameter tool_choice of OpenAI's APIs.
+
+    `named` is the API's form of a function.
+    """
     form = Literal["auto", "none", "required"] | named
     adapter: TypeAdapter[Any] = TypeAdapter(form)
 
@@ -182,7 +187,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingParams(StrictModel):
-    """Sampling parameters, by the names of OpenAI, vLLM and others."""
+    """Sampling parameters of HTTP requests, by the names of OpenAI, vLLM and others."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -202,7 +207,7 @@ class SamplingParams(StrictModel):
 
 
 class OpenAIRequest(SamplingParams):
-    """Parameters of all of OpenAI's APIs."""
+    """Parameters that requests of all of OpenAI's APIs have."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -213,7 +218,7 @@ class OpenAIRequest(SamplingParams):
 
 
 class CompletionParams(OpenAIRequest):
-    """Parameters of completions and chat completions."""
+    """Parameters that both completions and chat completions have."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
@@ -227,7 +232,7 @@ class CompletionParams(OpenAIRequest):
 
 
 class ConversationParams(OpenAIRequest):
-    """Parameters of chat completions and responses."""
+    """Parameters that both chat completions and responses have."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -254,7 +259,7 @@ class Function(StrictModel):
     strict: bool | None = None
 
     def template_tool(self) -> dict[str, Any]:
-        """Return the function in the form that chat templates take."""
+        """Return a tool's function in the form that chat templates take."""
         function = {
             "name": self.name,
             "description": self.description or "",
@@ -270,7 +275,7 @@ class FunctionType(StrictModel):
 
 
 class NamedFunction(FunctionType):
-    """A function's name in the form of the responses API."""
+    """A function's name in the form of OpenAI's responses API."""
 
     name: str
 

@@ -35,7 +35,7 @@ class RequestRecord:
     error: str | None = None
 
     def add_answer(self, finished: Finished) -> None:
-        """Add an answer that has ended."""
+        """Add an ended answer to the record of an HTTP request."""
         self.finished.append(finished)
         self.new_tokens += finished.new_tokens
 
@@ -45,7 +45,7 @@ class RequestRecord:
             self.at_end.pop()()
 
     def facts(self) -> dict[str, object]:
-        """Return the log record of the request as JSON values, times in seconds."""
+        """Return the log record of an HTTP request as JSON values, times in seconds."""
         facts: dict[str, object] = {
             "id": self.id,
             "method": self.method,
@@ -76,20 +76,23 @@ class RequestRecord:
 
 
 def tokens_per_s(finished: Finished) -> float | None:
-    """Return the tokens a second of decoding, without the prompt."""
+    """Return an answer's decoded tokens per second, without the prompt."""
     tpot = tpot_s(finished)
     return 1 / tpot if tpot else None
 
 
 def tpot_s(finished: Finished) -> float | None:
-    """Return the mean time between tokens; None with fewer than two."""
+    """Return the mean time between an answer's tokens; None with fewer than two."""
     if finished.ttft_s is None or finished.new_tokens < 2:
         return None
     return max(0.0, finished.duration_s - finished.ttft_s) / (finished.new_tokens - 1)
 
 
 class RequestLog:
-    """Writes one line for each request, as text or JSON; by default to standard error."""
+    """Writes one log line for each HTTP request, as text or JSON.
+
+    The default of `write` writes to standard error.
+    """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
         self._json = form == "json"
@@ -102,11 +105,14 @@ class RequestLog:
         self._emit(facts, _text(facts))
 
     def log_message(self, message: str) -> None:
-        """Log a message about the server."""
+        """Write a message about the server to the request log."""
         self._emit({"time": _now(), "message": message}, message)
 
     def log_failure(self, name: str, error: BaseException) -> None:
-        """Log an error with its traceback; `name` is a request's id, or a module."""
+        """Write an error with its traceback to the request log.
+
+        `name` is a request's id, or a module.
+        """
         what = "".join(traceback.format_exception(error)).rstrip()
         now = _now()
         self._emit({"time": now, "id": name, "traceback": what}, f"{now} {name} failed:\n{what}")

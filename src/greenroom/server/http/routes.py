@@ -1,4 +1,4 @@
-"""Helpers of the routes of all APIs."""
+"""Helpers of the HTTP routes of all APIs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return `openapi_extra` of a route whose body is a `model`."""
+    """Return OpenAPI's description of a route whose body is a `model`."""
     schema = {"$ref": REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, service: Service, model: type[Body]) -> Body:
-    """Read and check a request's body; ApiError if it asks for another model."""
+    """Read and check an HTTP request's body; ApiError if the request names another model."""
     body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
         service.check_model(name)

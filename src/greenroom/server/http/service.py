@@ -1,4 +1,4 @@
-"""Service: one engine with its limits, metrics and log, shared by all requests."""
+"""The service that all HTTP requests share: one engine with its limits, metrics and log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """An engine with its limits, metrics and log. `key`: the API key of clients, if any."""
+    """An engine with its limits, metrics and log, for all HTTP requests.
+
+    `key` is the API key of clients, if any.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Service:
         self._lock = threading.Lock()
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError 404 if a client asks for another model than this one."""
+        """Raise ApiError 404 if a client asks for a model that is not served."""
         if name != self.name:
             raise ApiError(
                 404,
@@ -67,7 +70,7 @@ class Service:
         record: RequestRecord,
         discard: Callable[[Result], object] = lambda result: None,
     ) -> Result:
-        """Run `make` on a worker thread. Raises Busy if too many requests wait for one.
+        """Run a request's preparation `make` on a worker thread. Busy if too many requests wait.
 
         ApiError 503 while the model loads, 504 if the request's time is over. Tokenizers and
         grammars take long over large requests; neither the event loop nor small requests wait for
@@ -108,7 +111,7 @@ class Service:
         return self._workers.submit(self._contained, lambda dialogue: dialogue)
 
     def dialogue(self) -> Dialogue:
-        """Return the model's dialogue once it is loaded; ApiError 503 before."""
+        """Return the loaded model's chat template and parsers; ApiError 503 before loading ends."""
         state, progress, _ = self.engine.state()
         if state == "loading":
             raise ApiError(503, f"the model is loading ({progress:.0%})", retry_after_s=5)

@@ -1,4 +1,4 @@
-"""Responses: server-sent events or one object, cancelled if the client disconnects."""
+"""HTTP responses: server-sent events or one object, cancelled if the client disconnects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def _contained(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
+    """Wait until the HTTP client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -75,7 +75,7 @@ async def end_with_error(
     record: RequestRecord,
     error_event: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
-    """Yield events; if they fail, the last one is an error in the API's format."""
+    """Yield server-sent events; if they fail, the last one is an error."""
     broken: list[GreenroomError] = []
     with contain_errors(broken.append):
         async for data in events:
@@ -89,7 +89,7 @@ async def end_with_error(
 
 
 class EventStream(StreamingResponse):
-    """Streams events to a client; at any end it cancels the answers."""
+    """Streams server-sent events to a client; at any end the stream cancels the answers."""
 
     def __init__(
         self, events: AsyncIterator[bytes], answers: AnswerStream, record: RequestRecord

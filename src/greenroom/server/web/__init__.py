@@ -1,1 +1,1 @@
-"""The app, its middleware, and the socket that it is served on."""
+"""The server's ASGI app, its middleware, and the socket that serves the app."""

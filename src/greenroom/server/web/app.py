@@ -1,4 +1,4 @@
-"""The ASGI app: all APIs over one engine.
+"""The ASGI app: all HTTP APIs over one engine.
 
 app = create_app(Service(engine, config, "demo"))
 """
@@ -34,7 +34,7 @@ APIS = (chat, completions, responses, messages, operations)
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Make the app: all routes, behind the key check, request ids and the log."""
+    """Make the ASGI app: all routes, behind the key check, request ids and the log."""
     app: ASGIApp = CheckMiddleware(api(service), KeyCheck(service.key, service.config.host))
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
@@ -45,7 +45,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def api(service: Service) -> FastAPI:
-    """Make the routes, with errors in the format of their API."""
+    """Make the routes of one API, with errors in that API's format."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +77,10 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of bodies, which FastAPI does not read."""
+    """Return the OpenAPI document, with the schemas of request bodies.
+
+    FastAPI does not read these schemas.
+    """
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         models = [(model, "validation") for each in APIS for model in each.BODIES]

@@ -30,7 +30,7 @@ END = b"\r\n\r\n"  # of heads and of trailers
 
 
 class LingeringTransport:
-    """A transport that reads on for a while after `close`.
+    """A transport that reads on after `close`, so that clients get the response.
 
     A socket that is closed with unread bytes is reset, and the client loses the response. So the
     response is followed by the end of the stream, and further input is discarded, within
@@ -54,20 +54,20 @@ class LingeringTransport:
         self.discard_rest()
 
     def discard_rest(self) -> None:
-        """Discard input from here on, within the bounds of bytes and time."""
+        """Discard a connection's further input, within the bounds of bytes and time."""
         self._transport.resume_reading()
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._seconds, self.abort)
 
     def stop_discarding(self) -> None:
-        """Stop discarding: the request has ended, or the connection is lost."""
+        """Stop discarding input: the request has ended, or the connection is lost."""
         self._discarded = 0
         if self._due is not None:
             self._due.cancel()
             self._due = None
 
     def discard(self, nbytes: int) -> None:
-        """Count received bytes while input is discarded; abort above the bound."""
+        """Count received bytes while a connection's input is discarded; abort above the bound."""
         self._discarded += nbytes if self._due is not None else 0
         if self._discarded > LINGER_BYTES:
             self.abort()
@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
             self._head_due = self.loop.call_later(self.head_s, self._give_up)
 
     def _is_unread(self) -> bool:
-        """Is the client likely to be writing still?"""
+        """Is the HTTP client likely to be writing still?"""
         return self._refusal is not None or not self._in_head or bool(self._pipelined)
 
     # ---- from the client
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
             self._read(self._pipelined + data)
 
     def _read(self, data: bytes) -> None:
-        """Parse up to the end of the request that is to be answered first."""
+        """Parse received bytes up to the end of the request that must be answered first."""
         self._pipelined, at = b"", 0
         while at < len(data) and not self.transport.is_closing():
             if self._in_head and self.cycle is not None and not self.cycle.response_complete:
@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(ApiError(431, f"the head of the request is larger than {most}"))
 
     def _end_of_part(self, data: bytes, at: int) -> int:
-        """Return where the part that begins at `at` ends, which the parser gets next.
+        """Return where the part of the input that the parser gets next ends.
 
         It ends with the head, the body of a given length, or the trailers, at the latest.
         """
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"chunk extensions and trailers are larger than {most}"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer in place of the app, in the format of the API that was called, and close."""
+        """Answer a request with an error in place of the app, and close the connection."""
         self._refusal = error
         self._stop_waiting_for_head()
         if self._in_app:  # its body is not valid
@@ -211,7 +211,10 @@ class Connection(HttpToolsProtocol):
         self._in_app = True
 
     def _take_host(self) -> None:
-        """Take the host of an absolute target in place of the Host header (RFC 9112, 3.2)."""
+        """Take the host of an absolute request target in place of the Host header.
+
+        Source: RFC 9112, 3.2.
+        """
         url = httptools.parse_url(self.url)
         if url.host is None:
             return

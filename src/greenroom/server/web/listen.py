@@ -42,7 +42,7 @@ def _why(host: str, port: int, error: OSError) -> str:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return a socket's URL for clients on this machine."""
+    """Return a listening socket's URL for clients on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests; give running answers the grace period, then end them."""
+        """Accept no more requests; give running answers the grace period, then end them."""
         engine, grace = self._service.engine, self._service.config.grace
         stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop, grace))
         await super().shutdown(sockets)
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(service: Service) -> Server:
-    """Make a server; it does not run yet."""
+    """Make uvicorn's server for the app; it does not run yet."""
     config = uvicorn.Config(
         create_app(service),
         loop="asyncio",
@@ -107,7 +107,7 @@ def make_server(service: Service) -> Server:
 
 
 def serve(service: Service, sock: socket.socket, each_tick: Callable[[], None]) -> None:
-    """Serve until a signal comes, calling `each_tick` ten times a second.
+    """Serve HTTP until a signal comes, calling `each_tick` ten times a second.
 
     An exception of `each_tick` ends the server, and is raised from here.
     """

@@ -23,7 +23,7 @@ OPEN = ("/health",)  # paths that need no key, for process supervisors
 
 
 class LoggingMiddleware:
-    """Gives every request an id and a line in the log, and answers unexpected errors."""
+    """Gives every HTTP request an id and a log line, and answers unexpected errors."""
 
     def __init__(self, app: ASGIApp, log: RequestLog) -> None:
         self._app, self._log = app, log
@@ -60,7 +60,7 @@ class LoggingMiddleware:
 
 
 class CheckMiddleware:
-    """Answers a request with the error that `check` returns for its head, if any."""
+    """Answers an HTTP request with the error that `check` returns for its head, if any."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> None:
         self._app, self._check = app, check
@@ -74,7 +74,10 @@ class CheckMiddleware:
 
 
 def head_error(scope: Scope) -> ApiError | None:
-    """Return an error if a head breaks HTTP/1.1 (RFC 9112), or needs unsupported features."""
+    """Return an error if a request's head breaks HTTP/1.1, or needs unsupported features.
+
+    Source: RFC 9112.
+    """
     headers, version = Headers(scope=scope), scope["http_version"]
     if len(headers) > MOST_FIELDS:
         return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
@@ -92,7 +95,9 @@ def head_error(scope: Scope) -> ApiError | None:
 
 
 class KeyCheck:
-    """Checks the API key. Without one, only a Host header that names this machine is accepted.
+    """Checks the API key of HTTP requests, or without a key, their Host header.
+
+    Without a key, only a Host header that names this machine is accepted.
 
     Foreign web pages reach servers on loopback under other host names (DNS rebinding).
     """
@@ -132,17 +137,17 @@ class KeyCheck:
 
 
 def _digest(key: str) -> bytes:
-    """Return a digest of fixed length, so that comparing takes constant time."""
+    """Return an API key's digest of fixed length, so that comparing takes constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an error in the format of the API that was called."""
+    """Send an error to the client in the format of the API that was called."""
     await response(error, scope)(scope, receive, send)
 
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:
-    """Make an error response in the API's format; record it for the log."""
+    """Make an HTTP error response in the API's format; record it for the log."""
     record: RequestRecord = scope["state"]["record"]
     record.error = str(error)
     return JSONResponse(error.body(scope["path"], record.id), error.status, error.headers)

@@ -1,1 +1,1 @@
-"""Sampling: logits to tokens; reading: tokens to the text of an answer."""
+"""Sampling of tokens from logits, and reading of tokens as an answer's text."""

@@ -27,7 +27,7 @@ BOUNDS: dict[str, Any] = {
 
 
 def limits() -> Any:
-    """Return the bounds of one grammar as an object of llguidance."""
+    """Return llguidance's bounds on the size of one grammar."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**BOUNDS)
@@ -41,7 +41,10 @@ def reason(error: str) -> str:
 
 
 class Grammars:
-    """Compiles grammars over one model's tokens. The vocabulary is read at first use."""
+    """Compiles llguidance grammars over one model's tokens.
+
+    The vocabulary is read at first use.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, end_ids
@@ -50,12 +53,12 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes seconds of all threads where it is large."""
+        """Read the tokenizer's vocabulary, which takes seconds of all threads where it is large."""
         with contextlib.suppress(UsageError, ImportError):  # the first request gets this error
             self._tokens()
 
     def __call__(self, grammar: str) -> Grammar:
-        """Compile a grammar. UsageError if it is not valid, or llguidance is missing.
+        """Compile a grammar. UsageError if the grammar is not valid, or llguidance is missing.
 
         Also a UsageError if llguidance cannot read the tokenizer.
         """
@@ -73,7 +76,7 @@ class Grammars:
         return matcher
 
     def _check_begins(self, matcher: Any) -> None:
-        """Raise UsageError if no first token is possible, as with a self-referring schema."""
+        """Raise UsageError if a grammar allows no first token, as with a self-referring schema."""
         try:
             Grammar(matcher.deep_copy(), self._vocabulary).allowed(self._vocabulary)
         except UsageError:
@@ -98,14 +101,14 @@ class Grammars:
 
 
 class Grammar:
-    """The state of one answer in its grammar."""
+    """The state of one answer in the grammar that the answer must follow."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def allowed(self, count: int) -> Tensor:
-        """Return a mask [count] of the tokens that may come next. UsageError if none may."""
+        """Return a mask [count] of the tokens that a grammar allows next. UsageError if none."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:count].astype(bool)
         mask = np.zeros(count, bool)
@@ -115,10 +118,10 @@ class Grammar:
         return torch.from_numpy(mask)
 
     def take(self, token: int) -> None:
-        """Advance by a chosen token."""
+        """Advance a grammar's state by a chosen token."""
         self._matcher.consume_token(token)
 
     @property
     def over(self) -> bool:
-        """Is the grammar complete, so that nothing can follow?"""
+        """Is the answer's grammar complete, so that nothing can follow?"""
         return bool(self._matcher.is_stopped())

@@ -13,7 +13,10 @@ if TYPE_CHECKING:  # the chat with a remote server needs no transformers
 
 
 class ReplyDecoder(Protocol):
-    """Turns tokens into text, reasoning and tool calls: see `Dialogue.reply_parser`."""
+    """Turns an answer's tokens into text, reasoning and tool calls.
+
+    See `Dialogue.reply_parser`.
+    """
 
     def feed(self, token_id: int) -> list[ReplyPart]: ...
 
@@ -22,7 +25,7 @@ class ReplyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The next part of an answer, and its tokens."""
+    """The next part of an answer: its text, reasoning or tool call, and its tokens."""
 
     text: str = ""
     reasoning: str = ""
@@ -33,7 +36,10 @@ class AnswerDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The end of an answer. `reason`: stop, length, or tool_calls; `stop`: its stop string."""
+    """The end of an answer: why the answer ended, and its stop string.
+
+    `reason` is stop, length, or tool_calls; `stop` is the stop string.
+    """
 
     reason: str
     stop: str | None
@@ -42,7 +48,10 @@ class AnswerEnd:
 
 
 class AnswerReader:
-    """Reads one answer. Once `stopped`, further tokens are not needed."""
+    """Reads one answer's tokens as parts for clients.
+
+    Once `stopped`, further tokens are not needed.
+    """
 
     def __init__(
         self,
@@ -60,7 +69,7 @@ class AnswerReader:
         self.stopped = False
 
     def feed(self, token: Token) -> list[AnswerDelta]:
-        """Return the parts that a token adds. A token that ends the answer adds none."""
+        """Return the parts of an answer that a token adds; an ending token adds none."""
         if self.stopped:
             return []
         if token.id not in self._end_ids:
@@ -68,7 +77,7 @@ class AnswerReader:
         return self._deltas(self._speaker.feed(token.id))
 
     def end(self, finished: Finished) -> tuple[list[AnswerDelta], AnswerEnd]:
-        """Return the parts that were held back, and how the answer ended."""
+        """Return the parts of an answer that were held back, and how the answer ended."""
         deltas = [] if self.stopped else self._deltas(self._speaker.end())
         if not self.stopped:
             deltas += self._show(self._stops.flush())
@@ -123,7 +132,7 @@ class StopMatcher:
         self._pending = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be shown, and a stop string that follows it."""
+        """Return the answer's text that may be shown, and a stop string that follows it."""
         text = self._pending + text
         matches = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if matches:

@@ -29,7 +29,10 @@ LEAST_PENALTY = 0.01  # of repetition; a smaller one makes every repeated token 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sampling settings of a request, completed by the model's. Temperature 0 is greedy."""
+    """Sampling settings of a request, completed by the model's generation config.
+
+    Temperature 0 is greedy.
+    """
 
     temperature: float
     top_p: float
@@ -72,7 +75,7 @@ class Settings:
 
 
 def check(sampling: Sampling) -> None:
-    """Raise UsageError, which names the setting, for an invalid value."""
+    """Raise UsageError, which names the setting, for an invalid sampling setting."""
     _within("temperature", sampling.temperature, 0, 100)
     _within("top_p", sampling.top_p, 0, 1, above=True)
     _within("top_k", sampling.top_k, 0, 1 << 31)
@@ -93,7 +96,7 @@ def _within(
 
 
 class Sampler:
-    """Chooses the tokens of one request.
+    """Chooses the tokens of one request from the model's logits.
 
     `defaults` is the model's generation config, `vocabulary` the number of logits. UsageError for
     an invalid setting.
@@ -140,7 +143,7 @@ class Sampler:
 
     @property
     def over(self) -> bool:
-        """Is the grammar complete, so that nothing can follow?"""
+        """Is the request's grammar complete, so that nothing can follow?"""
         return self._grammar is not None and self._grammar.over
 
     def _token(self, chosen: int, logits: Tensor) -> Token:
@@ -207,7 +210,7 @@ def _cut(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def _check_finite(logits: Tensor) -> None:
-    """Raise NotFinite if no token can be chosen. A token of -inf is allowed: it is excluded."""
+    """Raise NotFinite if the logits leave no token to choose. A token of -inf is excluded."""
     largest = float(logits.max())  # NaN if any of them is
     if not math.isfinite(largest):
         what = "NaN" if math.isnan(largest) else f"{largest:+} as the largest"

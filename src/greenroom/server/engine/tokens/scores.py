@@ -20,7 +20,7 @@ MOST = 100  # likeliest tokens of each place
 
 
 class PromptScores:
-    """Collects the scores of one prompt, over several passes.
+    """Collects the log-probabilities of one prompt's tokens, over several forward passes.
 
     `vocabulary` logits of `itemsize` bytes follow each token; `top` is the number of likeliest
     tokens at each place. UsageError if `top` is out of range.
@@ -35,7 +35,7 @@ class PromptScores:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all scores."""
+        """Drop all log-probabilities of the prompt."""
         self.tokens = [Token(self._ids[0])]  # has no score
 
     def add(self, logits: Tensor, first: int) -> None:
