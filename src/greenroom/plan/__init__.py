@@ -1,1 +1,1 @@
-"""Plans: settings of a model on a machine, from recordings and measured costs."""
+"""Planner of a model's settings on a machine, from recorded routing and measured costs."""

@@ -1,4 +1,4 @@
-"""Budgets of layers: how many of all slots each layer gets, from a recording.
+"""Division of cache slots among layers, from recorded routing.
 
 A *table* is a layer's cost at every number of slots, [experts + 1]: misses, or exposed seconds
 (transfer time that computing does not hide). Both come from one pass over the recording: LRU for
@@ -31,7 +31,10 @@ Tables = Sequence[Floats]
 
 
 def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[Floats]:
-    """Compute each layer's LRU misses at every number of slots; `offsets` [L + 1] are dense."""
+    """Compute each layer's LRU misses at every number of cache slots.
+
+    `offsets` [L + 1] are dense.
+    """
     depths, layer = (
         lru_depths(stream, offsets, reset=reset),
         np.repeat(stream.layer, np.diff(stream.starts)),
@@ -47,7 +50,7 @@ def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[F
 def exposed_tables(
     stream: Stream, offsets: Ints, costs: Costs, expert_bytes: int, *, reset: bool = False
 ) -> list[Floats]:
-    """Compute each layer's exposed seconds at every number of slots.
+    """Compute each layer's exposed transfer seconds at every number of cache slots.
 
     A step with m misses and h hits is exposed for max(0, m * load - h * compute) (MoEpic, equation
     6), where `load` is the time of one expert on the slowest link.
@@ -70,7 +73,7 @@ def exposed_tables(
 
 
 def optimal_slots(tables: Tables, capacity: int) -> list[int]:
-    """Find the slots of each layer, at least one, with the least sum of costs.
+    """Find each layer's number of cache slots, at least one, with the least total cost.
 
     Of equal sums it takes the one with fewer slots for later layers. BudgetError for fewer slots
     than layers.
@@ -95,7 +98,7 @@ def optimal_slots(tables: Tables, capacity: int) -> list[int]:
 
 
 def marginal_slots(tables: Tables, capacity: int) -> list[int]:
-    """Find the slots of each layer, at least one, by largest marginal gain.
+    """Find each layer's number of cache slots, at least one, by largest marginal gain.
 
     BudgetError for fewer slots than layers.
     """
@@ -114,7 +117,10 @@ def marginal_slots(tables: Tables, capacity: int) -> list[int]:
 
 
 def _hull(table: Floats) -> list[tuple[float, int]]:
-    """Return the lower hull of a table as (gain of each slot, slots), largest gain first."""
+    """Compute the lower convex hull of a layer's cost table.
+
+    Returns (gain of each slot, slots), largest gain first.
+    """
 
     def slope(a: int, b: int) -> float:
         return float(table[b] - table[a]) / (b - a)
@@ -128,7 +134,7 @@ def _hull(table: Floats) -> list[tuple[float, int]]:
 
 
 def _check(tables: Tables, capacity: int) -> int:
-    """Check a capacity, and bound it by the number of experts."""
+    """Check a cache capacity, and bound it by the number of experts."""
     if capacity < len(tables):
         raise BudgetError(f"{len(tables)} layers need at least one slot each, got {capacity}")
     return min(capacity, sum(table.size - 1 for table in tables))

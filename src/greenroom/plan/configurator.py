@@ -31,7 +31,10 @@ TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 @dataclass(frozen=True, slots=True)
 class TokenLatency:
-    """Seconds of one token: T_att and T_moe of a layer, T_head, T_load of an expert."""
+    """Seconds of one token in MoEpic's model: T_att and T_moe of a layer, T_head, T_load.
+
+    T_load is of an expert.
+    """
 
     attention: float
     moe: float
@@ -40,7 +43,7 @@ class TokenLatency:
 
     @classmethod
     def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> TokenLatency:
-        """Derive times from a machine's costs.
+        """Derive a token's times in MoEpic's model from a machine's costs.
 
         The dense part of a layer includes its share of the head where `head` is 0.
         """
@@ -51,7 +54,7 @@ class TokenLatency:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Recorded statistics of a layer of N experts, of which a token activates `top_k` (K).
+    """Recorded routing statistics of a layer of N experts; a token activates `top_k` (K).
 
     hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; predicted_hits: PH(y, C) [N + 1, N + 1]
     """
@@ -68,7 +71,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LayerAllocation:
-    """Allocation of one layer.
+    """MoEpic's allocation of cache to one layer.
 
     budget:  V, in experts
     cached:  C, experts with a resident top segment
@@ -87,7 +90,7 @@ class LayerAllocation:
 
 
 def layer_statistics(activity: Activity) -> list[LayerStatistics]:
-    """Return the statistics of all layers."""
+    """Return the recorded routing statistics of all layers."""
     return [
         LayerStatistics(
             activity.activated[i] / max(1, activity.tokens[i]),
@@ -102,7 +105,7 @@ def layer_statistics(activity: Activity) -> list[LayerStatistics]:
 def best_split(
     layer: LayerStatistics, budget: float, window: float, latency: TokenLatency
 ) -> tuple[int, float, float]:
-    """Solve the sub-problem of a layer, equation 11: (C, theta, m)."""
+    """Find the best split of a layer's experts (MoEpic, equation 11): (C, theta, m)."""
     least = max(1, min(layer.experts, int(budget + 1e-9)))
     cached = np.arange(least, layer.experts + 1)
     ratio = np.minimum(1.0, budget / cached)
@@ -118,7 +121,7 @@ def best_split(
 def expert_split(
     layers: Sequence[LayerStatistics], budgets: Sequence[float] | Floats, latency: TokenLatency
 ) -> list[LayerAllocation]:
-    """Choose each layer's ratio (function ExpertSplit).
+    """Choose each layer's ratio of split experts (MoEpic's function ExpertSplit).
 
     Layers are in order, since each leaves a window to the next one.
     """
@@ -137,7 +140,7 @@ def expert_split(
 def configure(
     layers: Sequence[LayerStatistics], budget: float, latency: TokenLatency, zeta: float = ZETA
 ) -> list[LayerAllocation]:
-    """Allocate `budget` experts (Ve) to layers and choose their ratios (VramAllocation).
+    """Divide a budget of experts among layers and choose split ratios (MoEpic's VramAllocation).
 
     It starts from a uniform allocation.
 

@@ -25,7 +25,7 @@ LEAST_BYTES = 8 << 20  # bytes that a link must have carried for its speed to be
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """Means of a run for each decoded token.
+    """Measured means of a run for each decoded token.
 
     `carried` and `busy` are the link's bytes and seconds; `predicted` means that a predictor ran.
     """
@@ -39,11 +39,11 @@ class RunMeasurement:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a run") -> RunMeasurement:
-        """Read a measurement from JSON. Malformed for other contents."""
+        """Read a run's measurement from JSON. Malformed for other contents."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
     def computed(self, wake: float) -> float:
-        """Compute the seconds without stalls and without the slowdown after them.
+        """Compute a run's seconds a token without stalls and without the slowdown after them.
 
         It assumes that each fetched expert was waited for, for an equal time.
         """
@@ -53,7 +53,7 @@ class RunMeasurement:
 def machine_costs(
     machine: Machine, model: Model, readers: int = 2, processor: str | None = None
 ) -> Costs:
-    """Take a model's costs from a machine's profile, with a run's number of readers."""
+    """Compute a model's costs from a machine's profile, with a run's number of readers."""
     dense = model.read_bytes // model.layers
     costs = machine.costs(model.expert_bytes, dense, processor=processor)
     first, *later_links = costs.links
@@ -61,7 +61,7 @@ def machine_costs(
 
 
 def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
-    """Throttle the first link to so many bytes a second (`--read-limit`).
+    """Limit the first link's bytes a second (`--read-limit`) in a machine's costs.
 
     A reader waits for its turn, and reads then: each chunk takes both times, but while one lane
     waits, others read.
@@ -103,7 +103,7 @@ def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement])
 
 
 def scale_work(work: Work, factor: float) -> Work:
-    """Multiply all times of work by a factor."""
+    """Multiply all computation times of a machine's costs by a factor."""
     return Work(tuple((tokens, seconds * factor) for tokens, seconds in work.points))
 
 
@@ -119,12 +119,12 @@ def _fit_line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]
 
 
 def _ahead(runs: Sequence[RunMeasurement], base: float, model: Model, costs: Costs) -> float:
-    """Return a predictor's seconds for each layer: the time that fetching does not explain."""
+    """Estimate a predictor's seconds for each layer: the time that fetching does not explain."""
     more = [run.computed(costs.wake) - base - costs.handling * run.fetched for run in runs]
     return max(0.0, float(np.median(more)) / model.layers) if more else costs.ahead
 
 
 def _link(link: Link, runs: Sequence[RunMeasurement]) -> Link:
-    """Return the link at its measured speed, which includes latencies."""
+    """Return a link with the bandwidth measured in runs, which includes latencies."""
     rates = [run.carried / run.busy for run in runs if run.carried >= LEAST_BYTES and run.busy > 0]
     return Link(float(np.median(rates)), 0.0, link.lanes) if rates else link

@@ -1,4 +1,4 @@
-"""Defaults of a run: settings stored for this model and machine, else a quick plan."""
+"""Default settings of a run: stored for this model and machine, else a quick plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 def default_setting(
     fingerprint: str, machine: str, sizes: Sequence[int], top_k: int, slots: int, device: str
 ) -> StoredSetting | None:
-    """Return the stored setting for about so many slots; else make and store a quick plan.
+    """Return the stored setting for a similar cache capacity, else a quick plan.
+
+    A new quick plan is stored.
 
     `sizes` are the experts of each layer. None where nothing is stored (GREENROOM_LEARNED=off), or
     where the slots cannot hold a token's experts of one layer.

@@ -1,4 +1,4 @@
-"""Estimates of a setting's speed: simulation over a workload, with a range."""
+"""Estimates of a setting's speed with a range, by simulation of a workload."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVENT_PASSES = 192  # decode passes simulated event by event, at tens of microse
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimate of one setting at one size, in seconds and bytes.
+    """Estimated times and sizes of one setting at one cache capacity, in seconds and bytes.
 
     low, high: the range of tpot, which is a mean
     gaps:      the time of every decode pass of the typical trace, for comparisons pass by pass
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def ttft_range(self) -> tuple[float, float]:
-        """The range of TTFT in seconds, relatively as wide as that of TPOT."""
+        """Return the range of TTFT in seconds, relatively as wide as that of TPOT."""
         assert self.ttft is not None
         return self.ttft * self.low / self.tpot, self.ttft * self.high / self.tpot
 
@@ -74,7 +74,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimator for one model, machine and workload. It caches estimates."""
+    """Estimator of settings' speed for one model, machine and workload. It caches estimates."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Estimator:
         host: int = 0,
         co_compute: bool = False,
     ) -> None:
-        """Prepare to simulate `workload` on a machine with these costs.
+        """Prepare to simulate a workload on a machine with these costs.
 
         measured:   the costs come from runs of this model on this machine
         precision:  of the low-precision copies that may serve misses
@@ -109,7 +109,7 @@ class Estimator:
         self._estimates: dict[tuple[Setting, int, bool], Estimate] = {}
 
     def of(self, setting: Setting, capacity: int, bracket: bool = True) -> Estimate:
-        """Estimate a setting at a capacity.
+        """Estimate the speed of a setting at a cache capacity.
 
         `bracket`: with a synthetic workload the range spans less and more local routing too.
         """
@@ -155,7 +155,7 @@ class Estimator:
     def _run(
         self, setting: Setting, capacity: int, trace: Trace, steps: Stream
     ) -> tuple[SimulatedTimes, int]:
-        """Simulate a setting on a trace: (times, tokens).
+        """Simulate a setting on a trace: (times, numbers of tokens).
 
         `gaps` and `ttft` of the times cover the whole trace, the other figures so many tokens.
         """
@@ -198,7 +198,7 @@ class Estimator:
         return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
-        """Choose the predictor that represents a run's: its recording where there is one."""
+        """Choose the predictor that represents a run's: its recording where the trace has one."""
         if prefetch == AUTO and self.workload.recorded:
             name = automatic_predictor(trace)
             return name if name != "markov" else ASSUMED_PREDICTOR
@@ -215,7 +215,7 @@ def _config(setting: Setting) -> SchedulerConfig:
 
 
 def _tokens_until(trace: Trace, passes: int) -> int:
-    """Count the tokens up to the end of so many decode passes."""
+    """Count a trace's tokens up to the end of so many decode passes."""
     decodes = np.flatnonzero(~trace.pass_prefill)
     last = int(decodes[min(passes, decodes.size) - 1])
     return int(trace.pass_starts[last + 1])

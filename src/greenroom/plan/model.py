@@ -1,4 +1,4 @@
-"""Sizes and shape of a model, as a plan needs them."""
+"""Sizes and shape of a model, as the planner needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greenroom.errors import BudgetError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's sizes, from its config and headers.
+    """Sizes and shape of a model, from its config and safetensors headers.
 
     expert_bytes:   bytes moved for one expert (a mean where layers differ)
     slot_bytes:     bytes of an expert in memory
@@ -53,30 +53,30 @@ class Model:
 
     @property
     def offsets(self) -> Ints:
-        """Offsets of layers, [layers + 1]: the dense ids at which they begin."""
+        """Return each layer's first dense expert id, [layers + 1]."""
         return np.array([0, *accumulate(self.experts_per_layer)], np.int64)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes outside of the experts' slots, with a short context."""
+        """Return the bytes outside of the expert cache, with a short context."""
         return self.dense_bytes + self.overhead_bytes + self.kv_bytes
 
     @property
     def least_slots(self) -> int:
-        """The fewest usable slots: the experts of one token in one layer."""
+        """Return the fewest usable cache slots: the experts of one token in one layer."""
         return min(self.top_k, self.experts)
 
     @property
     def least_memory(self) -> int:
-        """The smallest budget, with a full context."""
+        """Return the smallest memory budget for a model with a full context."""
         return self.fixed_bytes + self.full_bytes + self.least_slots * self.slot_bytes
 
     def memory(self, slots: int) -> int:
-        """Return the budget that leaves so many slots."""
+        """Return the memory budget that leaves so many cache slots."""
         return max(self.fixed_bytes + slots * self.slot_bytes, self.least_memory)
 
     def slots(self, memory: int) -> int:
-        """Return the slots of a budget with a short context.
+        """Return the cache slots within a memory budget, with a short context.
 
         BudgetError, with the least budget, where a full context would not fit.
         """
@@ -92,5 +92,5 @@ class Model:
         return min((memory - self.fixed_bytes) // self.slot_bytes, self.experts)
 
     def slots_when_full(self, memory: int) -> int:
-        """Return the slots of a budget with a full context."""
+        """Return the cache slots within a memory budget, with a full context."""
         return min((memory - self.fixed_bytes - self.full_bytes) // self.slot_bytes, self.experts)

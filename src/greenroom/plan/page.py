@@ -15,7 +15,10 @@ from greenroom.sim.table import html_table, show_time
 
 
 def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
-    """Build the page; `facts` are (name, value) of model, machine and workload."""
+    """Build a plan's HTML report.
+
+    `facts` are (name, value) of model, machine and workload.
+    """
     sections = [
         card("Recommended settings", "", _flags(plan.best)),
         card("Time per token by memory", "", _curve(plan)),
@@ -32,7 +35,7 @@ def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command:
 
 
 def target_message(target: Target) -> str:
-    """Describe the result for a target TPOT, in one line."""
+    """Describe a plan's result for a target TPOT, in one line."""
     target_time = show_time(target.seconds)
     if target.blocked is not None:
         return (
@@ -57,7 +60,7 @@ def _flags(best: Estimate) -> str:
 
 
 def _curve(plan: Plan) -> str:
-    """Draw TPOT over memory: the range shaded, budget and target as lines."""
+    """Draw a chart of TPOT over memory: the range shaded, budget and target as lines."""
     points = plan.curve
     left, right = points[0].memory, points[-1].memory
     top = 1.05 * max(point.high for point in points)

@@ -40,7 +40,7 @@ SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts,
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Result for a target TPOT, in seconds.
+    """Result of a plan for a target TPOT, in seconds.
 
     least:   the estimate with the least memory that meets it, if any
     nearest: the estimate that comes nearest to the target
@@ -55,7 +55,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan for one budget: the best setting, all that were compared (fastest first), the curve."""
+    """Plan for one memory budget: the best setting, all compared settings, TPOT over memory.
+
+    The fastest of the compared settings is first.
+    """
 
     memory: int
     capacity: int
@@ -72,7 +75,7 @@ def plan(
     target: float | None = None,
     default_setting: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
 ) -> Plan:
-    """Plan a run within `memory` bytes, and the least memory for a `target` TPOT.
+    """Plan a run within a memory budget, and the least memory for a target TPOT.
 
     `default_setting` returns a run's default for so many slots, and whether it was measured. The
     target is in seconds. BudgetError where the model does not fit, UsageError for a target that is
@@ -92,7 +95,7 @@ def plan(
 def compare_settings(
     estimator: Estimator, capacity: int, default: Setting = DEFAULT
 ) -> tuple[Estimate, ...]:
-    """Estimate the candidates and `default` at one size, fastest first.
+    """Estimate candidate settings and the default at one cache capacity, fastest first.
 
     Prefetching is tried with the fastest candidates.
     """
@@ -119,7 +122,7 @@ def compare_settings(
 
 
 def _sized_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
-    """Size layers by marginal gain, where routing is recorded.
+    """Make settings with layers sized by marginal gain, where routing is recorded.
 
     The sizes come from the first half of the requests, so that they are not fitted to all of the
     routing on which settings are compared.
@@ -132,7 +135,7 @@ def _sized_settings(estimator: Estimator, best: Setting, capacity: int) -> list[
 
 
 def _split_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
-    """Split experts, if the model is packed in segments.
+    """Make settings with split experts, if the model is packed in segments.
 
     There is one share for all, and MoEpic's Algorithm 1 on the first half of the recording.
     """
@@ -181,7 +184,10 @@ def choose_setting(
 
 
 def surely_faster(one: Estimate, other: Estimate) -> bool:
-    """Test whether `one` takes MARGIN less time than `other`, over resampled passes."""
+    """Test whether one setting is clearly faster than another, over resampled passes.
+
+    Clearly: it takes MARGIN less time.
+    """
     n = min(one.gaps.size, other.gaps.size)
     if n < 16:
         return False
@@ -191,7 +197,7 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 
 def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
-    """Estimate one setting over memory, without prefetching, splits or approximation."""
+    """Estimate TPOT over memory for a setting without prefetching, splits or approximation."""
     model, setting = estimator.model, _without_sizes(setting)
     sizes = {max(model.least_slots, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
@@ -201,18 +207,18 @@ def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[E
 
 
 def _without_sizes(setting: Setting) -> Setting:
-    """Replace numbers of slots by layer, which hold for one capacity only, by `shared`."""
+    """Replace a setting's numbers of slots by layer, which hold for one capacity, by `shared`."""
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
 def default_curve(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
-    """Estimate the default over memory, with the available memory as one of the points."""
+    """Estimate the default setting's TPOT over memory; one point is the available memory."""
     model = estimator.model
     return memory_curve(estimator, DEFAULT, max(available, model.least_memory))
 
 
 def reach_target(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
-    """Find the least memory that meets a target, or what prevents it.
+    """Find the least memory that meets a target TPOT, or the reason for failing.
 
     More slots are never slower but for noise, so bisection finds it.
     """

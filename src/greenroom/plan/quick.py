@@ -1,4 +1,4 @@
-"""Quick plan of a run without a stored setting: the default setting, or LRU instead.
+"""Quick plan of a run without a stored setting: the default policy or LRU.
 
 It takes about a second, and compares the misses of both policies on the model's own routing if
 earlier runs recorded some, else on a synthetic workload. Prefetching is decided during the run
@@ -21,7 +21,7 @@ STEPS = 12_000  # the latest ones, at tens of microseconds each
 
 @dataclass(frozen=True, slots=True)
 class QuickPlan:
-    """A quick plan: the setting, and misses a token of it and of plain LRU."""
+    """Quick plan of a run: the setting, and its and plain LRU's misses a token."""
 
     setting: Setting
     misses: float
@@ -29,7 +29,7 @@ class QuickPlan:
 
 
 def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
-    """Choose the default, or LRU if it misses no more."""
+    """Choose the default setting, or LRU if LRU misses no more."""
     latest = _latest_requests(trace, max(1, STEPS // trace.layers))
     steps = stream(latest, "runtime")
     experts, tokens = int(latest.offsets[-1]), latest.tokens
@@ -49,6 +49,6 @@ def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
 
 
 def _latest_requests(trace: Trace, passes: int) -> Trace:
-    """Select the last requests, with about so many passes in all."""
+    """Select a trace's last requests, with about so many passes in all."""
     begin = int(np.searchsorted(trace.first_passes[:-1], trace.passes - passes, "right")) - 1
     return trace.select(range(max(0, begin), trace.requests))

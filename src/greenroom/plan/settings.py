@@ -15,7 +15,7 @@ OFF, AUTO = "off", "auto"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting: eviction policy, scope, prefetching, split, approximation and co-computing.
+    """Settings of a run: eviction policy, scope, prefetching, split, approximation, co-computing.
 
     Fields are options of a run. `scope` may be numbers, one a layer. With `prefetch` auto a run
     prefetches only while that is faster.
@@ -30,13 +30,13 @@ class Setting:
     co_compute: str = OFF
 
     def options(self) -> dict[str, Any]:
-        """Return the setting as options of `LoadConfig`."""
+        """Return a run's setting as options of `LoadConfig`."""
         always = ("policy", "scope", "prefetch")
         values = asdict(self).items()
         return {n: value for n, value in values if n in always or value not in (OFF, None)}
 
     def flags(self) -> str:
-        """Return the setting as command line flags."""
+        """Return a run's setting as command line flags."""
         named = self.options().items()
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named)
 
@@ -46,6 +46,6 @@ PLAIN = Setting("lru", "shared", OFF)
 
 
 def candidate_settings() -> Iterator[Setting]:
-    """Yield all candidates without prefetching, which is tried with the best of them."""
+    """Yield all candidate settings without prefetching, which is tried with the best of them."""
     for policy, scope in product(POLICIES, SCOPES):
         yield Setting(policy, scope, OFF)

@@ -1,4 +1,4 @@
-"""Sizes of layers and splits of experts, found on a recording.
+"""Cache sizes of layers and splits of experts, chosen by recorded routing.
 
 AdapMoE's dynamic programme gives slots of layers; MoEpic's Algorithm 1 gives budgets and splits,
 from the experts that tokens used and those that were predicted.
@@ -28,13 +28,13 @@ EIGHTHS = 8  # a simulation splits at eighths: a ratio nearer to 1 than to 7/8 i
 def slots_with_fewest_misses(
     requests: Stream, offsets: Ints, capacity: int, *, reset: bool = False
 ) -> tuple[float, ...]:
-    """Find the slots of each layer with the fewest LRU misses, for any order."""
+    """Find each layer's number of cache slots with the fewest LRU misses, for any order."""
     return tuple(map(float, optimal_slots(miss_tables(requests, offsets, reset=reset), capacity)))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfiguration:
-    """Cache configuration that Algorithm 1 chose.
+    """Cache configuration that MoEpic's Algorithm 1 chose: slots and splits by layer.
 
     scope: each layer's budget in experts
     split: the share of an expert that is its top, by layer; None where no layer is split
@@ -45,7 +45,7 @@ class CacheConfiguration:
 
     @classmethod
     def of(cls, activity: Activity, capacity: int, latency: TokenLatency) -> CacheConfiguration:
-        """Run Algorithm 1 on counted activity."""
+        """Configure a cache by MoEpic's Algorithm 1, from counts of used and predicted experts."""
         chosen = configure(layer_statistics(activity), float(capacity), latency)
         ratios = tuple(each.ratio for each in chosen)
         cut = any(round(EIGHTHS * ratio) < EIGHTHS for ratio in ratios)
@@ -74,7 +74,7 @@ def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
 
 
 def predicted_activity(trace: Trace, prefetch: str) -> Activity:
-    """Count used and predicted experts, with a predictor that is replayed over the trace.
+    """Count a trace's used and predicted experts, with a predictor replayed over the trace.
 
     UsageError where the predictor needs data that the trace does not have.
     """

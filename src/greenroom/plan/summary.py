@@ -16,7 +16,7 @@ BUSY = 0.5  # share of the cores; a higher load spoils a measurement
 
 
 def machine_summary(machine: Machine) -> list[str]:
-    """Describe a machine in sentences, the most important first."""
+    """Describe a machine's memory and speed in sentences, the most important first."""
     host, link = machine.host, machine.routes[0].link
     processor = machine.processors[0]
     size = processor.expert.nbytes[len(processor.expert.nbytes) // 2]
@@ -58,7 +58,7 @@ def machine_summary(machine: Machine) -> list[str]:
 
 
 def was_under_load(machine: Machine) -> bool:
-    """Tell if other programs were running while the machine was measured."""
+    """Check whether other programs were running while the machine was measured."""
     host = machine.host
     return bool(host.get("load", 0.0) > BUSY * (host.get("cores") or 1))
 
@@ -80,7 +80,7 @@ def _device_summary(device: Mapping[str, Any], size: int) -> str:
 
 
 def model_summary(model: Model, available: int) -> list[str]:
-    """Describe a model, and whether it fits into `available` bytes of memory."""
+    """Describe a model, and whether it fits into the available memory."""
     full, least = model.memory(model.experts), model.least_memory
     return [
         f"{model.name}: {model.experts:,} experts in {model.layers} layers, top-{model.top_k},"
@@ -112,7 +112,7 @@ def bottleneck(plan: Plan) -> str:
 
 
 def curve_row(estimate: Estimate) -> tuple[str, ...]:
-    """Format a row of the curve, under CURVE_HEADER."""
+    """Format a table row of a plan's TPOT over memory, under CURVE_HEADER."""
     return (
         show_bytes(estimate.memory),
         f"{estimate.capacity:,}",
@@ -124,7 +124,7 @@ def curve_row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def comparison_row(estimate: Estimate) -> tuple[str, ...]:
-    """Format a row of the compared settings, under COMPARISON_HEADER."""
+    """Format a table row of a plan's compared settings, under COMPARISON_HEADER."""
     return (
         estimate.setting.flags(),
         show_time(estimate.tpot),

@@ -1,4 +1,4 @@
-"""Workloads of a plan: the model's own recorded routing, or synthetic traces of its shape.
+"""Workloads for planning: the model's own recorded routing, or synthetic traces.
 
 A synthetic trace has requests with topics (`trace/synth.py`). The locality of real routing differs
 from model to model, so a synthetic workload has three traces: a typical one, and two that bracket
@@ -28,7 +28,7 @@ ENOUGH = 256  # decoded tokens of earlier runs, at which they replace a syntheti
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Traces to simulate, the typical one first.
+    """Workload of a plan: routing traces to simulate, the typical one first.
 
     `recorded` means that they are the model's own routing; `description` is for people.
     """
@@ -39,7 +39,7 @@ class Workload:
 
 
 def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
-    """Make a workload of a recording of the model.
+    """Make a planner's workload from a routing trace recorded with the model.
 
     TraceError where it is of another model, UsageError where it has no decode pass.
     """
@@ -65,7 +65,7 @@ def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
 
 
 def decoded_tokens(trace: Trace) -> int:
-    """Count the tokens of decode passes."""
+    """Count a trace's tokens in decode passes."""
     return int(np.diff(trace.pass_starts)[~trace.pass_prefill].sum())
 
 
@@ -75,7 +75,10 @@ def has_enough_tokens(trace: Trace | None) -> bool:
 
 
 def earlier_workload(trace: Trace | None) -> Workload | None:
-    """Make a workload of earlier runs' routing (plan/history/recent.py); None if too short."""
+    """Make a planner's workload from earlier runs' routing; None if too short.
+
+    The routing is that of plan/history/recent.py.
+    """
     if trace is None or not has_enough_tokens(trace):
         return None
     return Workload(
@@ -85,7 +88,7 @@ def earlier_workload(trace: Trace | None) -> Workload | None:
 
 
 def synthetic_workload(model: Model) -> Workload:
-    """Make a workload of synthetic traces of the model's shape."""
+    """Make a planner's workload of synthetic traces of the model's shape."""
     return Workload(
         tuple(synthetic_trace(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES),
         False,
@@ -107,7 +110,7 @@ def synthetic_trace(
 
 
 def _narrow_layers(trace: Trace, sizes: Sequence[int]) -> Trace:
-    """Narrow the layers of a trace, all as wide as the widest, to these sizes."""
+    """Reduce a trace's equally wide layers to given numbers of experts."""
     if len(set(sizes)) == 1:
         return trace
     experts = trace.experts.copy()

@@ -1,1 +1,1 @@
-"""The simulator: the runtime's scheduler, driven by an event heap and a cost model."""
+"""Simulator of cached MoE inference: the runtime's scheduler, with events and a cost model."""

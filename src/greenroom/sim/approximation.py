@@ -1,4 +1,4 @@
-"""Approximated misses in a simulation: sizes of low-precision copies, tail weights of a trace."""
+"""Simulated approximation of missing experts: sizes of low-precision copies, tail weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NESTED = 4.25 / 8.25  # an int4 copy's share of an int8 expert that contains it
 
 @dataclass(frozen=True, slots=True)
 class CopySizes:
-    """Sizes of low-precision copies.
+    """Bytes of the experts' low-precision copies, which are computed instead of missing experts.
 
     low:    a copy's share of an expert's bytes
     share:  the share of the cache's memory for copies
@@ -33,7 +33,9 @@ class CopySizes:
 
     @classmethod
     def of(cls, at: Approximation, nested: bool = False, low: float | None = None) -> CopySizes:
-        """Sizes for a precision; without `low`, experts have 16 bits, or int8 where nested.
+        """Compute the sizes of copies of a precision.
+
+        Without `low`, experts have 16 bits, or int8 where nested.
 
         There are no copies where no miss is served from one."""
         if not at.low:
@@ -45,7 +47,7 @@ class CopySizes:
     def pieces(
         self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int
     ) -> Pieces | None:
-        """Build the pieces of experts and their copies; None where there are no copies."""
+        """Build the cacheable pieces: experts and low-precision copies; None without copies."""
         if not self.low:
             return None
         copies_count = int(self.share * capacity / self.low)
@@ -68,7 +70,10 @@ def check_weights(trace: Trace) -> None:
 
 
 def tail_weights_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
-    """Compute the tail weight of each expert that tokens begin .. end use, ids ascending."""
+    """Compute the tail weight of each expert that a range of tokens uses.
+
+    The tokens are begin .. end; the ids ascend.
+    """
     assert trace.weights is not None
     chosen = trace.experts[begin:end, layer].astype(np.int64)
     return expert_tail_weights(chosen, trace.weights[begin:end, layer], np.unique(chosen))

@@ -29,7 +29,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 
 
 class TraceStep(NamedTuple):
-    """One layer of one pass of a trace.
+    """Step of a simulation: one layer of one pass of a trace.
 
     step:         the number of the pass
     experts:      dense ids, ascending and distinct
@@ -52,7 +52,7 @@ class TraceStep(NamedTuple):
 
 
 class Clock:
-    """Simulated clock: an event heap, a chain of links, and processors.
+    """Simulated clock: an event heap, a chain of memory links, and processors.
 
     Each device has a processor, and so has the host memory between two links. Several devices share
     the chain's first link; each has a last link of its own at full speed. `compute` is the sum over
@@ -70,7 +70,7 @@ class Clock:
         self.restart(scheduler)
 
     def restart(self, scheduler: Scheduler) -> None:
-        """Continue with another scheduler, whose cache is empty; drop transfers under way."""
+        """Continue with another scheduler and an empty cache; drop simulated transfers."""
         self.scheduler, self.pieces = scheduler, scheduler.view.pieces
         self._waited = 0.0  # seconds of stall since the last computation
         self._slowed = 0.0  # seconds by which the step's stalls slow its computing
@@ -82,17 +82,17 @@ class Clock:
         self._step: TraceStep
 
     def set_costs(self, costs: Costs) -> None:
-        """Use other costs from now on, over as many links as before."""
+        """Replace the simulated machine's costs from now on; the number of links stays."""
         self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
     def begin(self, at: PassStart) -> None:
-        """Begin a pass."""
+        """Begin a simulated pass of the model."""
         if self.foresight is not None:
             for event in self.foresight.begin(at):
                 self._handle(event)
 
     def run(self, step: TraceStep) -> None:
-        """Simulate one step: the dense part of its layer, its routing, its experts."""
+        """Simulate one layer: its dense part, its routing and its experts."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)
@@ -120,14 +120,14 @@ class Clock:
             self._slowed = 0.0
 
     def _advance(self, end: float) -> None:
-        """Let links work until `end`, while something else is computed."""
+        """Advance the simulated links until `end`, while a processor computes."""
         while self._heap and self._heap[0][0] <= end:
             self.now, _, event = heapq.heappop(self._heap)
             self._handle(event)
         self.now = end
 
     def _handle(self, event: Event) -> bool:
-        """Give the scheduler an event and carry out its actions; True at the end of the step."""
+        """Pass an event to the scheduler and carry out its actions; True ends the step."""
         return self._carry_out(self.scheduler.on(event, self.now))
 
     def _carry_out(self, actions: list[Action]) -> bool:
@@ -148,7 +148,7 @@ class Clock:
         return finished
 
     def _start_transfer(self, action: StartChunk) -> None:
-        """Queue a chunk on its link, behind all earlier chunks."""
+        """Queue a transfer's chunk on its simulated link, behind all earlier chunks."""
         nbytes, link = self._chunk_bytes(action.piece, action.chunk), self._links[action.link]
         free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
         self._link_free[action.link] = free
@@ -161,13 +161,16 @@ class Clock:
             self._fresh.add(action.piece % self.pieces.experts if completes else action.piece)
 
     def _chunk_bytes(self, piece: int, chunk: int) -> int:
-        """Return the bytes of a chunk: all chunks of a piece are equal but for the last."""
+        """Return the bytes of a transfer's chunk; only a piece's last chunk differs."""
         total = int(self.pieces.nbytes[piece])
         chunks = int(self.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
     def _group_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Return the seconds of a group: its experts in turn, a part of an expert in proportion."""
+        """Compute the seconds of a group of experts, computed in turn.
+
+        A part of an expert takes its share of the seconds.
+        """
         work = self.costs.host if device == HOST else self.costs.expert
         assert work is not None
         step, share = self._step, self._part_share(part)
@@ -177,7 +180,7 @@ class Clock:
         return share * sum(work.seconds(n) for n in rows.tolist())
 
     def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Return the seconds that handling a group's newly fetched experts takes.
+        """Compute the seconds that handling a group's newly fetched experts takes.
 
         On the host there are none: it computes experts where they were read.
         """
@@ -189,7 +192,7 @@ class Clock:
         return len(fresh) * self.costs.handling * self._part_share(part)
 
     def _part_share(self, part: int) -> float:
-        """Return a part's share of an expert's bytes, in the step's layer."""
+        """Return the share of an expert's bytes that one part of a split expert has."""
         pieces, layer = self.pieces, self._step.layer
         if (split := pieces.split) is None:
             if part == LOW and pieces.copies is not None:

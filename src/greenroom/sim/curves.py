@@ -1,4 +1,4 @@
-"""Miss-ratio curves of LRU and OPT, at all capacities in one pass.
+"""Miss-ratio curves of LRU and OPT: all cache capacities in one pass over a trace.
 
 Both are stack algorithms: a cache holds all that a smaller one does (Mattson et al., 1970,
 "Evaluation techniques for storage hierarchies"). So each request has a depth: the smallest capacity
@@ -21,7 +21,7 @@ from greenroom.trace.kernels import stack_depths
 
 
 class MissCurve(NamedTuple):
-    """A miss curve: of `requests`, `misses[i]` miss with `capacities[i]` slots (ascending)."""
+    """Miss-ratio curve: of `requests`, `misses[i]` miss with `capacities[i]` slots (ascending)."""
 
     capacities: Ints
     misses: Ints
@@ -36,7 +36,7 @@ def _curve(
     reset: bool = False,
     future: bool,
 ) -> MissCurve:
-    """Compute the misses of OPT (`future`) or LRU at every capacity that the scope allows.
+    """Compute the misses of LRU or OPT (`future`) at every cache capacity that the scope allows.
 
     `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. The misses
     are those of `replay` with pin="none". Releases the GIL. UsageError as `replay`.
@@ -66,7 +66,7 @@ lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=Tru
 
 
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
-    """Compute the fewest slots with which each request hits, with LRU by layer.
+    """Compute the fewest slots with which each request hits an LRU cache by layer.
 
     Returns [N]; 0 where a request never hits. Arguments as of `lru_curve`.
     """

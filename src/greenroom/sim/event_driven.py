@@ -1,4 +1,4 @@
-"""Event-driven simulation of a trace: a run's scheduler handles every event.
+"""Event-driven simulation of a trace, in which the runtime's scheduler handles every event.
 
 With prefetching, whether an expert is in its slot depends on when its transfer ended, so misses
 cannot be decided beforehand as in `timed.py`. An event takes Python tens of microseconds, with the
@@ -75,13 +75,13 @@ class EventOptions:
 
     @property
     def approximation(self) -> Approximation | None:
-        """The approximation that may serve misses, if any."""
+        """Return the approximation that may serve cache misses; None without one."""
         return self.config.approximation()
 
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
-    """Result of an event-driven simulation: times, counts, and how good predictions were.
+    """Result of an event-driven simulation: times, counts, and the accuracy of predictions.
 
     `ahead` is how many slots prefetches could borrow at a time; `accuracy` and `goodpred` are
     shares, None where nothing was predicted.
@@ -129,7 +129,7 @@ def simulate_events(
     prefetch: str,
     options: EventOptions = EventOptions(),
 ) -> EventRun:
-    """Simulate a trace event by event, with a predictor (`NAME[:distance]`, or `off`).
+    """Simulate a trace event by event, with a predictor (`NAME[:distance]`) or `off`.
 
     `stream` is the trace in `runtime` order. UsageError where the predictor needs data that the
     trace does not have, and where the policy needs the whole trace beforehand.
@@ -175,7 +175,7 @@ def _simulate_passes(
     clock: Clock,
     new_scheduler: Callable[..., Scheduler] | None,
 ) -> Floats:
-    """Simulate passes in turn; return the seconds of each.
+    """Simulate the passes of a trace in turn; return each pass's seconds.
 
     `new_scheduler` builds the scheduler of every request but the first, if requests begin with an
     empty cache; learned state and counts stay.
@@ -195,7 +195,7 @@ def _simulate_passes(
 
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
-    """Build the pieces: unsplit experts, tops and bottoms, or experts and their copies."""
+    """Build the cacheable pieces: unsplit experts, split experts, or experts with copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
@@ -220,7 +220,7 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
 def split_pieces(
     trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
 ) -> Pieces:
-    """Split a trace's experts in two pieces each. UsageError for a split of other layers."""
+    """Split a trace's experts in two pieces each. UsageError where layers do not match."""
     cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
@@ -228,7 +228,7 @@ def split_pieces(
 
 
 def check_policy(policy: Policy) -> None:
-    """UsageError for a policy that needs the whole trace beforehand."""
+    """Raise UsageError for an eviction policy that needs the whole trace beforehand."""
     if policy.needs_trace:
         raise UsageError(
             f"policy {policy.name} decides by the whole trace beforehand, and prefetching changes"

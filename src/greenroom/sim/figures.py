@@ -1,4 +1,4 @@
-"""Charts of the report: stretched SVG, with labels in HTML that keep their size.
+"""Charts of a simulation's HTML report, as SVG that stretches with labels that do not.
 
 The SVG is stretched to the width of the page (lines keep their width), and labels are HTML at
 percentages of it, so that a telephone shows the same chart with letters of the same size.
@@ -21,7 +21,7 @@ Points = Sequence[tuple[int, float]]
 
 
 class PlottedCurve(NamedTuple):
-    """A curve of the chart: miss ratios by capacity; `style` is its number, -1 for the floor."""
+    """Curve of a chart: miss ratios by capacity; `style` is its number, -1 for the floor."""
 
     name: str
     points: Points
@@ -29,7 +29,7 @@ class PlottedCurve(NamedTuple):
 
 
 def style(number: int) -> str:
-    """Return the stroke of a curve: colours first, then colours with dashes."""
+    """Return the stroke of a chart's curve: colours first, then colours with dashes."""
     if number < 0:
         return 'class="curve opt" stroke-dasharray="2 4"'
     dash = DASHES[number // COLOURS % len(DASHES)]
@@ -38,7 +38,7 @@ def style(number: int) -> str:
 
 
 def legend(curves: Sequence[PlottedCurve]) -> str:
-    """Draw the legend: a sample of each curve and its name."""
+    """Draw a chart's legend: a sample of each curve and the curve's name."""
     items = (
         '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
         f'<path d="M1 6H25" {style(c.style)}/></svg>{escape(c.name)}</li>'
@@ -48,7 +48,7 @@ def legend(curves: Sequence[PlottedCurve]) -> str:
 
 
 def miss_ratio_chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
-    """Draw miss ratio over capacity; no policy can get below `floor`."""
+    """Draw a chart of miss ratio over capacity; no policy can get below `floor`."""
     highest = max(y for c in (*curves, floor) for _, y in c.points)
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)
     top = max(step, math.ceil(round(highest / step, 9)) * step)
@@ -87,7 +87,10 @@ Labels = Sequence[tuple[float, str]]
 
 
 def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
-    """Put a drawing (WIDE x HIGH) into a plot; labels lie at shares of its axes."""
+    """Put an SVG drawing (WIDE x HIGH) into a plot with axis labels.
+
+    Labels lie at shares of the axes.
+    """
     y_labels = "".join(f'<span style="bottom:{100 * y:.2f}%">{label}</span>' for y, label in ys)
     x_labels = "".join(
         f'<span style="left:{100 * x:.2f}%"{" class=odd" if i % 2 else ""}>{label}</span>'
@@ -102,7 +105,10 @@ def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
 
 
 class Bar(NamedTuple):
-    """A bar: a cell's time and 95th percentile in seconds; `style` numbers its colour."""
+    """Bar of a chart: a simulated time and its 95th percentile, in seconds.
+
+    `style` numbers the colour.
+    """
 
     name: str
     group: str
@@ -114,7 +120,7 @@ class Bar(NamedTuple):
 
 
 def bar_chart(drawn: Sequence[Bar]) -> str:
-    """Draw bars under the names of their groups, on one scale from zero."""
+    """Draw a bar chart: bars below the names of their groups, on one scale from zero."""
     longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
     parts, group = [], None
     for bar in drawn:
@@ -132,14 +138,17 @@ def bar_chart(drawn: Sequence[Bar]) -> str:
 
 
 def heat_colour(count: int, mean: float) -> int:
-    """Return the colour of a heat map's cell: 0 for unused, then by steps of SCALE x mean."""
+    """Return the colour of a heat map's cell for an expert's uses.
+
+    0 is unused; then by steps of SCALE x mean.
+    """
     if count == 0:
         return 0
     return 1 + sum(count >= bound * mean for bound in SCALE)
 
 
 def heat_map(counts: Sequence[Sequence[int]]) -> str:
-    """Draw a heat map of experts by layer: uses, relative to the mean of the layer."""
+    """Draw a heat map of experts' uses by layer, relative to the layer's mean."""
     widest, layers = max(len(row) for row in counts), len(counts)
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):

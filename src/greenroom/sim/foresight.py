@@ -1,4 +1,4 @@
-"""Predictors over a trace. Predictors that need a model are replayed from recordings."""
+"""Predictors in a simulation: run over a trace, or replayed where a model is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from greenroom.trace import Trace
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
-    """Build a predictor over a trace, or its replay where it needs a model.
+    """Build a predictor over a trace; if it needs a model, replay its recording.
 
     UsageError where the trace lacks data that the predictor needs.
     """
@@ -30,7 +30,7 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
 
 
 def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
-    """Resolve the name of a predictor: itself, or its predictions recorded in the trace."""
+    """Resolve a predictor's name: the predictor itself, or its recording in the trace."""
     choice = predictor(prefetch)
     if choice.kind is AUTO:
         return resolve_predictor(trace, automatic_predictor(trace))
@@ -46,7 +46,7 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
 
 
 def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
-    """Resolve `auto` and check that the trace has the data that each predictor needs.
+    """Resolve the predictor `auto`; check that the trace has each predictor's data.
 
     Returns the names, each once. UsageError where data is missing.
     """
@@ -60,13 +60,13 @@ def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[
 
 
 def automatic_predictor(trace: Trace) -> str:
-    """Name the predictor that `auto` stands for: a run's, if the trace has its predictions."""
+    """Name the predictor for `auto`: a run's, if the trace has its predictions."""
     first, last = AUTOMATIC
     return last if _find_recording(trace, predictor(first)) is None else first
 
 
 def _find_recording(trace: Trace, choice: PredictorChoice) -> str | None:
-    """Find the trace's predictions by a predictor of this kind, distance and options."""
+    """Find a trace's recorded predictions of a predictor with this kind, distance and options."""
     for name, prediction in trace.predictions.items():
         try:
             by = predictor(name)

@@ -1,4 +1,4 @@
-"""Pinned sets of experts over a trace: the experts of a task, and their use in a replay."""
+"""Pinned experts in a replay: each task's hot experts never leave the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ WINDOW = 16  # tokens that replace the prompt where a trace has none
 
 
 def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
-    """Find the experts that each task's tokens use most: a share of every layer's, at least one.
+    """Find the experts that each task's tokens use most.
+
+    A share of every layer's experts is returned, at least one.
 
     A task is a label of the trace's requests. UnknownName lists the labels.
     """
@@ -40,7 +42,7 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
 
 
 def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
-    """List (step, pinned experts) for `replay`; `stream` is the trace in `runtime` order.
+    """List (step, pinned experts) for a replay; `stream` is the trace in `runtime` order.
 
     With one task its experts are pinned from the start. With several, from a request's first
     decoded token on, those of the task nearest to its prompt; in a trace without prompts, nearest

@@ -1,4 +1,4 @@
-"""Replay of a stream of requests against a policy, which counts its misses.
+"""Replay of a trace's expert requests against an eviction policy, to count cache misses.
 
 The whole stream is served in one compiled call, by the functions that serve a step in a run.
 """
@@ -26,7 +26,7 @@ from greenroom.errors import BudgetError, UsageError
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Result of a replay, in requests (one expert of one step each).
+    """Result of a replay: numbers of requests (one expert of one step each).
 
     `missed` [N] says which requests were misses, where `detail` was set.
     """
@@ -53,7 +53,7 @@ def replay(
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
 ) -> ReplayResult:
-    """Serve a stream from an empty cache of `capacity` slots.
+    """Replay a stream of expert requests through an initially empty cache of `capacity` slots.
 
     offsets: [layers + 1] dense ids
     pin:     "step" protects the pieces of the step that is served, "none" protects nothing
@@ -95,18 +95,21 @@ def replay(
 
 
 def check_capacity(capacity: int, experts: int) -> None:
-    """UsageError unless there is a slot, and no more slots than experts."""
+    """Raise UsageError unless the capacity is from one slot to the number of experts."""
     if not 1 <= capacity <= experts:
         raise UsageError(f"capacity must be between 1 and all {experts} experts: {capacity}")
 
 
 def layer_of_ids(offsets: Ints) -> Ints:
-    """Return the layer of each dense id; `offsets` [layers + 1]."""
+    """Return the layer of each dense expert id; `offsets` is [layers + 1]."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
-    """Split steps into ranges [begin, end) for one cache each: all, or one for each prompt."""
+    """Split a replay's steps into ranges [begin, end) that begin with an empty cache.
+
+    One range for all steps, or one for each prompt.
+    """
     steps = stream.layer.size
     if not reset or steps == 0:
         return [(0, steps)]
@@ -118,7 +121,7 @@ def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
 def _pinned_ranges(
     pinned: Sequence[tuple[int, Ints]], begin: int, end: int
 ) -> list[tuple[int, int, Ints]]:
-    """Split steps into ranges [first, last) with the pieces that are pinned in each."""
+    """Split a replay's steps into ranges [first, last) with constant pinned experts."""
     none = np.empty(0, np.int64)
     changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in pinned if s < end)]
     ends = [*(s for s, _ in changes[1:]), end]
@@ -153,7 +156,7 @@ def loop(
     open_to: Ints,
     anew: bool,
 ) -> int:
-    """Serve steps begin .. end - 1; return how many requests were misses.
+    """Serve the expert requests of steps begin .. end - 1; return the number of misses.
 
     `open_to` [G] counts the slots of each group without permanently pinned pieces, which are pinned
     already. `anew`: the first step begins a prompt, whichever request the step before it had.

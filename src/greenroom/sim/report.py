@@ -41,7 +41,7 @@ def report(
     counts: Sequence[Sequence[int]],
     rows: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Build the page.
+    """Build the HTML report of a simulation.
 
     facts:  (name, value) of the trace and the machine
     curves: policy -> (capacity, miss ratio), capacities ascending
@@ -89,12 +89,15 @@ def report(
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """Name a cell: its policy, and its predictor if it has one."""
+    """Name a simulated combination: its policy, and its predictor if it has one."""
     return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
 def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
-    """Draw the time of a token in each cell, where prefetching is compared."""
+    """Draw the time of a token for each simulated policy and predictor.
+
+    Only where prefetching is compared.
+    """
     timed = [row for row in rows if row.get("tpot_s") is not None]
     if not timed or all("prefetches" not in row for row in rows):
         return []
@@ -118,7 +121,7 @@ def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts:
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
-    """Show the best cell at the middle capacity, and what is left to gain."""
+    """Show a report's best result at the middle capacity, and the possible gain."""
     capacities = sorted({row["capacity"] for row in rows})
     capacity = capacities[(len(capacities) - 1) // 2]
     candidates = [row for row in rows if row["capacity"] == capacity]
@@ -151,7 +154,10 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
 def _with_floor(
     rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """Sort rows by capacity; add the misses above the floor where there is no prefetching."""
+    """Sort a report's rows by capacity, and add misses above the floor.
+
+    The floor holds only without prefetching.
+    """
     result = []
     for row in sorted(rows, key=lambda row: int(row["capacity"])):  # keeps the order of policies
         least = floor[row["capacity"]] * row["requests"]
@@ -161,7 +167,7 @@ def _with_floor(
 
 
 def html_page(title: str, main: str, tail: str = "") -> str:
-    """Build a complete page, with the style sheet inside."""
+    """Build a complete HTML page that contains its style sheet."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -175,22 +181,22 @@ def _asset(name: str) -> str:
 
 
 def card(title: str, note: str, body: str) -> str:
-    """Build a section of a page."""
+    """Build a section of an HTML report."""
     text = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
 
 
 def scrollable(table: str) -> str:
-    """Wrap a table that may be wider than the page, so that it scrolls."""
+    """Wrap a wide HTML table in an element that scrolls."""
     return f'<div class="wide">{table}</div>'
 
 
 def provenance_card(command: str, facts: Facts) -> str:
-    """Build the section with the command and the inputs of a page."""
+    """Build a report's section with the command and the inputs that produced the page."""
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return card("Command and inputs", "", f"<pre>{escape(command)}</pre><dl>{items}</dl>")
 
 
 def _json(data: Any) -> str:
-    """Encode JSON for a script element, without any tag that could end it."""
+    """Encode JSON for an HTML script element, without any tag that could end the script."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Python API `greenroom.simulate`: compare policies and capacities on a trace."""
+"""Python API `greenroom.simulate`: compare eviction policies and cache capacities on a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Simulation(Sequence[Row]):
     """
 
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
-        """Store the rows; of the trace only its size is stored."""
+        """Store a simulation's rows, and the size of the trace."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
         self._heading = trace_heading(trace, rows[0])
 
@@ -44,7 +44,7 @@ class Simulation(Sequence[Row]):
         return iter(self._rows)
 
     def curves(self, field: str = "miss_ratio") -> dict[str, tuple[list[int], list[float]]]:
-        """Return (capacities, values of a field) for each policy and predictor, ready to plot.
+        """Return curves to plot: (capacities, values of a field) by policy and predictor.
 
         UnknownName for a field that rows do not have.
         """
@@ -63,7 +63,7 @@ class Simulation(Sequence[Row]):
         return rows_text(self._heading, *table_of(self._rows, self._experts))
 
     def _repr_html_(self) -> str:
-        """Show the table in a notebook."""
+        """Show the table of simulation results in a notebook."""
         return html_table(*table_of(self._rows, self._experts), caption=self._heading)
 
 
@@ -85,7 +85,7 @@ def simulate(
     dense_bytes: int | None = None,
     workers: int | None = None,
 ) -> Simulation:
-    """Replay a trace against each policy at each capacity.
+    """Simulate expert caches on a trace: each eviction policy at each capacity.
 
         results = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
         results                                # a table
@@ -144,7 +144,7 @@ def _simulate(
 
 
 def _join(what: str, value: str | int | Sequence[str | int]) -> str:
-    """Join one value or several by commas, as on the command line."""
+    """Join one option value or several by commas, as on the command line."""
     if not isinstance(value, str | int) and not value:
         raise UsageError(f"{what} is an empty list: give at least one")
     return str(value) if isinstance(value, str | int) else ",".join(map(str, value))

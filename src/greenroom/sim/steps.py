@@ -1,4 +1,4 @@
-"""Times of all steps of a trace, in one compiled call that needs no events.
+"""Simulated times of all steps of a trace, computed in one compiled call without events.
 
 With demand transfers only, and a slot for every expert of a step, no transfer outlives its step.
 Then chunks land in the order in which they start, a lane takes the next chunk when its last has
@@ -30,7 +30,7 @@ def step_times(
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
-    """Compute seconds, stall and compute of each step, [S, 3].
+    """Compute the simulated seconds, stall and computation of each step, [S, 3].
 
     Arrays are as in `Stream`, and `tokens` [S]. An expert has `chunks` chunks, equal but for the
     last.
@@ -54,7 +54,7 @@ def step_times(
 
 
 def _seconds(work: Work, most: int) -> Floats:
-    """Tabulate the seconds of 0 .. most tokens."""
+    """Tabulate the seconds that computing 0, 1, ... tokens takes."""
     return np.array([work.seconds(tokens) for tokens in range(most + 1)])
 
 

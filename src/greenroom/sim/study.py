@@ -1,4 +1,4 @@
-"""Studies: the inputs that all cells of a sweep share, and the simulation of a cell.
+"""Inputs of a simulation sweep, and the simulation of one policy, capacity and predictor.
 
 Without costs a cell is a replay, with costs its steps are timed too (`timed.py`). Where the time of
 transfers decides which experts are resident, it is simulated event by event (`event_driven.py`).
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a sweep: a policy with its options, a capacity in slots, a predictor or off."""
+    """Cell of a simulation sweep: a policy, a capacity in slots, a predictor or `off`."""
 
     policy: str
     capacity: int
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Study(EventOptions):
-    """The trace and options that all cells of a sweep share.
+    """Trace and options that all cells of a simulation sweep share.
 
     Prefetching needs costs, and the order `runtime`.
     """
@@ -66,11 +66,11 @@ class Study(EventOptions):
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
-        """Put a trace in an order; UnknownName for another order."""
+        """Put a trace's requests in an order; UnknownName for another order."""
         return cls(trace, stream(trace, order), order, **options)
 
     def run(self, cell: Cell) -> Row:
-        """Simulate a cell; return its row, as `--json` prints it."""
+        """Simulate one cell of a sweep; return its row, as `--json` prints it."""
         chosen = policy(cell.policy)
         options: Any = {
             "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
@@ -113,16 +113,16 @@ class Study(EventOptions):
 
     @property
     def needs_events(self) -> bool:
-        """True if all cells need event-driven simulation, with policies that know no future."""
+        """Check that all cells need event-driven simulation, with policies that know no future."""
         parts = self.split is not None or self.approximation is not None
         return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
 
     def _needs_events(self, cell: Cell) -> bool:
-        """True if a cell needs event-driven simulation."""
+        """Check that a cell of a sweep needs event-driven simulation."""
         return cell.prefetch != OFF or self.needs_events
 
     def warm(self, cell: Cell) -> None:
-        """Compile the code that a cell needs, by simulating a few steps.
+        """Compile the code that a sweep's cell needs, by simulating a few steps.
 
         Two threads that compile the same function at once would both do it, and compiling holds
         the GIL: so all code is compiled before the threads start.
@@ -133,7 +133,7 @@ class Study(EventOptions):
 
 
 def capacities(text: str, experts: int) -> list[int]:
-    """Parse capacities such as `64,25%`: slots, or shares of all experts rounded down.
+    """Parse cache capacities such as `64,25%`: slots, or shares of all experts rounded down.
 
     UsageError for an impossible capacity.
     """
@@ -159,7 +159,7 @@ def _capacity(text: str, experts: int) -> int:
 
 
 def split_names(text: str) -> list[str]:
-    """Split names at commas, and keep options with their name.
+    """Split a list of policies or predictors at commas, and keep options with their name.
 
     In `lru,moe-infinity:matching=request,capacity=50,opt` the second name has two options.
     """
@@ -173,14 +173,17 @@ def split_names(text: str) -> list[str]:
 
 
 def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
-    """Yield the capacities of a curve: the requested ones, and twelve more up to all experts."""
+    """Yield the cache capacities of a curve: the requested ones and twelve more.
+
+    The largest has room for all experts.
+    """
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     points = {int(share * experts) for share in shares} | set(requested)
     yield from sorted(point for point in points if point >= least)
 
 
 def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> Study:
-    """Build the study of a configuration; UsageError for options that do not fit it."""
+    """Build a sweep's shared inputs from a configuration; UsageError for unfit options."""
     if config.approximation() is not None:
         check_weights(trace)
     pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
@@ -199,7 +202,7 @@ def requested_predictors(config: SimulateConfig, trace: Trace) -> list[str]:
 def machine_options(
     config: SimulateConfig, trace: Trace, machine: Machine | None
 ) -> dict[str, Any]:
-    """Return the study's options for a machine: costs and sizes; none without a machine."""
+    """Return a sweep's costs and sizes for a machine; none without a machine."""
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
@@ -216,7 +219,7 @@ def machine_options(
 def costs_of(
     config: SimulateConfig | BudgetsConfig, trace: Trace, machine: Machine, **places: str | None
 ) -> tuple[Costs, int]:
-    """Return (costs of the machine, bytes of an expert); UsageError for an unknown size."""
+    """Return (costs of a machine, bytes of an expert); UsageError for an unknown size."""
     expert = size_of(config.expert_bytes, trace, "expert_bytes")
     if not expert:
         raise UsageError(
@@ -227,7 +230,7 @@ def costs_of(
 
 
 def check_co_compute(config: SimulateConfig, costs: Costs) -> None:
-    """UsageError where --co-compute has no host memory, or no processor beside it."""
+    """Check that `--co-compute` has host memory and a second processor; else UsageError."""
     if not config.uses_host():
         return
     if config.host_capacity is None:
@@ -242,7 +245,7 @@ def check_co_compute(config: SimulateConfig, costs: Costs) -> None:
 
 
 def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
-    """Return the slots of the host tier; UsageError unless there are two links."""
+    """Return the cache slots in host memory; UsageError unless there are two links."""
     if config.host_capacity is None:
         return 0
     if len(costs.links) != 2:
@@ -257,7 +260,7 @@ def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
 
 
 def size_of(option: str | None, trace: Trace, name: str) -> int:
-    """Return a size: from the checked option, else from the trace's meta, else 0."""
+    """Return a size in bytes: from an option, else from the trace, else 0."""
     if option is not None:
         return 0 if option.strip() == "0" else Amount.parse(option, name).of(0)
     size = trace.meta.get(name)

@@ -1,4 +1,4 @@
-"""Sweeps: many cells of one trace in parallel, on all cores or on a Ray cluster.
+"""Sweeps: many simulations of one trace in parallel, on all cores or a Ray cluster.
 
 A replay is a compiled call that releases the GIL: such cells run in threads. Cells with prefetching
 are simulated event by event in Python; long ones run in processes.
@@ -34,7 +34,9 @@ def sweep(
     done: Callable[[], object] = lambda: None,
     compiling: Callable[[str, int, int], object] = lambda name, number, of: None,
 ) -> list[Row]:
-    """Simulate cells in parallel; return their rows in order. Uses all cores by default.
+    """Simulate the cells of a sweep in parallel; return their rows in order.
+
+    Uses all cores by default.
 
     `done` is called after each cell; `compiling` before the code of a policy is compiled or loaded,
     with (name, number of policies done, number of all). Long cells with prefetching run in new
@@ -88,7 +90,7 @@ _study: Study  # of a worker process
 
 
 def _init_worker(study: Study) -> None:
-    """Initialise a worker process with the study.
+    """Initialise a worker process of a sweep with the shared inputs.
 
     It ends silently at an interrupt, and with its parent.
     """
@@ -108,7 +110,7 @@ def sweep_on_ray(
     address: str,
     done: Callable[[], object] = lambda: None,
 ) -> list[Row]:
-    """Simulate cells on a Ray cluster; return their rows in order.
+    """Simulate a sweep's cells on a Ray cluster; return their rows in order.
 
     `address` is `host:port`, `auto`, or `local` for a new cluster here. The trace is sent once;
     Greenroom must be installed on the nodes. UsageError without Ray, or without a cluster at the

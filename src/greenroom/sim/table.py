@@ -1,4 +1,4 @@
-"""Tables as text and HTML, and simulation results in them."""
+"""Tables of simulation results as text and HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEFT = ("system", "policy", "prefetch")  # columns that are aligned to the left
 
 
 def show_time(seconds: float | None) -> str:
-    """Format a time: 12.3 ms, 4.56 s; "-" for None."""
+    """Format a time in seconds: 12.3 ms, 4.56 s; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
@@ -46,7 +46,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 
 def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
-    """Describe the trace and the order of a simulation, in two lines of text."""
+    """Describe a simulated trace and its order, in two lines of text."""
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {int(trace.offsets[-1]):,} experts in {trace.layers} layers, top-{trace.top_k}"
@@ -55,12 +55,12 @@ def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
 
 
 def rows_text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format the rows of a simulation for a terminal, under their heading."""
+    """Format a simulation's result rows for a terminal, under their heading."""
     return f"{above}\n\n{text_table(header, rows, sum(title in LEFT for title in header))}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) of a simulation's table, without empty columns.
+    """Return (header, rows) of a simulation's result table, without empty columns.
 
     `rows` are cells as `--json` prints them, of a model with so many `experts`.
     """
@@ -79,7 +79,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
 
 
 def _with_shares(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
-    """Add computed fields to a cell; prefetch counts become shares of all prefetches."""
+    """Add computed fields to a result row; prefetch counts become shares of all prefetches."""
     entry = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
     if row.get("seconds"):
         entry["stalled"] = row["stall_s"] / row["seconds"]

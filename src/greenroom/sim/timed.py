@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Seconds and bytes of a simulated run of R requests, one after another.
+    """Simulated seconds and bytes of a run that serves R requests in turn.
 
     ttft [R]: from a request's start to the end of its prompt's passes (of its first pass, where
               the trace has no prompts)
@@ -51,7 +51,10 @@ class SimulatedTimes:
     bytes_moved: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Return the fields of a cell; `ttft_s` and `tpot_s` are medians, as in `greenroom run`."""
+        """Return simulated times as fields of JSON, as in `greenroom run`.
+
+        `ttft_s` and `tpot_s` are medians.
+        """
         return {
             **_statistics("ttft", self.ttft),
             **_statistics("tpot", self.gaps),
@@ -83,7 +86,7 @@ def time_trace(
     chunk_bytes: int = CHUNK_BYTES,
     **how: Any,
 ) -> SimulatedTimes:
-    """Simulate the time of a trace; `stream` has its requests in `runtime` order.
+    """Simulate the time that a trace takes; `stream` has its requests in `runtime` order.
 
     An expert of `expert_bytes` comes in chunks of at most `chunk_bytes`. `how` (`scope`, `pin`,
     `seed`, `reset`) and UsageError are as in `replay`.
@@ -106,7 +109,10 @@ def time_trace(
 
 
 def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
-    """Split pass times [P] into (TTFT of each request, time of each later decode pass)."""
+    """Split the times of passes [P] into TTFT and decode times of requests.
+
+    Returns (TTFT of each request, time of each later decode pass).
+    """
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
     for request, (begin, end) in enumerate(pairwise(trace.first_passes.tolist())):
@@ -126,7 +132,10 @@ def _decide(
     pin: str = "step",
     **how: Any,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
-    """Decide which requests miss, [N], and their slots [N] where a step may use a slot twice."""
+    """Replay an expert cache to find which requests miss, [N].
+
+    Also returns their slots [N] where a step may use a slot twice.
+    """
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
     if pin != "step" or sizes.max(initial=0) > least:
@@ -146,7 +155,7 @@ def replay_steps(
     seed: int = 0,
     reset: bool = False,
 ) -> tuple[NDArray[np.bool_], Ints]:
-    """Replay a stream step by step, by a run's cache: (misses [N], slots [N]).
+    """Replay a stream of steps through a run's cache: (misses [N], slots [N]).
 
     It needs no compiled code that a run does not need too.
     """
@@ -176,7 +185,7 @@ def replay_steps(
 
 
 class StepTimer:
-    """Timer of single steps: a scheduler and its clock.
+    """Simulator of the time of single steps: a scheduler and its clock.
 
     It replaces the scheduler's cache, and returns the decisions that were made beforehand.
     """
@@ -194,7 +203,10 @@ class StepTimer:
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
-        """Time a step: (seconds, stall, compute). Slot -1 is a slot of no other request."""
+        """Simulate one step: (seconds, stall, computation).
+
+        Slot -1 is a slot of no other request.
+        """
         fresh = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
         slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
@@ -215,7 +227,7 @@ class StepTimer:
 def _step_seconds(
     trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: StepTimer
 ) -> Floats:
-    """Time all steps: seconds, stall and compute, [S, 3]."""
+    """Simulate each step of a trace: seconds, stall and computation, [S, 3]."""
     tokens = np.diff(trace.pass_starts)[stream.token]
     results = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks

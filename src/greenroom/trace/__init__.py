@@ -1,4 +1,4 @@
-"""Traces of routing: reading, writing, ordering, measuring and synthesising them.
+"""Traces of expert routing: reading, writing, ordering, measuring and synthesising them.
 
 trace = load("olmoe-1b-7b.npz")
 requests = stream(trace, "runtime")

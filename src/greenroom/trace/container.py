@@ -38,7 +38,7 @@ _ALIGNMENT = 64  # bytes, of the first tensor's offset
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor to be written. Its bytes are those of its parts, one after another."""
+    """Tensor to be written to a safetensors file, as consecutive parts."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Tensor:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Tensor:
-        """Wrap an array that is in memory."""
+        """Wrap an array in memory as a tensor to be written."""
         return cls(array.dtype, array.shape, [array])
 
     @property
     def array(self) -> NDArray[Any]:
-        """The whole tensor as one array in memory."""
+        """Return a whole tensor as one array in memory."""
         return np.concatenate([np.asarray(part, self.dtype) for part in self.parts])
 
     @property
@@ -61,7 +61,7 @@ class Tensor:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a draft that is renamed to `path` at the end, or removed on failure.
+    """Open a draft file, renamed to `path` at the end or removed on failure.
 
     OutputError where it cannot be written.
     """
@@ -110,7 +110,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 def read(
     path: Path, what: str = "trace", damaged: type[GreenroomError] = TraceError
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Map a safetensors file: (tensors as read-only views, metadata).
+    """Map a safetensors file into memory: (tensors as read-only views, metadata).
 
     Raises `damaged`, saying that the file is not a `what`, where its contents cannot be right.
     """

@@ -1,4 +1,7 @@
-"""Loading and saving traces: our own format (docs/trace-format.md), journals and npz files."""
+"""Loading and saving traces of routing: our own format, journals and npz files.
+
+Our own format: docs/trace-format.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from greenroom.trace.trace import Trace
 
 
 def load(path: str | Path) -> Trace:
-    """Read a trace: our own format, the journal of an unfinished recording, or an npz.
+    """Read a trace of routing: our own format, an unfinished recording's journal, or npz.
 
     Arrays of our own format stay in the file until they are used. TraceError, in one line, where
     the file is missing, damaged, of another version, or has impossible contents.
@@ -38,5 +41,5 @@ def load(path: str | Path) -> Trace:
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Write a trace atomically: to a draft file that is renamed at the end."""
+    """Write a trace of routing atomically: to a draft file that is renamed at the end."""
     container.write(Path(path), *to_tensors(trace))

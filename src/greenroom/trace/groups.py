@@ -30,7 +30,7 @@ def activation_matrices(trace: Trace) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class RequestGroups:
-    """A clustering of a trace's requests.
+    """Clusters of a trace's requests that use the same experts.
 
     number:            of groups: the elbow of `inertia`
     of [requests]:     each request's group
@@ -46,12 +46,12 @@ class RequestGroups:
 
     @property
     def largest(self) -> float:
-        """The share of requests in the largest group ("Nor. Max. Group" of Table 2)."""
+        """Return the share of requests in the largest group ("Nor. Max. Group" of Table 2)."""
         return float(np.bincount(self.of).max() / len(self.of))
 
 
 def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> RequestGroups:
-    """Group the requests of a trace, into at most `most` groups."""
+    """Cluster a trace's requests by their experts, into at most `most` groups."""
     counts = activation_matrices(trace).astype(np.float64)
     for layer in range(trace.layers):
         rows = counts[:, trace.offsets[layer] : trace.offsets[layer + 1]]
@@ -64,7 +64,7 @@ def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> Requ
 
 
 def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, Any]:
-    """Return the group figures of `trace info`, in JSON types."""
+    """Return the figures of `trace info` about groups of requests, in JSON types."""
     result = group_requests(trace, most, seed)
     left = result.transitions.sum(axis=1) > 0  # groups with a request that is not the last
     chances = result.transitions[left]
@@ -80,7 +80,7 @@ def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, A
 
 
 def find_elbow(inertia: Floats) -> int:
-    """Find the elbow of a curve of inertia, as a number of groups from 1.
+    """Find the elbow of a K-means inertia curve, as a number of groups from 1.
 
     It is the point furthest below the straight line between the curve's ends.
     """
@@ -92,7 +92,7 @@ def find_elbow(inertia: Floats) -> int:
 
 
 def transitions(of: NDArray[np.int64], number: int) -> Floats:
-    """Return how often a request of group b follows one of group a.
+    """Compute how often a request of one group follows one of another group.
 
     Shares [number, number]; each row a sums to 1, or to 0 where no request follows.
     """
@@ -103,7 +103,9 @@ def transitions(of: NDArray[np.int64], number: int) -> Floats:
 
 
 def _clusterings(points: Floats, most: int, seed: int) -> list[tuple[NDArray[np.int64], float]]:
-    """Run K-means for 1 to `most` groups: (group of each point, inertia) of each.
+    """Run K-means for 1 to `most` groups.
+
+    Returns (group of each point, inertia) of each.
 
     Each clustering begins with the centres of the last one and one more point, drawn by its squared
     distance to them (k-means++), so that inertia never rises.
@@ -124,7 +126,10 @@ def _clusterings(points: Floats, most: int, seed: int) -> list[tuple[NDArray[np.
 def _lloyd(
     points: Floats, square: Floats, centres: Floats
 ) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Lloyd's algorithm: (nearest centre of each point, squared distance to it, centres)."""
+    """Run Lloyd's K-means algorithm from initial centres.
+
+    Returns (nearest centre of each point, squared distance to it, centres).
+    """
     of = np.full(len(points), -1)
     for _ in range(_ROUNDS):
         distances = square[:, None] - 2 * points @ centres.T + (centres**2).sum(axis=1)

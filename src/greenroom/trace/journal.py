@@ -1,4 +1,4 @@
-"""Journal of a growing recording. Segments are appended; a kill loses one at most.
+"""Journal file of a growing recording of routing. A kill loses one segment at most.
 
 `segments` has the format.
 """
@@ -36,12 +36,14 @@ _TITLES = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
 
 
 def journal_path(path: Path) -> Path:
-    """The path of the journal from which the trace at `path` will be made."""
+    """Return the path of the journal file for a trace to be saved at `path`."""
     return path.with_name(path.name + ".journal")
 
 
 class Journal:
-    """Appends parts of a recording to a file; an existing one must have the same header.
+    """Journal file of a routing recording, to which segments are appended.
+
+    An existing file must have the same header.
 
     `requests` counts the complete requests in it, and `tokens` their tokens; an incomplete request
     at its end is dropped. TraceError where the file is of another recording, OutputError where
@@ -84,7 +86,7 @@ class Journal:
         self._file.seek(end)
 
     def append(self, segment: Segment) -> None:
-        """Append a segment. Once this returns the segment survives the end of this process."""
+        """Append a segment to the journal, which then survives the end of this process."""
         arrays, header = segment.arrays, self.header
         names = header.fields()
         info = {
@@ -109,7 +111,7 @@ class Journal:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def finish(self, path: Path) -> None:
-        """Write the trace file, one segment at a time, and remove the journal."""
+        """Convert the finished journal to a trace file, and remove the journal."""
         self._file.close()
         convert(self.path, path)
         os.unlink(self.path)
@@ -120,17 +122,17 @@ class Journal:
 
 
 def convert(source: Path, path: Path) -> None:
-    """Write the trace file of a journal, with one segment in memory at a time."""
+    """Convert a journal to a trace file, with one segment in memory at a time."""
     container.write(path, *_contents(source))
 
 
 def read(path: Path) -> Trace:
-    """Read the trace of all complete segments; TraceError where there is none."""
+    """Read a trace from a journal's complete segments; TraceError where there is none."""
     return _in_memory(path, _contents(path))
 
 
 def trace_of_segments(header: Header, recorded: Iterable[Segment]) -> Trace:
-    """Build a trace from segments in memory."""
+    """Build a trace of routing from a journal's segments in memory."""
     source = Path("recording")
     return _in_memory(source, contents(source, header, lambda: recorded))
 
@@ -146,7 +148,7 @@ def _contents(path: Path) -> Contents:
 
 
 def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) -> Contents:
-    """Build the tensors and metadata of the trace file from the segments of `read`.
+    """Build the tensors and metadata of a trace file from a journal's segments.
 
     A tensor's parts are those of the segments; the journal is read once more for each tensor.
     """

@@ -1,4 +1,4 @@
-"""Compiled loops over requests: stack depths of LRU and OPT, and windows of tokens."""
+"""Compiled loops over expert requests: stack depths of LRU and OPT, windows of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 
 @jit
 def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
-    """Compute the stack depth of each request, [N]: the fewest slots that make it a hit.
+    """Compute each request's stack depth [N]: the fewest cache slots for a hit.
 
     The depth is 0 for the first request of a piece. `group_of` [P] is each piece's group; a group
     has one stack. A stack holds a number for each piece: the index of its next request, taken from
@@ -55,7 +55,9 @@ def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) 
 
 @jit
 def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) -> int:
-    """Count uses in every window of m tokens inside a request; return the number of windows.
+    """Count experts' uses in windows of m tokens; return the number of windows.
+
+    A window lies inside a request.
 
     `ids` [tokens, n] are distinct in a row. Adds the (window, expert) pairs with each number of
     uses to `values` [m + 1], and the uses of a window's most used expert, of its second, and so on

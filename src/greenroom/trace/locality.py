@@ -1,4 +1,4 @@
-"""Locality of a trace: measures of reuse that bound a cache of experts.
+"""Locality of routing in a trace: measures of reuse that bound an expert cache.
 
 All measures are of layers and tokens; passes play no part. Means give each layer equal weight.
 """
@@ -42,7 +42,7 @@ def adjacent_overlap(trace: Trace) -> Floats:
 
 
 def overlap_by_label(trace: Trace) -> dict[str, float]:
-    """Compute `adjacent_overlap`, as a mean over layers, for the requests of each label."""
+    """Compute the mean overlap of consecutive tokens' experts, for the requests of each label."""
     routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
     labels, numbers = number_labels(trace.labels)
     return {
@@ -52,17 +52,20 @@ def overlap_by_label(trace: Trace) -> dict[str, float]:
 
 
 def uniform_overlap(trace: Trace) -> float:
-    """Expected `adjacent_overlap` of uniform routing, as a mean over layers."""
+    """Compute the expected overlap of consecutive tokens' experts under uniform routing.
+
+    The result is a mean over layers.
+    """
     return float(np.mean(trace.top_k / trace.experts_per_layer))
 
 
 def popularity(trace: Trace) -> list[NDArray[np.int64]]:
-    """Count the uses of each expert, [experts] for each layer."""
+    """Count the uses of each expert: [experts] for each layer of a trace."""
     return np.split(trace.uses(), trace.offsets[1:-1])
 
 
 def skew(trace: Trace) -> list[Floats]:
-    """Compute the CDF of popularity for each layer.
+    """Compute the cumulative distribution of experts' popularity for each layer.
 
     Returns for each layer [experts]: the share of uses of its most used 1, 2, ... experts.
     """
@@ -73,7 +76,7 @@ Reuse = tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]
 
 
 def reuse(trace: Trace) -> Reuse:
-    """Compute histograms of reuse distances and of reuse gaps, for each layer.
+    """Compute histograms of experts' reuse distances and reuse gaps, for each layer.
 
     Returns (distances, gaps), over the whole trace, with a token's experts in stored order.
     distances [experts + 1]: uses by the number of distinct other experts of the layer since the
@@ -96,14 +99,17 @@ def reuse(trace: Trace) -> Reuse:
 
 
 def median(counts: NDArray[np.int64]) -> float:
-    """Lower median of the values 0, 1, ... that occur `counts` times; nan of no values."""
+    """Compute the lower median of a histogram of integers; nan of an empty one.
+
+    The values 0, 1, ... occur `counts` times.
+    """
     total = counts.sum()
     return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentConsistency:
-    """Local routing consistency over all windows of `length` tokens.
+    """Local routing consistency over all windows of a given number of tokens.
 
     The measures are those of "Not All Models Suit Expert Offloading": our reading of its abstract,
     checked against its published code.
@@ -122,7 +128,10 @@ class SegmentConsistency:
 
 
 def segment_consistency(trace: Trace, length: int) -> SegmentConsistency:
-    """Compute SRP and SCH of segments of this length; nan where no request is that long."""
+    """Compute local routing consistency (SRP and SCH) of segments of a given length.
+
+    nan where no request is that long.
+    """
     if length < 1:
         raise UsageError(f"a segment needs at least one token, got {length}")
     most, uses = trace.experts_per_layer.tolist(), length * trace.top_k
@@ -152,7 +161,7 @@ def _windows(
 
 
 def _best_f1(values: NDArray[np.int64]) -> float:
-    """F1 of the best threshold: 2 hits / (predicted + used).
+    """Compute the best F1 score over thresholds: 2 hits / (predicted + used).
 
     `values[v]` counts (window, expert) pairs with v uses.
     """
@@ -163,7 +172,7 @@ def _best_f1(values: NDArray[np.int64]) -> float:
 
 
 def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> dict[str, Any]:
-    """Return the locality figures of `trace info`, in JSON types.
+    """Return the figures of `trace info` about locality, in JSON types.
 
     Shares are in [0, 1]. SCH is given for caches of `multiples` times top_k experts a layer.
     """
@@ -207,7 +216,7 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
 
 
 def _number(x: float) -> float | None:
-    """Round; None for nan, which JSON does not have."""
+    """Round a number for JSON; None for nan, which JSON does not have."""
     return None if np.isnan(x) else round(x, 6)
 
 

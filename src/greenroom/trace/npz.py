@@ -1,4 +1,4 @@
-"""Reader of published recordings in npz: NumPy arrays in a zip file of untrusted sizes.
+"""Reader of published routing recordings in NumPy's npz format, with checks of sizes.
 
 NumPy's own reader allocates the size in a header. Here an array's bytes are read first.
 """
@@ -30,7 +30,9 @@ _HEADERS = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_head
 
 
 def read(path: Path) -> Trace:
-    """Read a trace from an npz with the arrays NEEDED, and some of OPTIONAL.
+    """Read a trace of routing from an npz file.
+
+    The file has the arrays NEEDED, and some of OPTIONAL.
 
     `offsets` are those of requests. TraceError where it is no trace.
     """
@@ -66,7 +68,10 @@ def read(path: Path) -> Trace:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays of NEEDED and OPTIONAL. TraceError where one cannot be read."""
+    """Read the required and optional arrays of an npz recording.
+
+    TraceError where one cannot be read.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             room = FREE + DENSEST * os.path.getsize(path)
@@ -85,7 +90,10 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArray[Any]:
-    """Read one array; `room` is how many bytes its file's arrays may still take."""
+    """Read one array of an npz recording, within a limit of bytes.
+
+    `room` is how many bytes its file's arrays may still take.
+    """
     name = entry.filename
     if entry.flag_bits & ENCRYPTED or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
         raise Malformed(f"{name} is encrypted, or compressed in a way that NumPy does not use")
@@ -106,7 +114,7 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArr
 
 
 def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:
-    """Convert an array to our type; None where the file has none of this name."""
+    """Convert an npz recording's array to our type; None where the file lacks it."""
     if name not in arrays:
         return None
     if arrays[name].dtype.kind not in kinds:
@@ -132,7 +140,7 @@ def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:
 
 
 def _sizes(value: Any) -> int | list[int]:
-    """Read the number of experts: a list by layer, or one number for all."""
+    """Read the number of experts of each layer: a list, or one number for all."""
     if isinstance(value, list):
         return [integer(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
     return integer(value, "experts_per_layer", 1, MOST_EXPERTS)

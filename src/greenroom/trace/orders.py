@@ -1,4 +1,4 @@
-"""Orders of a trace's requests, in which caches and the simulator serve them.
+"""Orders in which simulated caches serve a trace's requests for experts.
 
 The orders are defined in docs/design.md; they differ in what a step is (see core/stream.py).
 """
@@ -20,7 +20,9 @@ _BINS = 1 << 18  # passes x experts counted at a time: these bins fit in a core'
 
 
 def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> Stream:
-    """Put the requests of a trace in an order; with `limit`, of its first `limit` tokens.
+    """Convert a trace to a stream of expert requests in a given order.
+
+    With `limit`, of its first `limit` tokens.
 
     natural: for each token, for each layer, one step of its experts in stored order
     rounds:  for each token, for each rank, for each layer, one step of one expert (layered paging,
@@ -81,7 +83,10 @@ def _runtime(trace: Trace) -> Stream:
 
 
 def _count(trace: Trace, first: int, last: int) -> StepCounts:
-    """Count (pieces, pieces a step, rows, weights) of passes, in a bin for each pass and expert."""
+    """Count the tokens that use each expert in a range of passes.
+
+    Returns (pieces, pieces a step, rows, weights), with a bin for each pass and expert.
+    """
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]
     if end - begin == last - first:
@@ -104,7 +109,10 @@ def _count(trace: Trace, first: int, last: int) -> StepCounts:
 
 
 def _sort_tokens(trace: Trace, begin: int, end: int) -> StepCounts:
-    """`_count` of passes of one token each: only experts within a step have to be sorted."""
+    """Sort the experts within each step, for passes of one token each.
+
+    The results are those of `_count`.
+    """
     experts = trace.experts[begin:end]
     order = np.argsort(experts, axis=2)
     dense = np.take_along_axis(experts, order, 2) + trace.offsets[:-1, None].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Records of a journal: the header and the segments of a growing recording.
+"""Records of a journal file of routing: the header and the segments.
 
 Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
 three numbers in 4 bytes each, little endian. The first record is the header, which all segments
@@ -47,7 +47,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a recording: its layers, and which optional fields it has."""
+    """Header of a routing recording: its layers, and the optional fields it has."""
 
     experts_per_layer: tuple[int, ...]
     weights: bool = False
@@ -57,14 +57,14 @@ class Header:
     predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
 
     def fields(self) -> list[str]:
-        """List the arrays of a segment, in stored order."""
+        """List the names of a recorded segment's arrays, in stored order."""
         optional = {"weights": self.weights, "token_ids": self.token_ids}
         optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
         chosen = [name for name, recorded in optional.items() if recorded]
         return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Return the type of an array.
+        """Return the data type of one of a recorded segment's arrays.
 
         A prediction's largest value means that nothing was predicted; a segment in memory may have
         -1 there.
@@ -77,7 +77,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some passes of one request; its array `sampled` counts tokens from the segment's first."""
+    """Segment of a routing recording: some passes of one request.
+
+    The array `sampled` counts tokens from the segment's first.
+    """
 
     request: int
     label: str
@@ -91,7 +94,7 @@ class Segment:
 
 
 def pack_record(info: dict[str, Any], data: bytes) -> bytes:
-    """Encode a record: sizes, JSON, arrays, checksum."""
+    """Encode a record of a journal file: sizes, JSON, arrays, checksum."""
     text = json.dumps(info, separators=(",", ":")).encode()
     check = zlib.crc32(data, zlib.crc32(text))
     sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
@@ -135,7 +138,10 @@ def _experts(value: Any, where: str) -> int:
 
 
 def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
-    """Yield each complete segment and the offset of its end. TraceError for impossible contents."""
+    """Yield a journal's complete segments and the offset of each segment's end.
+
+    TraceError for impossible contents.
+    """
     due, last = 0, True  # requests ascend, and the segments of one lie together
     with open(path, "rb") as file:
         file.seek(begin)
@@ -151,7 +157,7 @@ def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segm
 
 
 def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
-    """Decode a segment, whose request must lie between `least` and `most`."""
+    """Decode a journal's segment, whose request must lie between `least` and `most`."""
     info = record.info
     passes = list(info.list_of("passes", _pass))
     segment = Segment(
@@ -166,7 +172,7 @@ def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
 
 
 def _pass(value: Any, where: str) -> tuple[int, bool]:
-    """Decode (tokens, prefill)."""
+    """Decode a recorded pass of a journal: (tokens, prefill)."""
     if not isinstance(value, list) or len(value) != 2:
         raise Malformed(f"{where} must be [tokens, prefill], got {show_value(value)}")
     return integer(value[0], where, least=1), flag(value[1], where)
@@ -189,7 +195,7 @@ def _arrays(
 
 
 def _check_shapes(segment: Segment, layers: int) -> None:
-    """Malformed where the shape of an array does not match the segment's tokens or layers."""
+    """Check the shapes of a segment's arrays against its tokens and layers. Malformed."""
     sampled = segment.arrays.get("sampled", np.empty(0, np.int64))
     for name, array in segment.arrays.items():
         of_sample = name in ("sampled", "inputs")
@@ -207,7 +213,10 @@ class _Record(NamedTuple):
 
 
 def _next(file: BinaryIO) -> _Record | None:
-    """Read the next record; None where no complete one follows. Malformed for other JSON."""
+    """Read a journal's next record; None where no complete record follows.
+
+    Malformed for other JSON.
+    """
     sizes = file.read(8)
     text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
     if text_size + data_size + 4 > os.fstat(file.fileno()).st_size - file.tell():

@@ -1,4 +1,4 @@
-"""Synthetic traces: the Zipf traces of layered paging, and requests with topics."""
+"""Synthetic traces of routing: Zipf traces of layered paging, and requests with topics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _KEEP = 1e6  # added to a score: more than any draw
 
 
 def zipf(options: ZipfConfig) -> Trace:
-    """Draw experts by a Zipf distribution. Equal options give equal traces."""
+    """Make a synthetic trace with experts drawn by a Zipf distribution.
+
+    Equal options give equal traces.
+    """
     random = np.random.default_rng(options.seed)
     chance = -options.a * np.log(np.arange(1, options.experts + 1) + options.b)
     experts = _empty(options)
@@ -29,7 +32,10 @@ def zipf(options: ZipfConfig) -> Trace:
 
 
 def topics(options: TopicsConfig) -> Trace:
-    """Draw experts by each request's topic. Equal options give equal traces."""
+    """Make a synthetic trace with experts drawn by each request's topic.
+
+    Equal options give equal traces.
+    """
     random = np.random.default_rng(options.seed)
     size = (options.topics, options.layers, options.experts)
     tastes = random.normal(size=size)
@@ -48,7 +54,10 @@ def topics(options: TopicsConfig) -> Trace:
 def _sticky(
     rows: NDArray[Any], taste: Floats, stickiness: float, random: np.random.Generator
 ) -> None:
-    """Draw the experts of a request's tokens in turn; `taste` [layers, experts] are logits."""
+    """Draw the experts of a synthetic request's tokens in turn.
+
+    `taste` [layers, experts] are logits.
+    """
     layers = np.arange(len(taste))[:, None]
     for token, row in enumerate(rows):
         scores = taste + random.gumbel(size=taste.shape)

@@ -1,4 +1,4 @@
-"""Conversion of traces to the tensors and metadata of their file, and back.
+"""Conversion of routing traces to and from the tensors and metadata of their file.
 
 docs/trace-format.md has the format.
 """
@@ -36,14 +36,17 @@ Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
 def number_labels(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
-    """Number the labels: (distinct labels by first appearance, the number of each label)."""
+    """Number the distinct labels of a trace's requests by first appearance.
+
+    Returns (distinct labels, the number of each label).
+    """
     numbers: dict[str, int] = {}
     numbered = [numbers.setdefault(label, len(numbers)) for label in labels]
     return list(numbers), np.array(numbered, np.int32)
 
 
 def checked_meta(meta: JsonObject) -> dict[str, Any]:
-    """Return the metadata of a recording; Malformed where a size in it is not a number."""
+    """Check the metadata of a recording; Malformed where a size is not a number."""
     for name in ("expert_bytes", "dense_bytes"):
         if meta.value(name, None) is not None:
             meta.number(name)
@@ -56,7 +59,7 @@ def with_metadata(
     meta: Mapping[str, Any],
     distances: Mapping[str, int],
 ) -> Contents:
-    """Add the tensor of labels to `tensors`, and build the metadata of a trace file."""
+    """Add the tensor of labels, and build the metadata of a trace file."""
     names, numbers = number_labels(labels)
     tensors["request_labels"] = Tensor.of(numbers)
     return tensors, {
@@ -84,7 +87,7 @@ def to_tensors(trace: Trace) -> Contents:
 
 
 def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Trace:
-    """Build the trace of a file's tensors and metadata; TraceError where it is not a trace."""
+    """Build a trace from a file's tensors and metadata; TraceError for impossible contents."""
     if metadata.get("format") != FORMAT:
         raise TraceError(f"{path}: a safetensors file, but not a trace")
     if metadata.get("version") != str(VERSION):

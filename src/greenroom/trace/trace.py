@@ -1,4 +1,4 @@
-"""The trace: the experts that each token used, by pass and by request."""
+"""Trace of routing: the experts that each token used, by pass and by request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = 1 << 16  # tokens checked at a time, which bounds the memory of a check
 
 @dataclass(frozen=True, eq=False)
 class GateInputs:
-    """Hidden states that a sample of the tokens gave to the experts."""
+    """Recorded hidden states that a sample of the tokens gave to the experts."""
 
     tokens: Ints  # [S] ascending
     values: NDArray[np.float32]  # [S, layers, hidden]
@@ -28,7 +28,7 @@ class GateInputs:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Predictions that a predictor made `distance` layers ahead, likeliest expert first.
+    """Recorded predictions of experts, made `distance` layers ahead, likeliest expert first.
 
     The largest id of the type (255 or 65535) means that there was no prediction.
     """
@@ -39,7 +39,9 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The routing of R requests in P passes. Arrays may be read-only views of a mapped file.
+    """Trace of the experts that tokens used, in P passes of R requests.
+
+    Arrays may be read-only views of a mapped file.
 
     `experts` are ids within their layer, in recorded order (rank order where the gate gives one).
     The tokens of a request are adjacent, and so are those of a pass; a request begins with a pass.
@@ -83,21 +85,27 @@ class Trace:
 
     @cached_property
     def offsets(self) -> Ints:
-        """Offsets of layers, [layers + 1]: an expert's dense id is `offsets[layer] + expert`."""
+        """Return each layer's first dense id, [layers + 1].
+
+        An expert's dense id is `offsets[layer] + expert`.
+        """
         return starts_of(self.experts_per_layer)
 
     @cached_property
     def first_passes(self) -> Ints:
-        """The first pass of each request, then the number of passes: [R + 1]."""
+        """Return the first pass of each request, then the number of passes: [R + 1]."""
         return np.searchsorted(self.pass_starts, self.request_starts)
 
     @cached_property
     def pass_requests(self) -> Ints:
-        """The request of each pass, [P]."""
+        """Return the request of each pass in a trace, [P]."""
         return np.repeat(np.arange(self.requests), np.diff(self.first_passes))
 
     def uses(self, begin: int = 0, end: int | None = None) -> Ints:
-        """Count the tokens begin .. end that used each expert: [experts of all layers]."""
+        """Count how many tokens of a range used each expert: [experts of all layers].
+
+        The range is begin .. end.
+        """
         part = self.experts[begin:end]
         return np.concatenate([
             np.bincount(part[:, layer].ravel(), minlength=int(experts))
@@ -105,7 +113,7 @@ class Trace:
         ])  # fmt: skip
 
     def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
-        """Build the trace of these requests, in this order."""
+        """Build a trace of the selected requests, in the given order."""
         chosen = np.asarray(requests, np.int64).reshape(-1)
         if chosen.size == 0:
             raise TraceError("a trace needs at least one request, got none")
@@ -123,7 +131,10 @@ class Trace:
         )
 
     def head(self, tokens: int) -> Trace:
-        """Build the trace of the first tokens; its last request and pass may be cut short."""
+        """Build a trace of the first tokens; its last request may be cut short.
+
+        So may its last pass.
+        """
         if tokens < 1:
             raise TraceError(f"a trace needs at least one token, got {tokens}")
         if tokens >= self.tokens:
@@ -140,7 +151,7 @@ class Trace:
         )
 
     def _rows(self, tokens: slice | Ints) -> dict[str, Any]:
-        """Select rows from the fields that have a row for each token."""
+        """Select rows from a trace's arrays that have a row for each token."""
         rows: dict[str, Any] = {
             "experts": self.experts[tokens],
             "weights": None if self.weights is None else self.weights[tokens],
@@ -159,19 +170,19 @@ class Trace:
 
 
 def starts_of(lengths: NDArray[np.integer[Any]]) -> Ints:
-    """Return the offsets [n + 1] of n adjacent runs of these lengths."""
+    """Return the offsets [n + 1] of n adjacent runs of given lengths."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def _ranges(starts: Ints, chosen: Ints) -> Ints:
-    """Return the indices from starts[c] up to starts[c + 1], for each chosen c."""
+    """Return the indices in each chosen range, from starts[c] up to starts[c + 1]."""
     return np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chosen])
 
 
 def smallest_ids(array: NDArray[Any]) -> Experts:
-    """Convert expert ids to the smallest type that holds them; TraceError for impossible ids."""
+    """Convert expert ids to the smallest integer type. TraceError for impossible ids."""
     if array.dtype in (np.uint8, np.uint16):
         return array
     if array.dtype.kind not in "iu":
@@ -182,7 +193,7 @@ def smallest_ids(array: NDArray[Any]) -> Experts:
 
 
 def check(trace: Trace) -> None:
-    """Check what `Trace` promises; TraceError, in one line."""
+    """Check that a trace's arrays have the promised shapes and values; TraceError, in one line."""
     experts = trace.experts
     if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
         raise TraceError("experts must be [tokens, layers, top_k] in uint8 or uint16")
@@ -238,7 +249,7 @@ def _check_offsets(trace: Trace) -> None:
 
 
 def _check_experts(trace: Trace, start: int) -> None:
-    """Check that ids are in range, and distinct within a token's row, in a block of tokens."""
+    """Check a trace's expert ids: in range, and distinct within a token's row."""
     block = trace.experts[start : start + _BLOCK]
     most = trace.experts_per_layer
     _check_range(block, most, start, "expert")

@@ -1,1 +1,1 @@
-"""History of runs and measurements: the files, and the values in them."""
+"""Stored history of earlier runs: routing, measurements and settings."""

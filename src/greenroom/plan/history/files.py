@@ -52,13 +52,13 @@ class ArrayFormat(NamedTuple):
     version: int
 
     def write(self, path: Path, arrays: Arrays, fingerprint: str, **metadata: str) -> None:
-        """Write a file. OutputError where it cannot be written."""
+        """Write arrays to a safetensors file. OutputError where it cannot be written."""
         header = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
         tensors = {name: Tensor(a.dtype, a.shape, [a]) for name, a in arrays.items()}
         container.write(path, tensors, header | metadata)
 
     def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Read copies of the arrays, and the metadata."""
+        """Read copies of a safetensors file's arrays, and the metadata."""
         try:
             arrays, metadata = container.read(path, self.noun, PredictorError)
         except OSError as error:
@@ -85,17 +85,17 @@ def cache_folder() -> Path:
 
 
 def is_enabled() -> bool:
-    """Check that the history is read and written, unless GREENROOM_LEARNED is off."""
+    """Check that the history of runs is enabled: GREENROOM_LEARNED is not off."""
     return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
 
 
 def routing_path(fingerprint: str) -> Path:
-    """Return the path of a model's routing. ValueError for an impossible fingerprint."""
+    """Return the path of a model's stored routing. ValueError for an impossible fingerprint."""
     return _path("learned", fingerprint, ".safetensors")
 
 
 def records_path(fingerprint: str) -> Path:
-    """Return the path of a model's records. ValueError for an impossible fingerprint."""
+    """Return the path of a model's stored records. ValueError for an impossible fingerprint."""
     return _path("plans", fingerprint, ".json")
 
 
@@ -142,7 +142,7 @@ def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
 
 
 def load_records(fingerprint: str, machine: str) -> Records:
-    """Load the records of a model on the machine of this name; empty for an unusable file."""
+    """Load a model's records on a named machine; empty for an unusable file."""
     return _records(_machines(fingerprint), machine)
 
 
@@ -178,7 +178,7 @@ def _records(machines: Mapping[str, Any], machine: str) -> Records:
 
 
 def _machines(fingerprint: str) -> dict[str, Any]:
-    """Load the entries of all machines."""
+    """Load a model's records on all machines."""
     if not is_enabled():
         return {}
     try:
@@ -211,7 +211,7 @@ def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
 
 
 def save_predictor(path: Path, tensors: Arrays, fingerprint: str, about: Mapping[str, Any]) -> None:
-    """Write a predictor's file, with its description `about` as JSON. OutputError."""
+    """Write a trained predictor's file, with its description `about` as JSON. OutputError."""
     PREDICTOR.write(path, tensors, fingerprint, about=json.dumps(about))
 
 

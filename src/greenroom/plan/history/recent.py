@@ -1,4 +1,4 @@
-"""The routing of the latest tokens, stored as a state of a model's routing history.
+"""Routing of the latest tokens, stored in a model's routing history.
 
 Plans without a recording and the defaults of a run use it (plan/workload.py). Only passes of single
 sequences are recorded, since a pass of several sequences mixes their tokens. Only ids of experts
@@ -36,7 +36,7 @@ class RecentRouting:
     """Observer of passes that stores the routing of the latest TOKENS tokens."""
 
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
-        """`offsets` [layers + 1] are the dense ids at which layers begin."""
+        """Prepare to observe passes; `offsets` [layers + 1] are each layer's first dense id."""
         self._sizes = [b - a for a, b in pairwise(offsets)]
         self._passes: deque[RoutedPass] = deque()
         self._tokens, self._earlier = 0, 0
@@ -51,7 +51,7 @@ class RecentRouting:
             self._earlier = trace.requests
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """End the last pass, and begin one of so many sequences."""
+        """End the last observed pass, and begin a pass of so many sequences."""
         self._end()
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
@@ -61,7 +61,7 @@ class RecentRouting:
             self._rows[layer] = experts.astype(np.uint16)
 
     def state(self) -> Arrays | None:
-        """Return the arrays to store; None where nothing was recorded."""
+        """Return the arrays of recent routing to store; None where nothing was recorded."""
         self._end()
         if not self._passes:
             return None
@@ -73,7 +73,7 @@ class RecentRouting:
         }
 
     def _end(self) -> None:
-        """Record the current pass, if all its layers have chosen."""
+        """Record the current pass, if the routers of all layers have chosen experts."""
         now, rows, self._rows = self._now, self._rows, {}
         self._now = None
         complete = (

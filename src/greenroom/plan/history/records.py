@@ -1,4 +1,4 @@
-"""Records of a model on a machine, which are stored for later runs.
+"""Stored records of a model on a machine: settings, losses and memory, for later runs.
 
 They are measured runs (plan/costs.py), settings that `tune` measured or a plan chose, with the
 device and the capacity for which they hold, the loss of quality by approximated misses, and the
@@ -46,7 +46,7 @@ class StoredSetting:
 
     @classmethod
     def from_json(cls, contents: Any, where: str = "a setting") -> StoredSetting:
-        """Read a setting. Malformed or UsageError where a run cannot take it."""
+        """Read a stored setting from JSON. Malformed or UsageError where a run cannot take it."""
         entry = JsonObject(contents, where)
         option_entry = entry.object("options")
         options = {name: option_entry.text(name) for name in OPTIONS if name in option_entry}
@@ -61,7 +61,7 @@ class StoredSetting:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Measured loss of quality by misses that are approximated below these thresholds.
+    """Measured loss of quality by approximating cache misses below given thresholds.
 
     The thresholds are those of core/options/precision.py. `inexact` is the share of requests that
     were not exact, `kl` the KL divergence from the exact model in nats, a mean over `tokens`; the
@@ -85,7 +85,7 @@ class Loss:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a loss") -> Loss:
-        """Read a loss. Malformed for other contents."""
+        """Read a measured loss of quality from JSON. Malformed for other contents."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
 
@@ -103,7 +103,7 @@ class Records:
 
     @classmethod
     def from_json(cls, contents: Any) -> Records:
-        """Read records. Malformed or UsageError for other contents."""
+        """Read a model's records from JSON. Malformed or UsageError for other contents."""
         entry = JsonObject(contents)
         return cls(
             entry.list_of("runs", RunMeasurement.from_json, []),
@@ -114,11 +114,11 @@ class Records:
 
     @property
     def process(self) -> int | None:
-        """Bytes that the next process is expected to take outside of its model, if known."""
+        """Return the next process's expected bytes outside of its model; None if unknown."""
         return min(self.loads) if self.loads else None
 
     def nearest(self, capacity: int, device: str = "cpu") -> StoredSetting | None:
-        """Return the setting with the nearest capacity, if it is near enough.
+        """Return the stored setting with the nearest capacity, if it is near enough.
 
         Measured settings come first, then those of `plan`, then those of a quick plan.
         """
@@ -127,19 +127,19 @@ class Records:
         return order[0] if order else None
 
     def with_load(self, process: int) -> Records:
-        """Add the bytes of a process; unchanged where they are as expected."""
+        """Add a process's bytes to the records; unchanged where they are as expected."""
         expected = self.process
         if expected is not None and abs(process - expected) <= SAME * expected:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
 
     def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
-        """Return the loss that was measured with exactly these thresholds, if any."""
+        """Return the quality loss measured with exactly these thresholds, if any."""
         key = precision, low, skip, substitute
         return next((each for each in self.losses if each.key == key), None)
 
     def with_loss(self, loss: Loss) -> Records:
-        """Add a loss, in place of the one with the same thresholds."""
+        """Add a measured quality loss, in place of one with the same thresholds."""
         others = tuple(each for each in self.losses if each.key != loss.key)
         return replace(self, losses=(*others, loss))
 
@@ -147,7 +147,7 @@ class Records:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
 
     def with_setting(self, setting: StoredSetting) -> Records:
-        """Add a setting, in place of those of its capacity, device and origin."""
+        """Add a stored setting, in place of those of its capacity, device and origin."""
         others = tuple(
             s for s in self.settings
             if (s.by, s.device) != (setting.by, setting.device) or not _is_near(s, setting.capacity)

@@ -1,4 +1,4 @@
-"""The routing of earlier runs: resident experts, popularity and predictors' states.
+"""Routing of earlier runs: resident experts, popularity and predictors' states.
 
 MoE-Infinity (appendix, failure recovery) stores its collection in the same way.
 """
@@ -36,12 +36,12 @@ class RoutingHistory:
 
     @classmethod
     def of_counts(cls, requests: NDArray[Any]) -> RoutingHistory:
-        """Make a history of requests for each expert [E] only."""
+        """Make a routing history from the number of requests for each expert [E]."""
         return cls(np.empty(0, np.int64), requests.astype(np.float64))
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> RoutingHistory:
-        """Read arrays by their names in a file. KeyError or ValueError for others."""
+        """Read a routing history from a file's arrays. KeyError or ValueError for others."""
         hot, popularity = arrays["hot"], arrays["popularity"]
         if (hot.ndim, popularity.ndim) != (1, 1) or hot.dtype != np.int64:
             raise ValueError("its arrays have other shapes or types")
@@ -53,7 +53,7 @@ class RoutingHistory:
         return cls(hot, popularity.astype(np.float64), states)
 
     def arrays(self, limit: int) -> Arrays:
-        """Return all arrays by their names in a file: `hot`, `popularity`, `states/OWNER/NAME`.
+        """Return a routing history's arrays by name: `hot`, `popularity`, `states/OWNER/NAME`.
 
         While they exceed `limit` bytes the largest state is left out. ValueError for an
         owner with a slash.
@@ -77,7 +77,9 @@ class RoutingHistory:
         return arrays
 
     def hot_set(self, offsets: Sequence[int], capacity: int, scope: Scope = "shared") -> Ids:
-        """List the experts to load at the start into `capacity` slots, most valuable first.
+        """List the experts to load into the cache at the start, most valuable first.
+
+        The cache has `capacity` slots.
 
         `offsets` [L + 1] are the dense ids at which layers begin. Experts that were resident at the
         end of the last run come first, then those that were requested most; experts that were never

@@ -1,1 +1,1 @@
-"""Named systems: a table of the systems in papers, and their simulation."""
+"""Systems of published papers: a table of their parts, and their simulation."""

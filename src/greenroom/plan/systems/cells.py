@@ -1,4 +1,4 @@
-"""Simulation of named systems: each row of the table as cells of a sweep."""
+"""Simulation of published systems: each row of their table as cells of a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def simulate_systems(
     run_cells: Callable[[Study, list[Cell]], list[Row]],
     earlier: Trace | None = None,
 ) -> list[Row]:
-    """Simulate each system at each capacity; return a row for each pair.
+    """Simulate each published system at each cache capacity; return a row for each pair.
 
     `run_cells` runs cells; of a system with a guard the faster cell counts. Algorithm 1 uses the
     `earlier` trace, with the predictions of the row's predictor; without it the simulated trace
@@ -66,7 +66,7 @@ def simulate_systems(
 def conditions(
     user_options: UserOptions, study: Study, row: System
 ) -> tuple[str, tuple[str, ...], bool, list[str]]:
-    """Decide how to simulate a system: (policy, predictors, co-computing, notes).
+    """Decide how to simulate a published system: (policy, predictors, co-computing, notes).
 
     The user's options go before the row's. There are several predictors if a guard would choose
     among them. The notes name parts that are not simulated, and what replaces them.
@@ -116,12 +116,12 @@ def algorithm_1_notes(user_options: UserOptions, study: Study) -> list[str]:
 
 
 def can_split(study: Study) -> bool:
-    """Check that the simulator can split the experts of this study."""
+    """Check that the simulator can split the experts of this model."""
     return not study.host and study.devices == 1 and study.approximation is None
 
 
 def can_co_compute(study: Study) -> bool:
-    """Check that two processors can share misses.
+    """Check that two simulated processors can share the computation of missing experts.
 
     It needs the option co_compute, experts in host memory, and a processor there.
     """
@@ -130,7 +130,7 @@ def can_co_compute(study: Study) -> bool:
 
 
 def most_used(study: Study, capacity: int) -> tuple[int, ...]:
-    """List the most requested experts of the trace, as many as slots allow.
+    """List the most requested experts of a trace, as many as cache slots allow.
 
     The slots that a step of one token needs are left free.
     """
@@ -140,7 +140,7 @@ def most_used(study: Study, capacity: int) -> tuple[int, ...]:
 
 
 def replayable_predictor(trace: Trace, prefetch: str) -> str:
-    """Return a row's predictor, or a replacement if it needs a running model."""
+    """Return a published system's predictor, or a replacement if it needs a running model."""
     if predictor(prefetch).kind is AUTO:
         return automatic_predictor(trace)
     try:
@@ -157,7 +157,7 @@ def sized_study(
     capacity: int,
     activity: Callable[[], Activity],
 ) -> tuple[Study, tuple[str, ...]]:
-    """Size the layers of a study as a row says: (study, notes).
+    """Size the simulated cache of each layer as a published system does: (study, notes).
 
     The user's `scope` goes first. Algorithm 1, which counts `activity`, also splits experts; a note
     says if there are too few slots for that. A dynamic programme finds sizes on the simulated trace

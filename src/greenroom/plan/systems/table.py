@@ -1,4 +1,4 @@
-"""Table of named systems: each row combines Greenroom's parts as a paper describes.
+"""Table of published systems: each row combines Greenroom's parts as a paper describes.
 
 A row has an eviction policy, a scope, a predictor, and the further parts that a system needs. Its
 `reading` says what the paper leaves open, and where we differ. All rows share our transfer queue
@@ -20,7 +20,7 @@ APPROXIMATION_OPTIONS = ("miss_precision", "low_below", "low_share", "low_follow
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system, as a row of the table.
+    """Published system for MoE inference, as a combination of Greenroom's parts.
 
     prefetch:    a predictor, `NAME[:distance]`, or off
     guard:       prefetch only while it pays
@@ -46,7 +46,7 @@ class System:
     co_compute: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the options of a run that every row has."""
+        """Return the run options that every published system has."""
         return {
             "policy": self.policy,
             "scope": self.scope,
@@ -55,7 +55,7 @@ class System:
         }
 
     def parts(self) -> dict[str, str]:
-        """Describe further parts of the system, by the option that enables each."""
+        """Describe further parts of a published system, by the option that enables each."""
         parts = {}
         if self.sizes == "dp":
             parts["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
@@ -70,12 +70,12 @@ class System:
         return parts
 
     def calibrated_options(self) -> tuple[str, ...]:
-        """List the options that are calibrated on a recording of routing."""
+        """List a published system's options that are calibrated on recorded routing."""
         sized = ("scope",) if self.sizes is not None else ()
         return (*sized, *("split",) * self.split, *("pin",) * self.preselected)
 
     def select_options(self, user_options: Mapping[str, Any]) -> dict[str, Any]:
-        """Select the user's options that apply to this row, of a comparison of several rows.
+        """Select the user's options that apply to one of several compared systems.
 
         Options of a part apply to the rows that have it, all others to every row. To a row that
         splits experts, sizes of layers apply only together with a split.
@@ -206,7 +206,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def system(name: str) -> System:
-    """Return the system of this name; UnknownName lists the names."""
+    """Return the published system of a given name; UnknownName lists the names."""
     try:
         return SYSTEMS[name]
     except KeyError:
@@ -214,12 +214,12 @@ def system(name: str) -> System:
 
 
 def systems(text: str) -> list[System]:
-    """Parse the names `A,B,C` into systems, each once; UnknownName."""
+    """Parse the names `A,B,C` into published systems, each once; UnknownName."""
     return [system(name) for name in dict.fromkeys(part.strip() for part in text.split(","))]
 
 
 def part_of(option: str, value: Any) -> str | None:
-    """Return the part that an option belongs to; None for an option of every row."""
+    """Return the part of a system that an option sets; None for general options."""
     if option in APPROXIMATION_OPTIONS:
         return APPROXIMATION_OPTIONS[0]
     if option == "scope":  # a name is an option of every row; sizes of layers are a part
@@ -228,7 +228,7 @@ def part_of(option: str, value: Any) -> str | None:
 
 
 def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None:
-    """Check that every option belongs to one of these systems. UsageError."""
+    """Check that every option belongs to a part of these published systems. UsageError."""
     for option in user_options:
         if not any(option in row.select_options(user_options) for row in rows):
             have = [
@@ -246,7 +246,7 @@ def system_options(
     available: Collection[str],
     calibrated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Build the options of a run of a system; the user's options go before the row's.
+    """Build the options of a published system's run; the user's options take precedence.
 
     `available` are the options of a run, `calibrated` those that a calibration sets. UsageError
     names every missing part and its option, since no part is left out silently. Options that change

@@ -68,7 +68,7 @@ class TokenTable:
 
 
 def fill(name: str, state: Mapping[str, NDArray[Any]], array: NDArray[Any]) -> None:
-    """Fill an array from a predictor's saved state. ValueError where the saved array does not fit."""
+    """Fill an array from a predictor's saved state. ValueError for an unfit array."""
     saved = state.get(name)
     if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
         text = "missing" if saved is None else f"{saved.dtype}{list(saved.shape)}"
