@@ -1,4 +1,4 @@
-"""Adapters: one file for each architecture that needs more than transformers' own decorator."""
+"""Adapters for MoE architectures that need more than transformers' experts decorator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
 
 
 def adapt(model: PreTrainedModel) -> str:
-    """Give a model's experts modules the experts interface; return a warning for the user, or "".
+    """Make a model's experts modules work with transformers' experts implementations.
+
+    Returns a warning for the user, or "".
 
     The model is on the meta device. Models whose experts have the interface are left alone.
     """

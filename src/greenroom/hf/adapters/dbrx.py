@@ -1,4 +1,4 @@
-"""DBRX: the experts of a layer are stacked along the rows of two-dimensional tensors.
+"""Adapter for DBRX, whose experts are stacked along the rows of two-dimensional tensors.
 
 The third tensor, `w2`, is stored transposed; it is transposed as it is read.
 """

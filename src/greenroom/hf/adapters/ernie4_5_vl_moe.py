@@ -1,4 +1,4 @@
-"""ERNIE 4.5 VL: text and images have separate experts, of different widths.
+"""Adapter for ERNIE 4.5 VL, which has separate experts for text and images.
 
 Its checkpoints number the experts of a layer consecutively, text experts first. Only the text
 experts are served.

@@ -1,4 +1,4 @@
-"""JetMoE: the experts of the MLP are streamed, those of the attention stay in memory."""
+"""Adapter for JetMoE, whose attention experts stay in memory; MLP experts are streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4: a token's gate weight multiplies its expert's input, not the output.
+"""Adapter for Llama 4, where the gate weight multiplies an expert's input.
 
 transformers gives every expert all tokens, with zeros for tokens that did not choose it. Here only
 the chosen expert is computed.

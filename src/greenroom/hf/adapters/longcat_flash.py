@@ -1,4 +1,4 @@
-"""LongCat Flash: some experts are the identity and have no weights.
+"""Adapter for LongCat Flash, where some experts are the identity, without weights.
 
 Identity experts have the highest ids, so adding them after the real experts keeps the order of
 transformers' own loop.

@@ -21,7 +21,7 @@ NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
 
 
 class NllbMoeExperts(Experts):
-    """NLLB-MoE's experts: products with biases; the weighted output is scaled by the dropout."""
+    """Experts of NLLB-MoE, with biases; the weighted output is scaled by the dropout."""
 
     own_arithmetic = True
     eager_only = True

@@ -1,4 +1,4 @@
-"""Qwen3 Omni: the thinker (text) is served; the talker (speech) is not loaded."""
+"""Adapter for Qwen3 Omni: serves the thinker (text), without the talker (speech)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switch Transformers: one expert a token, without a gate projection; an encoder-decoder.
+"""Adapter for Switch Transformers, encoder-decoders with one expert a token.
 
 A token beyond an expert's `expert_capacity` is computed by no expert.
 """

@@ -65,7 +65,7 @@ def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
 
 @contextmanager
 def bounded_construction(tensors: int, where: str) -> Iterator[None]:
-    """Stop a model's construction with CheckpointError once it has far too many parts.
+    """Context manager that raises CheckpointError once a constructed model has too many parts.
 
     `tensors`: how many the checkpoint has.
     """

@@ -131,7 +131,10 @@ class _QuantisedCheckpoint:
 
 
 def _fp8(checkpoint: _QuantisedCheckpoint) -> None:
-    """DeepSeek's format: `X.weight` in 8-bit floats, `X.weight_scale_inv` with a scale a block."""
+    """Combine codes and scales of DeepSeek's fp8 format.
+
+    `X.weight` in 8-bit floats, `X.weight_scale_inv` with a scale a block.
+    """
     block = _block(checkpoint)
     for name, codes in checkpoint.tensors.items():
         if name.endswith(UNUSED):
@@ -156,7 +159,7 @@ def _fp8(checkpoint: _QuantisedCheckpoint) -> None:
 
 
 def _block(checkpoint: _QuantisedCheckpoint) -> tuple[int, int] | None:
-    """The rows and columns that share a scale; None where a matrix has a single scale."""
+    """Return the rows and columns that share an fp8 scale; None for matrix-wide scales."""
     block = checkpoint.settings.get("weight_block_size")
     if block is None:
         return None
@@ -166,7 +169,10 @@ def _block(checkpoint: _QuantisedCheckpoint) -> tuple[int, int] | None:
 
 
 def _mxfp4(checkpoint: _QuantisedCheckpoint) -> None:
-    """gpt-oss's format: `X_blocks` [E, outputs, groups, 16], `X_scales` [E, outputs, groups]."""
+    """Combine codes and scales of gpt-oss's MXFP4 format.
+
+    `X_blocks` [E, outputs, groups, 16], `X_scales` [E, outputs, groups].
+    """
     inputs, nbytes = BLOCKS["mxfp4"]
     for name, blocks in checkpoint.tensors.items():
         stem = name.removesuffix("_blocks")
@@ -193,7 +199,10 @@ def _mxfp4(checkpoint: _QuantisedCheckpoint) -> None:
 
 
 def _compressed(checkpoint: _QuantisedCheckpoint) -> None:
-    """compressed-tensors' `pack-quantized` format: `X.weight_packed` int32, `X.weight_scale`."""
+    """Combine codes and scales of compressed-tensors' `pack-quantized` format.
+
+    `X.weight_packed` int32, `X.weight_scale`.
+    """
     sizes = _group_sizes(checkpoint)
     for name, codes in checkpoint.tensors.items():
         if not name.endswith("weight_packed"):

@@ -66,7 +66,7 @@ def _matrix(
     dtype: torch.dtype,
     empty: Callable[..., Tensor],
 ) -> Tensor:
-    """An encoded matrix, decoded in chunks of rows."""
+    """Read and decode an encoded matrix in chunks of rows."""
     rows, columns = stored.shape[:: -1 if stored.transposed else 1]
     matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
     step = unit = stored.unit

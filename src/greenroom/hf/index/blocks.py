@@ -72,7 +72,7 @@ def _runs(numbers: np.ndarray, ends: np.ndarray) -> list[slice]:
     source = np.searchsorted(ends, numbers, side="right")
 
     def run(start: int, step: int) -> slice:
-        """The longest run from `start` on."""
+        """Return the longest run of evenly spaced numbers from `start` on."""
         values, tensor = numbers[start::step], source[start::step]
         evenly = values[0] + (values[:2][-1] - values[0]) * np.arange(len(values))
         same = (values == evenly) & (tensor == tensor[0])

@@ -63,7 +63,10 @@ def make_catalog(
 
 
 class _Indexer:
-    """Indexes the layers of a checkpoint; layers with equal shapes share their blocks."""
+    """Finds the byte ranges of each layer's experts in a checkpoint.
+
+    Layers with equal shapes share their blocks.
+    """
 
     def __init__(
         self,
@@ -254,7 +257,7 @@ def _layout(
 def _pack_catalog(
     pack: Pack, model: PreTrainedModel, layers: Sequence[list[StreamedParameter]]
 ) -> PackCatalog:
-    """The catalog of a pack; CheckpointError where its experts do not fit the model's config."""
+    """Make a pack's catalog; raise CheckpointError where experts do not fit the config."""
     names = [layer.name for layer in pack.header.layers]
     if names != [layer[0].module for layer in layers]:
         raise CheckpointError(

@@ -86,7 +86,7 @@ def extents_of(
 
 
 def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[Copy, ...]:
-    """The copies of an extent, from tensors at their offsets; adjacent runs are merged."""
+    """Return the byte copies that fill a slot from an extent; adjacent runs are merged."""
     placed: list[Copy] = []
     for i, at in inside:
         for copy in plans[i]:

@@ -163,7 +163,7 @@ def _has_shared_experts(folder: str) -> bool:
 
 
 def _model_types() -> dict[str, tuple[str, ...]]:
-    """The model types that have a class which generates text, by folder."""
+    """Return the model types with a text-generating class, by folder of transformers."""
     types: dict[str, list[str]] = {}
     for each in CONFIG_MAPPING_NAMES:
         folder = model_type_to_module_name(each)

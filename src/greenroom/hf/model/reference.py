@@ -171,7 +171,7 @@ def _by_transformers(
 def _by_gguf(
     skeleton: ModelSkeleton, checkpoint: GgufCheckpoint, conversion: WeightConversion
 ) -> Tensor:
-    """One parameter, dequantised by gguf and converted by transformers' converter."""
+    """Load one parameter, dequantised by gguf and converted by transformers' converter."""
     import gguf  # imported here: other formats must not need it
 
     tensors = {}

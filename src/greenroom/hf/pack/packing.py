@@ -256,7 +256,10 @@ class _Job:
         return len(todo)
 
     def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
-        """True if a data file is large enough for an expert that its journal lists."""
+        """True if a journal's entry of an expert fits the pack's data file.
+
+        The data file has `size` bytes.
+        """
         if expert_id >= self.header.experts:
             return False
         layer, expert = self.header.layer_of(expert_id)

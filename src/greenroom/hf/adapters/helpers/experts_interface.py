@@ -134,7 +134,10 @@ class _Loop(nn.Module):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts, [T, H]; index and weights are [T, K]."""
+        """Return the weighted sum of the chosen experts' outputs for each token.
+
+        The sum is [T, H]; index and weights are [T, K].
+        """
         total = torch.zeros_like(hidden_states)
         up = self.gate_up_proj if self.has_gate else self.up_proj
         for expert in top_k_index.unique().tolist():
@@ -183,7 +186,10 @@ class Experts(_Loop):
     def weighted_output(
         self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
     ) -> Tensor:
-        """One expert's outputs [n, H] for its rows `x[tokens]`, times their weights [n, 1]."""
+        """Return one expert's outputs for its tokens, times the gate weights.
+
+        Outputs [n, H] for the rows `x[tokens]`, weights [n, 1].
+        """
         h = self._product(x[tokens], up)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         return self._product(h, down) * weights

@@ -59,7 +59,7 @@ class PackLayer:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The (first byte, bytes) of each run of a packed expert that has one checksum."""
+        """The byte runs of a packed expert, as (first byte, bytes); one checksum each."""
         if self.low_copy is not None:
             stride = self.low_copy.stride
             return (0, stride), (stride, self.low_copy.remainder_bytes(self.layout))

@@ -59,7 +59,7 @@ class PackProgress:
         self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
 
     def _write(self, *lines: str) -> None:
-        """Do nothing: only a journal outlives the process."""
+        """Do nothing: only a journal writes a pack's progress to a file."""
 
 
 class Journal(PackProgress):
