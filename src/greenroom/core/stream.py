@@ -1,4 +1,4 @@
-"""Streams of requests: a trace in the order in which a cache sees it."""
+"""Streams of expert requests: a routing trace in the order a cache sees it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 
 class Stream(NamedTuple):
-    """N requests in S steps; the pieces of a step are distinct, and of one layer.
+    """A sequence of expert requests, grouped in steps of one layer each.
+
+    N requests in S steps; the pieces of a step are distinct.
 
     Orders (they differ in what a step is): `runtime`, one step a pass and layer, ids ascending;
     `natural`, one step a token and layer, experts as stored; `rounds`, one step a request, for

@@ -83,7 +83,7 @@ class Guard:
         self.on = self._incumbent if self._trial is None else self._trial.on
 
     def changed(self) -> None:
-        """Start a new trial of prefetching soon, because the workload or memory has changed.
+        """Start a new trial of prefetching soon, because the number of slots has changed.
 
         As soon as the share of passes allows.
         """

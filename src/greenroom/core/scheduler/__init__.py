@@ -1,1 +1,1 @@
-"""The scheduler: the event machine, and the state of the current step."""
+"""The scheduler of experts: its event machine, and the state of the current step."""

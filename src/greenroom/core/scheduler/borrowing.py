@@ -1,4 +1,7 @@
-"""Borrowed slots of a step: of prefetched experts, and of experts that stream through."""
+"""A step's use of borrowed cache slots: prefetched experts, and experts never cached.
+
+The latter stream through borrowed slots.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Borrowing:
-    """The use of borrowed slots by a step: prefetched experts, and streamed ones."""
+    """A step's use of borrowed cache slots, for prefetched experts and streamed ones."""
 
     def __init__(
         self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
@@ -22,7 +25,7 @@ class Borrowing:
         self._prefetcher, self._counts = prefetcher, counts
 
     def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
-        """Reclaim the borrowed slots that a step needs.
+        """Reclaim borrowed cache slots that a step needs at its start.
 
         Returns the borrowed slots of the step's own experts, returned or not; and how many misses
         the cache inserts while the others stream through, -1: all of them.
@@ -36,7 +39,7 @@ class Borrowing:
         return prefetched, -1
 
     def fetch(self, step: Step, misses: list[int], prefetched: dict[int, BorrowedSlot]) -> None:
-        """Take over the prefetches of a step's experts; demand the other misses.
+        """Use the prefetches of a step's experts, and request the other missing experts.
 
         Requests for which the cache has no slot wait for a borrowed one.
         """
@@ -60,7 +63,7 @@ class Borrowing:
         step.waiting.reverse()
 
     def _take_over(self, step: Step, request: int, borrowed: BorrowedSlot, slot: int) -> int:
-        """Take over the prefetch of a request's expert; returns its slot from now on."""
+        """Use a prefetched expert for a step; returns its slot from now on."""
         piece, buffer, counts = borrowed.piece, self._placement.buffer, self._counts
         if borrowed.state is BorrowState.COMPLETE:
             counts.hits += 1
@@ -79,7 +82,10 @@ class Borrowing:
         return slot
 
     def stream(self, step: Step) -> None:
-        """Give borrowed slots to requests that wait for one, in their order on each device."""
+        """Give borrowed cache slots to a step's experts that wait for a slot.
+
+        In their order on each device.
+        """
         full: set[int] = set()  # devices without a slot now
         for request in step.waiting[::-1]:
             device = self._placement.home_device[step.experts[request]]

@@ -1,4 +1,7 @@
-"""The leases of a step's plan: host slots, pinned substitutes, approximated requests."""
+"""Leases of host slots, substitute experts and low-precision copies for a step.
+
+Its plan decides which it needs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from greenroom.core.transfers.transfers import Transfers
 def lease(
     step: Step, event: Routed, plan: Plan, placement: Placement, transfers: Transfers
 ) -> tuple[Flags, Plan | None]:
-    """Lease the host slots and pin the substitutes that a plan needs.
+    """Lease the host slots and pin the substitute experts that a step's plan needs.
 
     Returns flags of the exact requests that get no slot on a device, and the plan of the requests
     that are approximated. A request without a host slot is computed on its device.

@@ -1,4 +1,4 @@
-"""The scheduler: an event machine that makes all decisions of a run or of a simulation.
+"""The scheduler: an event machine that decides about experts, in runs and simulations.
 
 `on(event, now) -> actions`. One step is under way at a time. Its requests are counted one by one in
 ascending id, as the cache serves them. Resident experts are computed in the first group, the
@@ -55,7 +55,9 @@ AnyOption = TypeVar("AnyOption", bound=Option)
 
 
 class Scheduler:
-    """The event machine for one tier of slots, filled over one link or a chain.
+    """The event machine that decides which experts are cached, fetched and computed.
+
+    For one tier of slots, filled over one link or a chain.
 
     Where `pieces` has several devices, each has slots, a last link and groups of its own.
     """
@@ -76,7 +78,8 @@ class Scheduler:
         options: Sequence[Option] = (),
         after: Scheduler | None = None,
     ) -> None:
-        """
+        """Build a scheduler with an empty cache.
+
         capacity: slots, in unsplit experts
         pin:      see `Cache.serve`
         lanes:    transfers at a time on each link of the chain
@@ -121,28 +124,34 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Slots of the tier now, in unsplit experts."""
+        """The current number of expert slots, counted in unsplit experts."""
         return self.placement.capacity
 
     @property
     def policy(self) -> Policy:
-        """The policy of the cache."""
+        """The eviction policy of the expert cache."""
         return self.placement.cache.policy
 
     def residents(self) -> Ints:
-        """The experts that have a slot of the cache, ascending."""
+        """The experts that have a cache slot, ascending."""
         return self.placement.cache.residents()
 
     def empty(self, now: float) -> None:
-        """Give up residents and prefetches; another scheduler continues the counts."""
+        """Empty the scheduler's cache and end its prefetches, for another scheduler to continue.
+
+        The other scheduler continues the counts.
+        """
         self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:
-        """The option of a class; None where it is off."""
+        """Find the scheduler's option of a given class; None where the option is off."""
         return next((o for o in self.options if isinstance(o, kind)), None)
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
-        """Handle an event at the time `now` (seconds); returns actions in their order."""
+        """Handle an event at a given time; returns the scheduler's actions in their order.
+
+        The time `now` is in seconds.
+        """
         actions: list[Action] = []
         self._now = now
         self._handlers[type(event)](event, actions)  # type: ignore[operator]
@@ -206,7 +215,7 @@ class Scheduler:
             self._advance(actions)
 
     def _miss(self, step: Step, prefetched: dict[int, BorrowedSlot], borrows: bool) -> None:
-        """Obtain the misses: on the host, from prefetches, or on demand."""
+        """Obtain a step's missing experts: on the host, from prefetches, or on demand."""
         absent = [request for request, hit in enumerate(step.hits) if not hit]
         if step.on_host:
             absent = [request for request in absent if request not in step.on_host]
@@ -391,7 +400,7 @@ class Scheduler:
 
 
 def _check(pieces: Pieces, pin: str, ahead: int, host: HostTier | None) -> None:
-    """UsageError for settings that exclude each other."""
+    """Check a scheduler's settings; UsageError where settings exclude each other."""
     if ahead and pin != "step":
         raise UsageError("prefetching needs the experts of a step to be pinned: set pin to step")
     for name, parts in (("split experts", pieces.split), ("low-precision copies", pieces.copies)):

@@ -1,4 +1,4 @@
-"""The current step: the state of its requests, and its leases."""
+"""The current step of the scheduler: its requests for experts, and its leases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A step: one layer of one pass, with a request for each of its experts.
+    """A step: one layer of one forward pass, with a request for each expert.
 
     Requests are numbered in the order in which they are counted. A request ends when its expert, or
     both segments of a split expert, are computed. Leases are pins of residents, borrowed slots,
@@ -69,7 +69,7 @@ class Step:
     # ---- the start of a step
 
     def choose(self, event: Routed, requests: Ints) -> None:
-        """Restrict the exact requests to these of the routed experts."""
+        """Restrict a step's exact experts to some of the routed experts."""
         if requests.size < event.experts.size:
             self.array = event.experts[requests]
             self.tokens = None if event.rows is None else event.rows[requests]
@@ -77,7 +77,10 @@ class Step:
             self.exact = self.uncomputed = requests.size
 
     def begin(self, served: ServedStep) -> None:
-        """Begin with the slots that the cache has given to the exact requests."""
+        """Begin a step with the slots that the cache has given to its experts.
+
+        To its exact requests.
+        """
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.tier_slots[served.slots]
@@ -85,13 +88,19 @@ class Step:
         self.ready = [request for request, hit in enumerate(self.hits) if hit]
 
     def begin_resident(self, served: ServedStep, now: float) -> ComputeGroup:
-        """Begin a step of hits on one device; returns its only group."""
+        """Begin a step whose experts are all resident on one device.
+
+        Returns its only group.
+        """
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.groups[0], self.start_times[0] = range(self.exact), now
         return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
 
     def split(self) -> None:
-        """Add bottom segments to the requests, which are those of tops."""
+        """Add the bottom segments of split experts to a step's requests.
+
+        The requests are those of tops.
+        """
         secondary, secondary_of = self._placement.secondary, self._placement.secondary_of
         self.next_part = [EXACT] * len(self.experts)
         self.awaiting_secondary = [
@@ -101,7 +110,7 @@ class Step:
         self._counts.bottom_hits += sum(map(secondary.is_complete, self.experts))
 
     def approximate(self, event: Routed, plan: Plan) -> None:
-        """Add the requests whose misses are approximated."""
+        """Add the experts that a step computes approximately to its requests."""
         placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
         self.array = np.concatenate([self.array, event.experts[plan.request]])
         self.experts = self.array.tolist()
@@ -123,7 +132,7 @@ class Step:
         counts.substituted += len(forms) - len(low) - skipped
 
     def compute_on_host(self) -> None:
-        """Have requests computed by the host as soon as their bytes are in host memory."""
+        """Mark experts that the host computes once their bytes are in host memory."""
         for request, (slot, resident) in self.on_host.items():
             piece = self.experts[request]
             self.slots[request] = slot
@@ -136,7 +145,7 @@ class Step:
         self._counts.on_host += len(self.on_host)
 
     def present(self) -> set[int]:
-        """The step's experts that are in the slots that they are computed from."""
+        """Return a step's experts that are in the slots from which they are computed."""
         experts = self.array.tolist()
         if not (self.missing or self.waiting or self.awaiting_secondary or self.on_host):
             return {*experts}
@@ -147,14 +156,17 @@ class Step:
     # ---- slots
 
     def demand(self, request: int, slot: int) -> None:
-        """Request the transfer of an expert to a slot of the tier."""
+        """Request the transfer of a step's missing expert to a memory slot."""
         expert = self.experts[request]
         if expert in self.missing:  # it has waited for its slot
             del self.missing[expert]
         self.missing[self._transfers.demand(expert, slot)] = request
 
     def claim_secondary(self) -> None:
-        """Give secondary slots to requests that have their first slot, in their order."""
+        """Give secondary slots to a step's experts that need one, in their order.
+
+        They have their first slot already.
+        """
         secondary, counts = self._placement.secondary, self._counts
         later = {*self.waiting, *self.blocked.values()}
         for request in [r for r in self.awaiting_secondary if r not in later]:
@@ -178,12 +190,15 @@ class Step:
             self._transfers.add(piece, self._placement.secondary_tier_slot(slot))
 
     def secondary_landed(self, request: int) -> None:
-        """Mark a copy as ready; a bottom segment waits until its top is computed."""
+        """Mark a low-precision copy or bottom segment as arrived for its step.
+
+        A copy is ready; a bottom segment waits until its top is computed.
+        """
         if self.next_part[request] == LOW:
             self.ready.append(request)
 
     def stream(self, request: int, slot: int) -> None:
-        """Stream a request's expert through a borrowed slot."""
+        """Fetch a step's expert into a borrowed slot, without making it resident."""
         piece = self.experts[request]
         self.waiting.remove(request)
         self._placement.buffer.occupy(piece, slot)
@@ -195,7 +210,9 @@ class Step:
     # ---- groups
 
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
-        """Start the next group on each idle device and on the host, of ready requests.
+        """Start the computation of ready experts on each idle device and on the host.
+
+        One group each.
 
         Bottom segments are computed where no top segment is ready.
         """
@@ -235,14 +252,14 @@ class Step:
         return groups
 
     def describe_group(self, device: int, requests: Sequence[int]) -> ComputedGroup:
-        """Describe a group for options."""
+        """Describe a group of experts in computation, for scheduler options."""
         form = EXACT if self._split or not self.next_part else self.next_part[requests[0]]
         tokens = [1] * len(requests) if self.tokens is None else self.tokens[requests].tolist()
         experts = self.array[requests].tolist()
         return ComputedGroup(self.layer, self.prefill, device, form, experts, tokens)
 
     def computed(self, requests: Sequence[int]) -> None:
-        """End the requests of a computed group, or begin their next part."""
+        """End the requests for a computed group of experts, or begin their next part."""
         if not (self.next_part or self.on_host or self.streamed or self.waiting or self.blocked):
             self.uncomputed -= len(requests)
             return
@@ -251,11 +268,11 @@ class Step:
                 self.end_request(request)
 
     def experts_on_host(self) -> set[int]:
-        """The experts that the host computes, which are not prefetched now."""
+        """Return a step's experts that the host computes and no prefetch fetches now."""
         return {self.experts[request] for request in self.on_host}
 
     def has_next_part(self, request: int) -> bool:
-        """Advance a request by a computed part; tell whether a bottom segment follows."""
+        """Advance an expert by a computed segment; tell whether its bottom segment follows."""
         secondary, expert = self._placement.secondary, self.experts[request]
         if self._split:
             self.next_part[request] += 1
@@ -269,7 +286,10 @@ class Step:
         return False
 
     def end_request(self, request: int) -> None:
-        """End a computed request; requests that wait for its slot get it."""
+        """End the request for a computed expert, and pass its slot on.
+
+        Requests that wait for its slot get it.
+        """
         self.uncomputed -= 1
         piece = self.experts[request]
         if request in self.on_host:
@@ -294,11 +314,11 @@ class Step:
 
     @property
     def landing(self) -> bool:
-        """Groups or transfers of the step are still under way."""
+        """Tell whether experts of a step are still being computed or transferred."""
         return bool(self.groups) or any(p in self._transfers.entries for p in self.missing)
 
     def abort(self) -> None:
-        """Abort the step: nothing more of it starts."""
+        """Abort a step: no more of its computations or transfers start."""
         self.aborted = True
         self.waiting.clear()
         self.awaiting_secondary.clear()
@@ -307,7 +327,7 @@ class Step:
                 self._transfers.queue.drop(piece)
 
     def close(self) -> None:
-        """End all leases of a step that is over."""
+        """Release all slots, pins and copies that a finished step has leased."""
         placement, cache, secondary = (
             self._placement,
             self._placement.cache,

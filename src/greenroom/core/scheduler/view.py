@@ -1,4 +1,4 @@
-"""Read-only access to the scheduler's state, for options and drivers."""
+"""Read-only access to the scheduler's state, for its options and for drivers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class StateView:
-    """The `View` that options get, with further properties for drivers.
+    """Read-only access to the scheduler's state, for its options and for drivers.
+
+    It is the `View` that options get, with further properties for drivers.
 
     accuracy:      of predictions
     lanes:         transfers at a time, on each link
@@ -35,35 +37,40 @@ class StateView:
     # ---- for drivers
 
     def counted(self) -> Counts:
-        """Return a copy of the counters."""
+        """Return a copy of the scheduler's counters of hits, misses and prefetches."""
         return replace(self._counts)
 
     @property
     def misses(self) -> int:
-        """Requests so far that were misses."""
+        """The number of requests for experts so far that missed the cache."""
         return self._counts.misses
 
     @property
     def slots(self) -> int:
-        """Slots of the cache, for unsplit experts or for tops."""
+        """The number of cache slots for unsplit experts or for top segments."""
         return self._placement.cache.capacity
 
     @property
     def scope(self) -> Scope:
-        """The scope of the cache: the layers that share slots."""
+        """The scope of the expert cache: which layers share slots."""
         return self._placement.cache.scope
 
     @property
     def borrow_limit(self) -> int:
-        """The most slots that may be borrowed at a time."""
+        """The highest number of cache slots that may be borrowed at a time."""
         return self._placement.buffer.size
 
     def group_sizes(self) -> list[int]:
-        """Slots of each slot group: of all layers or each, on each device."""
+        """The number of cache slots of each slot group.
+
+        Of all layers or each, on each device.
+        """
         return self._placement.cache.sizes
 
     def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
-        """Raise BudgetError unless each slot group would have a slot that is not pinned.
+        """Check that a cache capacity leaves each slot group an unpinned slot.
+
+        BudgetError where it does not.
 
         `pinned_set` stands for another set of pinned pieces than the present one.
         """

@@ -1,1 +1,1 @@
-"""Transfers over links: their queue, and the host tier between two links."""
+"""Transfers of experts over links: their queue, and the cache in host memory."""

@@ -1,4 +1,4 @@
-"""The transfer queue: the order in which links carry the chunks of pieces.
+"""The transfer queue: the order in which links carry the chunks of experts.
 
 Pieces cross one link (disk to slots) or a chain of links (disk to host to device). Every link has
 lanes, and queues of demands and of prefetches. Demands go first; each queue is first in, first out.
@@ -26,7 +26,7 @@ from greenroom.core.transfers.tiers import HostTier
 
 
 class Urgency(IntEnum):
-    """The urgency of a transfer: demands go before prefetches."""
+    """The urgency of an expert's transfer: demands go before prefetches."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -34,7 +34,9 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True)
 class Entry:
-    """The transfer of a piece; it stays in the queue while chunks move.
+    """The queued transfer of an expert's piece, until its last chunk has arrived.
+
+    It stays in the queue while chunks move.
 
     path:          the links that lead to the piece's device
     staged:        for each link of the path, the (chunk, staging slot) that wait for it
@@ -74,7 +76,7 @@ class Entry:
 
 
 class TransferQueue:
-    """Transfers by piece, and for each link queues of those with chunks to start."""
+    """The queue of experts' transfers, and of the chunks that each link can start."""
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class TransferQueue:
         host: HostTier | None = None,
         devices: int = 1,
     ) -> None:
-        """
+        """Build an empty transfer queue for a chain of links.
+
         lanes:         transfers at a time, on each link of the chain to a device
         staging_slots: for chunks in a chain; None: as many as the lanes need
         host:          the tier between the two links of a chain
@@ -122,7 +125,10 @@ class TransferQueue:
         urgency: Urgency = Urgency.DEMAND,
         device: int = 0,
     ) -> Entry:
-        """Request a piece; a demand upgrades the entry of a prefetch under way."""
+        """Request an expert's transfer; a demand upgrades a prefetch that is under way.
+
+        Its entry becomes a demand.
+        """
         if piece not in self.entries:
             path = self.paths[device]
             staged = [deque[tuple[int, int]]() for _ in path] if len(path) > 1 else []
@@ -145,7 +151,9 @@ class TransferQueue:
         return entry
 
     def add_to_host(self, piece: int, host_slot: int, chunks: int, device: int = 0) -> Entry:
-        """Request a piece in a slot of the host tier, which the caller releases later.
+        """Request an expert's transfer to a slot in host memory.
+
+        The caller releases the slot later.
 
         The piece may not be on its way already.
         """
@@ -158,7 +166,9 @@ class TransferQueue:
         return entry
 
     def backlog(self, step_pieces: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        """Chunks that a new demand waits for, as (link, piece, chunks).
+        """Return the chunks that a newly demanded expert must wait for.
+
+        As (link, piece, chunks).
 
         They are all remaining chunks of `step_pieces`, and those of other pieces on lanes.
         """
@@ -171,7 +181,10 @@ class TransferQueue:
                 yield link, entry.piece, 1
 
     def start(self) -> Iterator[StartChunk]:
-        """Start chunks on idle lanes, the last links first, as long as one may start."""
+        """Start transfers of chunks on idle links as long as one may start.
+
+        The last links go first.
+        """
         for link in self._last_first:
             idle, (demands, prefetches) = self._idle[link], self._queues[link]
             while idle and (queue := demands or prefetches):
@@ -206,7 +219,7 @@ class TransferQueue:
                 yield action
 
     def open_for(self, urgency: Urgency, device: int = 0) -> bool:
-        """Tell whether one more piece could start at once on its way to a device.
+        """Tell whether one more expert's transfer to a device could start at once.
 
         With a host tier the piece may need the last link only, so nothing may wait for that link.
         """
@@ -222,7 +235,9 @@ class TransferQueue:
         return len(self._free_staging) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
 
     def land(self, link: int, lane: int, ok: bool = True) -> Entry:
-        """Record that a lane has delivered its chunk, or failed to, which drops the entry.
+        """Record that a link has delivered a chunk, or failed to deliver it.
+
+        A failure drops the entry.
 
         The entry leaves the queue (`finished`) with its last chunk, or once nothing of it moves.
         """
@@ -249,7 +264,9 @@ class TransferQueue:
         return entry
 
     def drop(self, piece: int) -> bool:
-        """Drop a piece: no more of its chunks start. True if none is moving: its slot is free.
+        """Drop an expert's transfer, so that no more of its chunks start.
+
+        True if none is moving: its slot is free.
 
         Otherwise the entry stays until its moving chunks have landed.
         """
@@ -279,5 +296,8 @@ class TransferQueue:
 
 
 def count_staging_slots(lanes: Sequence[int]) -> int:
-    """Staging slots of a chain of links: for every lane one in use, and one that waits."""
+    """Count the staging slots that a chain of links needs.
+
+    For every lane one in use, and one that waits.
+    """
     return 2 * sum(lanes)

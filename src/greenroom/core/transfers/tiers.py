@@ -1,4 +1,4 @@
-"""The host tier: slots in host memory that cache experts between the disk and a device.
+"""The host tier: slots in host memory that cache experts between disk and device.
 
 In a chain of links (disk to host to device) a piece in this tier needs the last link only. The
 tier has its own slots and policy. Its requests are the device's misses and prefetches, so pieces
@@ -21,7 +21,9 @@ from greenroom.core.policy import Policy
 
 
 class HostTier:
-    """Host memory as a cache of pieces, complete or on their way.
+    """A cache of experts in host memory, between disk and device.
+
+    Its pieces are complete or on their way.
 
     A piece that is on its way to the device has a pinned slot, from `request` to `release`. A piece
     without a slot passes through staging slots, and is not cached. Each of several devices has its
@@ -29,7 +31,10 @@ class HostTier:
     """
 
     def __init__(self, pieces: Pieces, capacity: int, policy: Policy, *, seed: int = 0) -> None:
-        """`capacity` is at least 1: without slots there is no tier."""
+        """Build an empty cache of experts in host memory.
+
+        `capacity` is at least 1: without slots there is no tier.
+        """
         self.pieces = pieces
         self.cache = Cache(pieces, capacity, policy, seed=seed)
         self.requests = self.hits = 0
@@ -43,16 +48,19 @@ class HostTier:
 
     @property
     def holds_all(self) -> bool:
-        """Every piece has a slot, once it has been read."""
+        """Tell whether host memory has a slot for every expert, once read."""
         return self.capacity >= len(self.pieces)
 
     def routed(self, event: Routed) -> None:
-        """Set the time of later requests: that of a step which begins on the device."""
+        """Set the logical time of requests to host memory to a device's current step."""
         self._clock = event.step * self.pieces.layers + event.layer
         self._request, self._prefill = event.request, event.prefill
 
     def request(self, piece: int) -> tuple[int, bool]:
-        """Request a piece for the device: (its slot or -1, whether its bytes are in it)."""
+        """Request an expert's piece in host memory, for its transfer to the device.
+
+        Returns (its slot or -1, whether its bytes are in it).
+        """
         self.requests += 1
         state = self.cache.state
         resident, group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
@@ -72,11 +80,14 @@ class HostTier:
         return slot, resident
 
     def has(self, piece: int) -> bool:
-        """Tell whether a piece has a slot."""
+        """Tell whether an expert's piece has a slot in host memory."""
         return bool(self.cache.state.slot_of[piece] >= 0)
 
     def release(self, piece: int, complete: bool) -> None:
-        """Unpin a piece whose transfer to the device has ended; keep it if it is complete."""
+        """Unpin an expert in host memory once its transfer to the device has ended.
+
+        It stays if it is complete.
+        """
         self._under_way.remove(piece)
         self._pinned[int(self.cache.state.group_of[piece])] -= 1
         self.cache.release(np.array([piece], np.int64))

@@ -1,4 +1,4 @@
-"""Transfers: pieces on their way to slots, and their chunks on links."""
+"""Transfers of experts to memory slots, in chunks over links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnLink = Callable[[float, int, bool, bool], None]  # (now, chunks moving, demand
 
 
 class Transfers:
-    """Transfers of pieces to their slots, by a queue for the links.
+    """Transfers of experts to their memory slots, by a queue for the links.
 
     Of an exact expert whose nested copy has a slot, only the remainder that the copy lacks is
     transferred; the transfer leases the copy until the two are joined.
@@ -49,7 +49,10 @@ class Transfers:
     # ---- requests for pieces
 
     def demand(self, expert: int, slot: int) -> int:
-        """Request a step's expert; returns the piece to transfer: all, or what its copy lacks."""
+        """Request an expert that a step needs now; returns the piece to transfer.
+
+        All of the expert, or what its copy lacks.
+        """
         secondary = self._placement.secondary
         piece = expert
         if self._nested and secondary.is_complete(expert):
@@ -60,36 +63,39 @@ class Transfers:
         return piece
 
     def add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        """Request a piece; a piece that is on its way keeps its slot."""
+        """Request the transfer of an expert's piece; one under way keeps its slot."""
         self.busy = True
         return self.queue.add(piece, slot, self._chunks[piece], urgency, self._home[piece])
 
     def bring_to_host(self, piece: int, slot: int) -> None:
-        """Request a piece in host memory, where it is to be computed."""
+        """Request an expert's transfer to host memory, where the host computes it."""
         self.busy = True
         self.queue.add_to_host(piece, slot, self._chunks[piece], self._home[piece])
 
     def prefetch(self, piece: int, slot: int) -> None:
-        """Request a piece before its step."""
+        """Request the transfer of a predicted expert before its step."""
         self.add(piece, slot, Urgency.PREFETCH)
         self._counts.prefetches += 1
 
     def drop_prefetch(self, piece: int) -> None:
-        """Drop a prefetch that is under way; a chunk on a lane lands first."""
+        """Drop the prefetch of an expert that is under way.
+
+        A chunk on a lane lands first.
+        """
         if not self.entries[piece].dropped:
             self._counts.dropped += 1
             if self.queue.drop(piece):
                 self._placement.vacate(piece)
 
     def release_copy(self, piece: int) -> None:
-        """End the lease of a copy whose remainder did not arrive."""
+        """Release a low-precision copy whose remaining bytes of the expert did not arrive."""
         if self.copy_slots.pop(piece, -1) >= 0:
             self._placement.secondary.release(piece % self._placement.pieces.experts)
 
     # ---- chunks
 
     def start(self, actions: list[Action], now: float) -> None:
-        """Start a chunk on every idle lane."""
+        """Start the transfer of a chunk on every idle lane of the links."""
         for chunk in self.queue.start():
             if self.copy_slots and (copy := self.copy_slots.pop(chunk.piece, -1)) >= 0:
                 chunk.copy_slot = copy
@@ -102,7 +108,7 @@ class Transfers:
         self.busy = bool(self.entries)
 
     def land(self, link: int, lane: int, ok: bool, now: float) -> Entry:
-        """Record that a lane has delivered its chunk, or failed to."""
+        """Record that a link has delivered a chunk of an expert, or failed to."""
         entry = self.queue.land(link, lane, ok)
         for landed in self._on_land:
             nbytes = self._nbytes[entry.piece] / self._chunks[entry.piece]
