@@ -1,4 +1,4 @@
-"""Checks of a run's options that need no torch."""
+"""Checks of a run's options that do not import torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The report of `greenroom simulate`."""
+"""The HTML report that `greenroom simulate` writes."""

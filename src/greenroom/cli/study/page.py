@@ -1,4 +1,4 @@
-"""The report of `greenroom simulate`, from a study and its rows."""
+"""The HTML report that `greenroom simulate` writes, from a study and its results."""
 
 from __future__ import annotations
 

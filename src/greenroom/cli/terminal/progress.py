@@ -94,7 +94,10 @@ def model_progress(model: str) -> Iterator[Progress]:
 def open_model(
     source: str, config: LoadConfig, progress: Progress, verbose: bool
 ) -> Iterator[tuple[Any, Any]]:
-    """Load a model and its tokenizer for the time of a command; print the start-up line."""
+    """Load a model and its tokenizer for the time of a command.
+
+    The start-up line is printed.
+    """
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line
 

@@ -332,7 +332,7 @@ class MessageBuilder(ResponseBuilder):
 
 
 def _add(block: dict[str, Any], part: AnswerDelta) -> dict[str, Any]:
-    """Make the delta of a content block's next part, and add the part to the block."""
+    """Make the delta of a content block's next part, and add it to the block."""
     if part.call:
         block["input"] = _input(part.call.arguments)
         return {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}

@@ -185,7 +185,7 @@ class ContinuousEngine:
         return int(self.greenroom.resize(cache))
 
     def stop(self, grace_s: float) -> None:
-        """Stop the engine: admit no new requests, and give the others `grace_s` seconds to end.
+        """Stop the engine: admit no new requests, and give accepted ones `grace_s` seconds to end.
 
         A second call waits too, and may shorten the time.
         """

@@ -1,4 +1,4 @@
-"""Runs the engine's passes, repeats failed ones, and counts requests and hits.
+"""Runs the engine's forward passes, repeats failed ones, and counts requests and hits.
 
 A failed pass is tried again. If it fails again, each of its requests is tried alone, so that only
 requests whose experts cannot be read, or whose tokens make a kernel fail, end with an error. Keys

@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer or a prompt, with log-probabilities if requested."""
+    """A token of an answer or a prompt, with log-probabilities if the request wants them."""
 
     id: int
     logprob: float | None = None
@@ -102,7 +102,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer, with its counts and times.
+    """The end of an answer, with the answer's counts and times.
 
     `reason`: stop (an end token, the last Token sent), length, cancelled, timeout, stopping (the
     server ends before the answer), or error.

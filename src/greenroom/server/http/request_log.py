@@ -19,7 +19,7 @@ QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of one HTTP request, for the log."""
+    """The record of one HTTP request, for the request log."""
 
     id: str
     method: str

@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/1.1 with bounds on bytes and time.
+"""One HTTP client's connection: HTTP/1.1 with bounds on bytes and time.
 
 uvicorn's protocol bounds neither a head nor trailers, parses every pipelined request at once, and
 resets the connection of a client that still writes when its response is complete. Here bytes go to

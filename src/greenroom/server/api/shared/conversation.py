@@ -56,7 +56,7 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
 
 
 class JsonForm(NamedTuple):
-    """The JSON format of an answer: a schema, or any object.
+    """The JSON format that a client requests for an answer: a schema, or any object.
 
     `param` is the parameter that requests it, `where` the path of the schema.
     """

@@ -61,7 +61,10 @@ def _parts(key: str, value: Any) -> dict[str, int]:
 
 
 def _walk(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield (depth, key, value) of all parts of a JSON value; list items have no key."""
+    """Yield (depth, key, value) of all parts of a JSON value.
+
+    Items of lists have no key.
+    """
     left: list[tuple[int, str, Any]] = [(0, "", value)]
     while left:
         depth, key, one = left.pop()
