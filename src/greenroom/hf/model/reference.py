@@ -118,7 +118,7 @@ def align_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Tensor]:
-    """Load one layer's complete expert parameters by transformers' own conversion.
+    """Load one layer's complete expert parameters, as the reference for streamed experts.
 
     Parameters are [experts, ...], by name.
 
