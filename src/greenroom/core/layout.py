@@ -1,4 +1,4 @@
-"""Layouts: the byte ranges of an expert on disk, and its tensors in a slot.
+"""Layouts of experts: byte ranges on disk, and tensors in a memory slot.
 
 A *catalog* answers two questions for every expert of a model: which contiguous byte ranges of
 which files hold the expert (its *extents*), and how these bytes are laid out in a slot (its

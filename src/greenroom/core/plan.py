@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, event: Routed, pieces: Pieces) -> Plan:
-        """Build the default plan: every expert exact, on its home device."""
+        """Build a step's default plan: every expert exact, on its home device."""
         n = event.experts.size
         return cls(
             np.arange(n),
@@ -94,7 +94,7 @@ class TransferStatus(NamedTuple):
 
 
 class View(Protocol):
-    """The scheduler's state as options see it, valid during one call."""
+    """The scheduler's state as its options see it, valid during one call."""
 
     pieces: Pieces
 

@@ -28,7 +28,7 @@ def kinds_of(cache: Cache) -> int:
 
 
 def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[Move]]:
-    """Resize the cache; no slot may be borrowed, and no transfer under way.
+    """Resize the expert cache; no slot may be borrowed, and no transfer under way.
 
     `tier_slots[s]` is the tier's slot for slot s of the cache, of the same kind. The policy chooses
     victims; a resident moves only where the tier loses its slot. Returns the new `tier_slots`, and

@@ -1,4 +1,4 @@
-"""Templates of the cache's functions, which are compiled with a policy's functions.
+"""Templates of the expert cache's functions, which are compiled with an eviction policy's.
 
 `with_parts` replaces the names below by the policy's functions, and `evict` and `miss` by compiled
 ones.

@@ -1,4 +1,4 @@
-"""The arrays of a cache: groups of slots, and the experts in them."""
+"""The arrays of the expert cache: groups of slots, and the experts in them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Configuration of the core: `SchedulerConfig`, shared by runs, the simulator and the planner."""
+"""Configuration of the expert scheduler, shared by runs, the simulator and the planner."""

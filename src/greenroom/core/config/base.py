@@ -1,4 +1,4 @@
-"""The base class of options' settings, and the thresholds of approximation.
+"""The base class of scheduler options' settings, and thresholds for approximating missing experts.
 
 Nothing heavy is imported here: the command line builds its options from these classes."""
 

@@ -1,1 +1,1 @@
-"""Options that change the scheduler's plans: settings, one option a file, and their `rules`."""
+"""Options that change how the scheduler has experts computed: their settings and rules."""

@@ -1,4 +1,4 @@
-"""The guard: switches prefetching off where decode passes are not faster with it.
+"""The prefetch guard: switches prefetching off where decode passes are not faster with it.
 
 A trial alternates blocks of passes with and without prefetching (A B B A ..., so that a drift
 affects both sides alike). Two neighbouring blocks are a pair; its ratio is that of their mean

@@ -215,7 +215,7 @@ class Prefetcher:
                 self._transfers.drop_prefetch(placement.secondary_of(expert))
 
     def retire(self, now: float) -> None:
-        """Count the prefetches that end with an emptied cache, and drop all candidates."""
+        """Count the prefetches that an emptied cache ends, and drop all prefetch candidates."""
         for borrowed in self._placement.buffer.borrowed.values():
             self._counts.dropped += borrowed.state is BorrowState.MOVING
             self._counts.displaced += borrowed.state is BorrowState.COMPLETE
