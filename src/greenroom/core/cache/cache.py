@@ -34,10 +34,7 @@ MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
 
 def check_pin(pin: str) -> None:
-    """Check the name of a pinning mode; UsageError where it is unknown.
-
-    UnknownName unless `pin` is one of PINS.
-    """
+    """Check the name of a pinning mode; UnknownName unless it is one of PINS."""
     if pin not in PINS:
         raise UnknownName("pin", pin, PINS)
 
@@ -52,8 +49,7 @@ class ServedStep:
     hits:    1 where the piece was resident
     evicted: the piece that made room, or -1
     pinned:  the step's pieces stay pinned until `release`
-    misses:  how many pieces were not resident
-    """
+    misses:  how many pieces were not resident"""
 
     slots: Ints
     hits: Ints
@@ -163,8 +159,7 @@ class Cache:
         pin:           with "step" the pieces stay pinned until `release`, unless the step is larger
                        than its group
         fill:          -1, or how many misses may be inserted, into free slots only
-        without_slot:  misses that get no slot, [n] or empty
-        """
+        without_slot:  misses that get no slot, [n] or empty"""
         if pin != "step":
             check_pin(pin)
         piece = int(pieces[0]) if pieces.size else 0
@@ -206,8 +201,7 @@ class Cache:
     ) -> ServedStep:
         """Serve a step's pieces of one device.
 
-        A step of hits needs no decision of the policy; it is reported before the next decision.
-        """
+        A step of hits needs no decision of the policy; it is reported before the next decision."""
         request, index = self._last_seen[device]
         log, size = self._unreported[device], pieces.size
         log.append((pieces, (*at, index, at[2] != request, size)))
@@ -236,8 +230,7 @@ class Cache:
     ) -> int:
         """Report steps to a device's policy; the last of them may miss.
 
-        Fills `out` [3, n] with slots, hits and evicted pieces; returns the number of misses.
-        """
+        Fills `out` [3, n] with slots, hits and evicted pieces; returns the number of misses."""
         log = self._unreported[device]
         pieces, steps = zip(*log, strict=True)
         log.clear()
@@ -284,8 +277,7 @@ class Cache:
     def pin(self, pieces: Ints) -> None:
         """Replace the set of experts that are never evicted once they are resident.
 
-        BudgetError where they would leave a group no slot for others.
-        """
+        BudgetError where they would leave a group no slot for others."""
         self._check_pinned(self.sizes, pieces)
         self.state.pinned[self.pinned_set] -= 1
         self.pinned_set = np.sort(pieces)
@@ -294,8 +286,7 @@ class Cache:
     def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
         """Return the number of slots of each slot group for a given cache capacity.
 
-        BudgetError where the pinned set would leave a group no slot.
-        """
+        BudgetError where the pinned set would leave a group no slot."""
         sizes = group_sizes(self.pieces, capacity, self.scope)
         self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
@@ -352,8 +343,7 @@ class Cache:
         """Borrow a cache slot for a piece: a free slot, or one by eviction.
 
         Returns (slot, evicted piece or -1); the slot is -1 where all are pinned. No insertion is
-        reported to the policy. `return_slot` returns it.
-        """
+        reported to the policy. `return_slot` returns it."""
         state, policy_state, at = self._at(piece)
         slot, evicted = self._bound.borrow(state, policy_state, piece, at)
         return int(slot), int(evicted)
@@ -374,8 +364,7 @@ class Cache:
     def room(self, layer: int) -> int:
         """Count the cache slots that a layer's experts may use.
 
-        These are the slots of the groups that the layer's pieces belong to.
-        """
+        These are the slots of the groups that the layer's pieces belong to."""
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1

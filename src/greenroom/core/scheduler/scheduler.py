@@ -59,8 +59,7 @@ class Scheduler:
 
     For one tier of slots, filled over one link or a chain.
 
-    Where `pieces` has several devices, each has slots, a last link and groups of its own.
-    """
+    Where `pieces` has several devices, each has slots, a last link and groups of its own."""
 
     def __init__(
         self,
@@ -87,8 +86,7 @@ class Scheduler:
         ahead:    slots that may be borrowed at a time, at most a quarter of all
         host:     the tier between the two links of a chain
         options:  in the order in which they change a step's plan
-        after:    an emptied scheduler, whose counts and prediction statistics are continued
-        """
+        after:    an emptied scheduler, whose counts and prediction statistics are continued"""
         _check(pieces, pin, ahead, host)
         self.pieces, self.pin, self.options = pieces, pin, tuple(options)
         self.counts: Counts = Counts() if after is None else after.counts
@@ -137,10 +135,7 @@ class Scheduler:
         return self.placement.cache.residents()
 
     def empty(self, now: float) -> None:
-        """Empty the scheduler's cache and end its prefetches, for another scheduler to continue.
-
-        The other scheduler continues the counts.
-        """
+        """Empty the cache and end prefetches; another scheduler continues the counts."""
         self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:
@@ -148,10 +143,7 @@ class Scheduler:
         return next((o for o in self.options if isinstance(o, kind)), None)
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
-        """Handle an event at a given time; returns the scheduler's actions in their order.
-
-        The time `now` is in seconds.
-        """
+        """Handle an event at the time `now` in seconds; return the actions in their order."""
         actions: list[Action] = []
         self._now = now
         self._handlers[type(event)](event, actions)  # type: ignore[operator]

@@ -69,10 +69,7 @@ class Greenroom:
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
-        """Attach an expert cache to a model.
-
-        Experts are read from `store`, such as one in memory, or else from the checkpoint.
-        """
+        """Attach an expert cache that reads experts from `store`, or from the checkpoint."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self.setup, self._model = setup, weakref.ref(model)
         self.original_generation_config: Any = None  # before `load` changed it
@@ -132,8 +129,7 @@ class Greenroom:
     def _make_driver(self, store: Store | None, co_compute: bool) -> Driver:
         """Make the driver that loads experts into slots.
 
-        With `co_compute` the host's CPU computes misses too.
-        """
+        With `co_compute` the host's CPU computes misses too."""
         setup = self.setup
         store, self.direct = open_store(setup, store)
         chunks = chunks_in(store, setup)
@@ -177,8 +173,7 @@ class Greenroom:
     def slot_budget(self) -> SlotBudget | None:
         """Return the budget that expert slots and KV cache share.
 
-        None where the number of slots is fixed.
-        """
+        None where the number of slots is fixed."""
         return self.hooks.slot_budget
 
     @property
@@ -186,8 +181,7 @@ class Greenroom:
         """Return the process's resident bytes once all expert slots are filled.
 
         The figure is for short contexts and compares with `stats().peak_rss_bytes`. None on a GPU,
-        and where the process was not measured.
-        """
+        and where the process was not measured."""
         if self.process_bytes is None or (model := self._model()) is None:
             return None
         slots = self.slot_budget.decode_slots() if self.slot_budget is not None else self.capacity
@@ -207,8 +201,7 @@ class Greenroom:
     def pin(self) -> None:
         """Pin the given experts of each task in the cache from now on.
 
-        BudgetError where they leave no slot for a step, also with a full KV cache.
-        """
+        BudgetError where they leave no slot for a step, also with a full KV cache."""
         setup = self.setup
         if setup.pins is not None:
             fewest = (
@@ -223,8 +216,7 @@ class Greenroom:
     def warm_up(self) -> None:
         """Load the experts that earlier runs used most into the cache before the first prompt.
 
-        The statistics start at 0 after these reads.
-        """
+        The statistics start at 0 after these reads."""
         scheduler = self.driver.scheduler
         scheduler.on(
             Resized(self.capacity, ahead=0)
@@ -286,8 +278,7 @@ class Greenroom:
     def timeline(self, on: bool = True) -> Timeline | None:
         """Start to record when reads and computations run; stop with `on=False`.
 
-        Stopping returns the recording.
-        """
+        Stopping returns the recording."""
         recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
         return self.driver.timeline if on else recorded
 
@@ -295,8 +286,7 @@ class Greenroom:
         """Change the size of the expert cache (`25%`, `2GiB`, bytes), also during use.
 
         The policy evicts experts that no longer fit, and their memory returns to the system. The
-        size is fixed from then on, whatever the KV cache takes. Returns the number of slots.
-        """
+        size is fixed from then on, whatever the KV cache takes. Returns the number of slots."""
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.setup.catalog, "cache")
@@ -316,8 +306,7 @@ class Greenroom:
 
         The model then has its dense parts as ordinary parameters (quantised ones expanded) and no
         experts: a forward raises ClosedError, saving UnsupportedCall, and `materialize` reads the
-        experts. `stats` stay as they were. A second call does nothing.
-        """
+        experts. `stats` stay as they were. A second call does nothing."""
         if self._close.alive:
             self._close()
             counted = None

@@ -50,8 +50,7 @@ class Driver:
 
     `foresight` predicts, unless every expert has a slot; `guard` switches prefetching off where it
     does not pay; `host_memory` lies between two links. An exception inside the scheduler leaves the
-    contents of slots unknown: the driver is then broken, and every caller gets ClosedError.
-    """
+    contents of slots unknown: the driver is then broken, and every caller gets ClosedError."""
 
     def __init__(
         self,
@@ -115,8 +114,7 @@ class Driver:
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
         """Start to fetch experts that a router has chosen, before their layer runs.
 
-        experts: ids within the layer, ascending. Without borrowed slots nothing is fetched.
-        """
+        experts: ids within the layer, ascending. Without borrowed slots nothing is fetched."""
         if not self._actions.closed:
             first = self.pieces.offsets[layer]
             self._handle(Predicted(layer, experts + first, certain=True))
@@ -124,8 +122,7 @@ class Driver:
     def interrupt(self) -> None:
         """Interrupt the current forward pass: its layers raise Interrupted until `resume`.
 
-        Experts that it still waits for are not fetched.
-        """
+        Experts that it still waits for are not fetched."""
         self._actions.interrupt()
 
     def resume(self) -> None:
@@ -159,8 +156,7 @@ class Driver:
         prepare_host_job: makes a job of (experts, slots) for the host processor's thread
 
         StoreError if an expert cannot be read, DeviceError if the device refuses it. The cache
-        stays usable afterwards, also after an exception in `compute`.
-        """
+        stays usable afterwards, also after an exception in `compute`."""
         if experts.size == 0:
             return
         first = self.pieces.offsets[layer]
@@ -238,8 +234,7 @@ class Driver:
         """Serve consecutive layers in one call, while all their chosen experts are resident.
 
         `find` computes them too (see `ResidentTables`), up to the first layer that needs `step`.
-        Returns the number of steps served; None where the scheduler has to decide.
-        """
+        Returns the number of steps served; None where the scheduler has to decide."""
         if self.timeline is not None:
             return None
         with self._step_lock:
@@ -374,8 +369,7 @@ class Driver:
     def _abandon(self) -> None:
         """Abandon the current step, after reads in flight and the host's job.
 
-        Reads in flight cannot be cancelled.
-        """
+        Reads in flight cannot be cancelled."""
         if self._host is not None:
             self._host.wait()
         with self._changed:

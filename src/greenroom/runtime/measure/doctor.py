@@ -59,8 +59,7 @@ def measure_machine(
 
     path: a model's folder or file, which is read, or any other folder, where a file is written
         and read back (default: the folder of downloaded models)
-    report: called with the name of each measurement as it begins
-    """
+    report: called with the name of each measurement as it begins"""
     begin = time.perf_counter()
     facts = bandwidth.host_facts()
     cores = os.cpu_count() or 1

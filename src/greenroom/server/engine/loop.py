@@ -65,8 +65,7 @@ log = logging.getLogger(__name__)
 class ContinuousEngine:
     """Answers many requests at once by continuous batching; its public methods are thread-safe.
 
-    `load` runs in the engine's thread; `journal` records every pass.
-    """
+    `load` runs in the engine's thread; `journal` records every pass."""
 
     def __init__(
         self, load: Load, config: ServeConfig, context: int, journal: Journal | None = None
@@ -97,8 +96,7 @@ class ContinuousEngine:
     def submit(self, request: Request, listener: Listener) -> Sequence:
         """Queue a request for the engine; return its sequence, which can be cancelled.
 
-        Raises Busy, TooLong, UsageError, or ClosedError.
-        """
+        Raises Busy, TooLong, UsageError, or ClosedError."""
         self._check_open()
         sequence = self._sequence(request, listener)
         with self._changed:
@@ -160,8 +158,7 @@ class ContinuousEngine:
     def state(self) -> tuple[str, float, str]:
         """Return the engine's state by name, its loading progress, and a reason.
 
-        The states are loading, ready, failed and stopping; the progress is from 0 to 1.
-        """
+        The states are loading, ready, failed and stopping; the progress is from 0 to 1."""
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
             return "failed", progress, "its thread has ended"
@@ -187,8 +184,7 @@ class ContinuousEngine:
     def stop(self, grace_s: float) -> None:
         """Stop the engine: admit no new requests, and give accepted ones `grace_s` seconds to end.
 
-        A second call waits too, and may shorten the time.
-        """
+        A second call waits too, and may shorten the time."""
         with self._changed:
             by = time.monotonic() + grace_s
             self._stop_by = by if self._stop_by is None else min(by, self._stop_by)

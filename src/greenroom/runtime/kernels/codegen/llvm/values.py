@@ -29,8 +29,7 @@ class Value:
 
     Operators emit instructions. A Python operand becomes a constant of the value's type; a scalar
     operand of a vector is broadcast. Integers are unsigned except in comparisons and where a method
-    says so. An int64 may be an address.
-    """
+    says so. An int64 may be an address."""
 
     __slots__ = ("b", "ir")
 
@@ -56,8 +55,7 @@ class Value:
     def constant(self, value: Any, element: Any = None) -> Value:
         """Make an LLVM vector of numbers, or one number in this value's shape.
 
-        Its elements are of this value's type or of `element`.
-        """
+        Its elements are of this value's type or of `element`."""
         element = element or self.element
         if isinstance(value, Sequence):
             return self._new(ir.Constant(ir.VectorType(element, len(value)), list(value)))
@@ -158,8 +156,7 @@ class Value:
     def bitcast(self, element: Any) -> Value:
         """Reinterpret a value's bits as elements of another type.
 
-        The number of lanes follows.
-        """
+        The number of lanes follows."""
         if self.lanes is None:
             return self._new(self.b.bitcast(self.ir, element))
         count = self.lanes * _width(self.element) // _width(element)
@@ -168,8 +165,7 @@ class Value:
     def convert(self, element: Any, signed: bool = False) -> Value:
         """Convert numbers to another element type.
 
-        `signed`: integers have a sign.
-        """
+        `signed`: integers have a sign."""
         source, target = (isinstance(e, ir.IntType) for e in (self.element, element))
         if source and target:
             wider = _width(element) > _width(self.element)
@@ -189,8 +185,7 @@ class Value:
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
         """Select lanes of one or two vectors.
 
-        Numbers behind this vector's own name lanes of the other one.
-        """
+        Numbers behind this vector's own name lanes of the other one."""
         picks = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         second = self if other is None else other
         return self._new(self.b.shuffle_vector(self.ir, second.ir, picks))
@@ -204,8 +199,7 @@ class Value:
     def below(self, lanes: int = LANES) -> Value:
         """Make a mask of a vector's first lanes.
 
-        `self` (int64) of `lanes` lanes.
-        """
+        `self` (int64) of `lanes` lanes."""
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
@@ -221,8 +215,7 @@ class Value:
     def narrowed(self, kind: Any) -> Value:
         """Round float32 to a weight type, ties to even, as torch does.
 
-        It is `kind`; every NaN becomes the same.
-        """
+        It is `kind`; every NaN becomes the same."""
         if kind == F32_KIND:
             return self
         if kind == F16_KIND:
@@ -244,8 +237,7 @@ class Value:
     def load(self, element: Any, lanes: int | None = None, mask: Value | None = None) -> Value:
         """Load a vector or scalar from this address.
 
-        Masked lanes are 0 and are not read.
-        """
+        Masked lanes are 0 and are not read."""
         kind = element if lanes is None else ir.VectorType(element, lanes)
         pointer = self.pointer(kind)
         if mask is None:
@@ -270,8 +262,7 @@ class Value:
     def prefetch(self, cache: int = 1) -> None:
         """Prefetch the cache line at this address to L1 or L2.
 
-        An address beyond the end does no harm.
-        """
+        An address beyond the end does no harm."""
         others = map(self._new, (I32(0), I32(4 - cache), I32(1)))
         byte = self._new(self.pointer(I8))
         byte.call("llvm.prefetch.p0", ir.VoidType(), *others)
@@ -281,8 +272,7 @@ class Value:
     def exp(self) -> Value:
         """Compute the exponential function within about 1 ulp.
 
-        Above 88.7 it is infinity (Cephes).
-        """
+        Above 88.7 it is infinity (Cephes)."""
         y = self.at_least(-87.0).at_most(88.72)
         shifted = y * 1.44269504088896341 + 12582912.0
         n = shifted - 12582912.0
@@ -328,8 +318,7 @@ def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iter
 def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None], None]) -> None:
     """Emit an LLVM loop over complete units of a count, then code for the remainder.
 
-    step(at, None) for every complete unit, step(at, left) for the remainder.
-    """
+    step(at, None) for every complete unit, step(at, left) for the remainder."""
     left = count & (unit - 1)
     end = count - left
     with counted_loop(0, end, unit) as at:
@@ -341,8 +330,7 @@ def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None],
 def below_or_all(left: Value | None, lanes: int = LANES) -> Value | None:
     """Return the mask of lanes that exist in a loop iteration; None: all.
 
-    `left` lanes exist.
-    """
+    `left` lanes exist."""
     return None if left is None else left.below(lanes)
 
 
@@ -351,8 +339,7 @@ def lane_sums(vectors: Sequence[Value], groups: int = 1) -> Value:
 
     `groups`: number of runs of lanes that are summed separately; their sums follow one another. The
     order of additions is the same for all: two vectors at a time become one, the upper half of each
-    run added to its lower half.
-    """
+    run added to its lower half."""
     width = LANES // groups
     while width > 1:
         others = vectors[1::2] if len(vectors) > 1 else [None]
@@ -371,8 +358,7 @@ def _halved(one: Value, other: Value | None, width: int) -> Value:
 def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
     """Define a Numba intrinsic by LLVM code that is emitted at each call.
 
-    The code is emit(values of the arguments).
-    """
+    The code is emit(values of the arguments)."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         result = emit(*(Value(b, arg) for arg in args))
@@ -385,8 +371,7 @@ def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
     """Define a Numba intrinsic by an LLVM function that all callers share.
 
     A tile is long; inlined it would be compiled anew for each call. `emit` takes the int64
-    arguments and the elements of tuples.
-    """
+    arguments and the elements of tuples."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         flat = []
