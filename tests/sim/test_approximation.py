@@ -127,5 +127,5 @@ def test_a_sweep_takes_it():
 def test_what_cannot_be(options, message):
     with pytest.raises(UsageError, match=message):
         run(weighed(), Approximation(low=0.5), **options)
-    with pytest.raises(UsageError, match="which this trace does not have: record them with"):
+    with pytest.raises(UsageError, match="which this trace does not have: record it with"):
         run(trace(), Approximation(low=0.5))
