@@ -1,1 +1,1 @@
-"""Kernels that compute experts from their memory slots, and compiled dense layers for one token."""
+"""Kernels that compute MoE experts from memory slots, and compiled dense layers for one token."""

@@ -1,8 +1,8 @@
 """Detect a module's activation function by its values on sample inputs, never by its name.
 
-The formulas of the compiled kernel are written here as tensor operations. If one has the bits of
-the module's own activation on random and extreme inputs, the kernel computes it in place. Otherwise
-the module's function is called between the two projections.
+This file has the formulas of the compiled kernels as tensor operations. If one has the bits of the
+module's own activation on random and extreme inputs, the kernels compute that formula. Otherwise
+the module's function is called between the two projections of an expert.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from greenroom.runtime.kernels.layer import LayerExperts
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A gated activation function that kernels can compute, with its constants.
+    """An activation function that the expert kernels can compute, with its constants.
 
-    A formula of `gating.activate`; RAW: call the module.
+    code:  number of the formula; RAW: none, the module's own function is called
+    limit: gate and up projections are clamped to it
+    alpha: factor of the gate within the sigmoid of the clamped formula
     """
 
     code: int = RAW
@@ -89,7 +91,7 @@ def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 def find_activation(layer: LayerExperts) -> Activation:
     """Find the compiled formula that equals a module's activation function bit by bit on samples.
 
-    Return `Activation()` if there is none.
+    Return `Activation()`, which stands for a call of the module's own function, if no formula does.
     """
     if layer.recipe.compute is not None:  # the compiled formulas round to the layer's own type
         return Activation()

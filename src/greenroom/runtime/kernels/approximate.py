@@ -1,8 +1,8 @@
 """Kernels for decode steps in which low-precision copies or nothing replace some experts.
 
-Copies in low precision are computed by the kernels of their encoding, from separate slots. A
-skipped expert adds nothing; one with a substitute is computed from the substitute's slot. Outputs
-are summed in the order of experts, as always.
+The kernels of their encoding compute low-precision copies, from separate slots. A skipped expert
+adds nothing. An expert that a substitute expert replaces is computed from the substitute's slot.
+Outputs are summed by ascending expert id, as in exact steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greenroom.runtime.slots.tier import Slots
 class ExpertsWithCopies(LayerExperts):
     """One MoE layer's exact experts, and their low-precision copies if there are any.
 
-    `low` is the layer of the copies, or None.
+    `low` describes the copies in their own slots; it is None if there are no copies.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class ApproximateKernel(PooledKernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> base.KernelStep:
-        """Start to compute an MoE layer's experts for tokens x [T, H], weights [T, K].
+        """Start to compute an MoE layer's experts for some tokens.
 
-        The eager kernel computes a layer whose copies have no compiled product.
+        Hidden states x are [T, H], gate weights [T, top_k]. The eager kernel computes a layer if
+        its low-precision copies have an encoding without a compiled product.
         """
         low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
         if low is not None and low.fallback_reason:
@@ -58,7 +59,8 @@ class ApproximateKernel(PooledKernel):
     ) -> None:
         """Compute experts exactly or from their low-precision copies, or skip them.
 
-        part: exact weights, LOW or SKIP (core/plan.py)
+        `part` says which: LOW (copies), SKIP (nothing), or any other value for the exact weights.
+        The constants are in core/plan.py.
         """
         numbers = self.pool_slots(slots)
         if part == SKIP:

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 class KernelStep:
     """One MoE layer's computation for some tokens: groups of experts, then their weighted sum.
 
-    The bits of the result do not depend on how experts are grouped, on their order or on their
-    slots.
+    The bits of the result do not depend on the grouping of the experts, on their order or on the
+    memory slots that hold their weights.
     """
 
     __slots__ = ("layer", "residual", "routing", "weights", "x")
     supports_segments = False  # can segments of an expert be computed one after another?
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
-        """Start a layer's step for hidden states x [T, H] and gate weights [T, K]."""
+        """Start an MoE layer's step for hidden states x [T, H] and gate weights [T, top_k]."""
         self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
         self.residual: Tensor | None = None  # [T, H], added to the result
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute a group of experts from the memory slots that hold their weights.
 
-        Ids are local to this layer.
+        Expert ids are local to the step's layer; `slots` has one slot number for each expert.
         """
         raise NotImplementedError
 
@@ -42,22 +42,24 @@ class KernelStep:
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        """Compute experts from another layer's slots, without the sum over experts.
+        """Compute experts of a step from the slots of another `LayerExperts`, without their sum.
 
-        layer: describes these slots: a segment of each expert, its copy in low precision, or the
-               layer on another device
-        accumulate: add to the outputs of earlier segments
+        layer: describes the slots, which hold a segment of each expert, its low-precision copy,
+               or the layer's experts on another device
+        accumulate: add to the outputs of earlier segments of the same experts
         """
         self.compute_group(experts, slots)
 
     def total(self) -> Tensor:
-        """Sum each token's expert outputs by ascending expert id: [T, H], in x's type."""
+        """Sum each token's weighted expert outputs by ascending expert id: [T, H], in the input's
+        type.
+        """
         raise NotImplementedError
 
     def combine(self) -> Tensor:
-        """Return an MoE layer's output [T, H]: the sum over experts, plus the residual.
+        """Return an MoE layer's output [T, H] in the input's type.
 
-        It has x's type.
+        It is the weighted sum over experts, plus the residual if the step has one.
         """
         total = self.total()
         return total if self.residual is None else self.residual + total
@@ -70,16 +72,16 @@ class KernelStep:
     def merge_outputs(
         self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
     ) -> None:
-        """Copy expert outputs from another device's step into this device's step.
+        """Copy the outputs of some experts from another device's step into this device's step.
 
-        send: copies a tensor to this step's device
+        `send` copies a tensor to the device of this step.
         """
         raise NotImplementedError
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
-        """Return a host kernel whose expert outputs this device's step can merge.
+        """Return a kernel for the host's processor whose expert outputs this step can merge.
 
-        layer: the same layer in host memory
+        `layer` describes the same experts in host memory.
         """
         raise NotImplementedError
 
@@ -97,18 +99,24 @@ class Kernel:
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        """Start to compute an MoE layer's experts for tokens x [T, H], weights [T, K]."""
+        """Start to compute an MoE layer's experts for some tokens.
+
+        Hidden states x are [T, H], gate weights [T, top_k].
+        """
         raise NotImplementedError
 
     def compute_group(self, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute a group of experts from the memory slots that hold their weights.
 
-        Ids are local to the step's layer.
+        Expert ids are local to the step's layer; `slots` has one slot number for each expert.
         """
         step.compute_group(experts, slots)
 
     def combine(self, step: Any) -> Tensor:
-        """Return an MoE layer's output [T, H], summed over experts, in the input's type."""
+        """Return an MoE layer's output [T, H] in the input's type.
+
+        It is the weighted sum over experts, plus the residual if the step has one.
+        """
         result: Tensor = step.combine()
         return result
 
@@ -117,9 +125,10 @@ class Kernel:
 
 
 class PooledKernel(Kernel):
-    """A kernel around another one, for expert slots that lie in several memory pools.
+    """A kernel around another one, for expert slots that alternate between memory pools.
 
-    Slot s is slot s // `pools` of its pool.
+    A pool is one block of memory that is cut into slots. Slot number s is slot s // `pools` of its
+    pool.
     """
 
     def __init__(self, kernel: Kernel, pools: int = 1) -> None:

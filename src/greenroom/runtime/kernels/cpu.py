@@ -1,18 +1,19 @@
-"""The default kernel on a CPU: one compiled call per expert group, at the speed of memory.
+"""The default expert kernel on a CPU: one compiled call per expert group.
 
-Weights are read in place from the slots, widened in registers and multiplied in float32; values
-are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values of
-their format (matrix.py). An element of the result depends only on its token, its experts and their
-weights: not on the group, the slot, the batch, or the number of threads. (Encoded experts depend on
-the batch: experts with few tokens multiply them one by one, with integers; `batch_invariant` makes
-all do so.) The down projection is summed in blocks of 64 of the intermediate dimension. So an
-expert can be cut at such a boundary into segments that are computed one after another, without
-changing a bit.
+Memory bandwidth limits a call. Weights are read in place from the slots, widened in registers and
+multiplied in float32. Values are rounded where transformers' eager experts round them. Encoded
+(quantised) weights are expanded in registers too, to the values of their format (matrix.py).
 
-The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and
-float32 models by default: there the order of summation is the only difference from eager, and
-transformers' `grouped_mm`, which calls eager's matrix product, is nearer to it than any other order
-can be.
+An element of the result depends only on its token, the token's experts and their weights, not on
+the group, the slot, the batch or the number of threads. Encoded experts are an exception: an expert
+with few tokens multiplies them one by one, with integers, so the bits depend on the batch, unless
+`batch_invariant` is active. The down projection is summed in blocks of 64 intermediate channels. So
+an expert can be cut there into segments that are computed one after another, without changing a
+bit.
+
+The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and by
+default float32 models: there only the order of summation differs from eager, and transformers'
+`grouped_mm`, which calls eager's matrix product, is nearer to eager than any other order can be.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class CpuLayerPlan:
 
 
 def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
-    """Return an MoE layer's CPU kernel plan, built at its first use.
+    """Return an MoE layer's compiled CPU entries and arguments, built at the first call.
 
-    `rounded` is as for `MatrixProduct`.
+    `rounded`: encoded weights are rounded to the model's data type before use.
     """
     if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
         layer.plan = CpuLayerPlan(layer, rounded)
@@ -105,8 +106,10 @@ def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
 class CpuStep(base.KernelStep):
     """One MoE layer's computation for some tokens by the compiled CPU kernel.
 
-    `buffer` holds, in float32, one after another: mid [S, 2I], act [S, I], out [T * K, H] and
-    sums [T, H], where S is the number of entries of the routing. `out` and `sums` are offsets.
+    `buffer` holds float32 matrices, one after another: up projections [S, 2 I] ([S, I] without a
+    gate), activations [S, I], an expert output per choice [T * top_k, H] from element `out` on, and
+    sums [T, H] from element `sums` on. S is the number of (token, rank) entries that experts
+    compute.
     """
 
     __slots__ = (
@@ -136,12 +139,15 @@ class CpuStep(base.KernelStep):
         self.addresses = wide.data_ptr(), start, start + 4 * act, start + 4 * self.out
 
     def _buffer_matrix(self, start: int, rows: int, columns: int) -> Tensor:
-        """Return a part of the buffer as a matrix."""
+        """Return a part of the step's float32 buffer as a matrix."""
         return self.buffer[start : start + rows * columns].view(rows, columns)
 
     @property
     def outputs(self) -> Tensor:
-        """Return every chosen expert's output [T * K, H], ordered by token and rank."""
+        """Return the expert outputs of a step as float32 [T * top_k, H].
+
+        Row t * top_k + r is the output for token t's choice of rank r, before gate weights.
+        """
         tokens, top_k = self.routing.shape
         return self._buffer_matrix(self.out, tokens * top_k, self.layer.hidden)
 
@@ -160,9 +166,10 @@ class CpuStep(base.KernelStep):
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        """Compute experts from another layer's slots, without the sum over experts.
+        """Compute experts of a step from the slots of another `LayerExperts`, without their sum.
 
-        A segment has a multiple of 64 channels of the intermediate dimension.
+        If the slots hold a segment of each expert, it must have a multiple of 64 channels of the
+        intermediate dimension.
         """
         plan = layer_plan(layer, self.kernel.rounded)
         self._compute(plan, layer, experts, slots, accumulate)
@@ -209,7 +216,10 @@ class CpuStep(base.KernelStep):
         return self.kernel
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """Return an expert's outputs [n, H] with its bias, before routing weights and norm."""
+        """Return one expert's outputs [n, H] for its n tokens, with its bias.
+
+        Gate weights and the layer's post-expert norm are not applied.
+        """
         layer, entries = self.layer, self.routing.entries(expert)
         out = self.outputs[torch.from_numpy(self.routing.rows[entries])]
         h = out.to(layer.recipe.compute or layer.dtype)
@@ -218,7 +228,8 @@ class CpuStep(base.KernelStep):
     def skip_experts(self, experts: Sequence[int]) -> None:
         """Leave experts that are not computed out of the weighted sum.
 
-        Their outputs and routing weights become 0; `combine` still adds biases to the outputs.
+        Their outputs and gate weights become 0. `combine` still adds their biases, which then count
+        0 times.
         """
         self.weights = self.weights.clone()
         for expert in experts:
@@ -251,7 +262,8 @@ class CpuStep(base.KernelStep):
     def sum_arguments(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
         """Make the kernel arguments that sum a step's expert outputs for each token.
 
-        Return (arguments of `combine`, its result [T, H], weights to keep alive until then).
+        Return (arguments of the compiled `combine`, the tensor [T, H] for its result, the gate
+        weights, which must stay alive until the call has ended).
         """
         layer, routing, x = self.layer, self.routing, self.x
         tokens, hidden = routing.shape[0], layer.hidden
@@ -286,7 +298,11 @@ class CpuStep(base.KernelStep):
         up: bool = True,
         down: bool = True,
     ) -> array[int]:
-        """Make the kernel arguments that compute a group of experts (see expert_group.py)."""
+        """Make the arguments of the compiled `compute_group` for some experts of a step.
+
+        accumulate: add to outputs that earlier segments of the experts have written
+        up, down: compute the up projection, the down projection
+        """
         count, entries = len(experts), len(self.routing.rows)
         scratch, stride = self.kernel.scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(self.routing.experts) else plan.steps
@@ -338,7 +354,7 @@ class CpuKernel(Kernel):
 
         float32: compute float32 models too, not with the eager kernel
         rounded: round encoded weights to the model's type before use, as transformers does when it
-                 expands a checkpoint; a layer has the bits of the expanded checkpoint
+                 expands a checkpoint; a layer then has the bits of the expanded checkpoint
         """
         self.name = "rounded" if rounded else "numba"
         # Up to so many tokens, an encoded expert's tokens are multiplied one by one.
@@ -348,9 +364,10 @@ class CpuKernel(Kernel):
 
     @contextmanager
     def batch_invariant(self) -> Iterator[None]:
-        """Return a context in which a token's output has the same bits in any batch.
+        """Return a context in which expert outputs have the same bits in any batch.
 
-        Without it that does not hold for encoded experts.
+        Outside of the context the bits of encoded (quantised) experts depend on the number of
+        tokens per expert.
         """
         before, self.sequential_rows = self.sequential_rows, _ALL
         try:
@@ -370,9 +387,10 @@ class CpuKernel(Kernel):
         return CpuStep(self, layer, x, routing, weights)
 
     def scratch(self, stride: int) -> tuple[int, int]:
-        """Return the address of the calling thread's scratch memory for expert groups.
+        """Return the calling thread's scratch memory for compiled expert entries.
 
-        Return (address, bytes per thread). The memory is reused by later calls.
+        Return (address, `stride`): each of torch's OpenMP threads uses `stride` bytes from the
+        address on. The thread's later calls reuse the memory, which moves when it grows.
         """
         size = stride * torch.get_num_threads()
         buffer: Tensor | None = getattr(self._local, "buffer", None)

@@ -1,8 +1,9 @@
 """The reference kernel: the operations of transformers' eager experts forward, one by one.
 
 It has the bits of `experts_implementation="eager"` for any grouping of experts: each expert's
-weighted outputs are stored, and summed by ascending id at the end. An encoded matrix is expanded
-completely before it is used, so its reference is eager on the expanded checkpoint.
+weighted outputs are stored, and at the end summed by ascending expert id. An encoded matrix is
+expanded completely before it is used, so the reference of an encoded model is eager on the expanded
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class EagerStep(base.KernelStep):
     """One MoE layer's computation by the eager kernel, expert by expert.
 
-    It holds per expert its tokens and their weighted outputs.
+    `outputs` has for each computed expert (indices of its tokens, their weighted outputs [n, H]).
     """
 
     __slots__ = ("outputs",)
@@ -89,10 +90,10 @@ class EagerKernel(Kernel):
 
 
 class UnweightedStep(EagerStep):
-    """An MoE layer's computation on the host whose weighted sum another device takes.
+    """One MoE layer's computation on the host, for experts whose weighted sum a GPU takes.
 
-    It has the outputs [n, H] of each expert. They are computed by torch's products, before routing
-    weights and norm.
+    `outputs` has for each computed expert (indices of its tokens, their outputs [n, H]). Outputs
+    are computed by torch's products, before gate weights and the post-expert norm.
     """
 
     def compute_from(
@@ -111,7 +112,7 @@ class UnweightedStep(EagerStep):
             )
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """Return an expert's outputs [n, H], before routing weights and norm."""
+        """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
         return self.outputs[expert][1]
 
 
@@ -127,7 +128,8 @@ class UnweightedEagerKernel(Kernel):
 def expert_matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
     """Return one expert's weight matrix from its slot, decoded, in the module's own layout.
 
-    A transposed matrix is copied: the matrix product of a view would round differently.
+    If the module's layout is transposed, an encoded matrix is decoded and copied: the matrix
+    product of a view would round differently.
     """
     parts = [layer.slots.tensor(slot, spec) for spec in weight.parts]
     if weight.encoding == PLAIN:
@@ -143,7 +145,10 @@ def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:
 
 
 def expert_forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Compute one expert's output for its rows x [n, H], before the routing weights."""
+    """Compute one expert's output for its tokens x [n, H], before the gate weights.
+
+    The layer's post-expert norm is applied if it has one.
+    """
     h = forward_without_norm(layer, expert, x, up, down)
     return h if layer.norm is None else layer.norm(h)
 
@@ -151,7 +156,7 @@ def expert_forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down
 def forward_without_norm(
     layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
-    """Compute one expert's output before routing weights and post-expert norm."""
+    """Compute one expert's output before gate weights and post-expert norm."""
     h = cast(layer, layer.activate(project(layer, x, up, layer.up_bias, expert)))
     return project(layer, h, down, layer.down_bias, expert)
 

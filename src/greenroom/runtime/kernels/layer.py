@@ -14,14 +14,16 @@ from greenroom.runtime.slots.tier import Slots
 
 
 class LayerExperts:
-    """One MoE layer's experts, whose weights lie in memory slots.
+    """One MoE layer's experts, whose weights lie in memory slots, as kernels need them.
 
-    Built once, when a model is attached.
+    It is built once, when a model is attached.
 
     module: a transformers experts module, or an object with its flags and resident parameters
-    layout: layout of an expert's matrices in a slot
-    slots:  the slots' memory
-    first_channel: for the layout of a segment, its first intermediate channel
+    layout: where each of an expert's matrices lies in a slot
+    slots:  the memory that is cut into slots
+    recipe: the data types of the arithmetic; None: detected from the module's class
+    first_channel: if the slots hold only a segment of each expert, the segment's first channel of
+                   the intermediate dimension
     """
 
     def __init__(
@@ -56,11 +58,11 @@ class LayerExperts:
 
     @cached_property
     def fallback_reason(self) -> str:
-        """Return why only the eager kernel computes an MoE layer, or an empty string."""
+        """Return why the CPU kernel cannot compute an MoE layer, or "" if it can."""
         from greenroom.runtime.kernels.matrix import fallback_reason
 
         if getattr(self.module, "eager_only", False):
-            return f"{type(self.module).__name__} has an arithmetic of its own"
+            return f"{type(self.module).__name__} (this class computes its experts itself)"
         return fallback_reason(self)
 
     def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
@@ -83,8 +85,9 @@ class LayerExperts:
         return bias.unflatten(1, (runs, -1))[:, :, start : start + wide].flatten(1).contiguous()
 
     def activate(self, h: Tensor) -> Tensor:
-        """Apply an experts module's own activation to up projections.
+        """Apply an experts module's own activation function to n rows of up projections.
 
-        [n, 2I], or without a gate [n, I], -> [n, I].
+        The rows are [n, 2 I] (gate and up projection), or [n, I] in a module without a gate. The
+        result is [n, I].
         """
         return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)  # type: ignore[operator]

@@ -1,14 +1,16 @@
 """Compiled products of encoded weight matrices, and checks of which matrices have one.
 
-By default a weight is its format's value in float32: code times scale. A few tokens are multiplied
-with integers where the processor can (codes.py). Then only inputs below a 64th of the largest of
-their 32 neighbours are rounded, to 2^-15 of that one: by less than one rounding of the sum to 16
-bits, of which grouped_mm does one more.
+By default a weight has its format's value in float32: code times scale. A few tokens are multiplied
+with integers if the processor has the instructions (codegen/formats/codes.py). Integer products
+round an input only if it is below a 64th of the largest of its 32 neighbours, to 2^-15 of that
+neighbour. The error is less than one rounding of the sum to 16 bits, and transformers' grouped_mm
+does one such rounding more.
 
 `kernels="rounded"` rounds weights to the model's type first, as transformers does when it expands a
-checkpoint, and has the bits of the expanded matrix's product. int8's and q8_0's weights have up to
-19 significant bits, int4's and q4_0's up to 14, bfloat16 has 8. Where rounding changes no weight
-(`is_exact`: MXFP4 in bfloat16, two bits times a power of two) both are the same.
+checkpoint, and has the bits of the expanded matrix's product. Weights of int8 and q8_0 have up to
+19 significant bits, weights of int4 and q4_0 up to 14; bfloat16 has 8. If rounding changes no
+weight (`is_exact`), both ways have the same weights: MXFP4 in bfloat16 has two significant bits
+times a power of two.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 class MatrixProduct:
     """A weight matrix's compiled product, and the kernel arguments that describe the matrix.
 
-    arguments: addresses of the product and of the matrix's layout
-    packs_input: does the product take x as integers?
+    arguments: addresses of the product's code and of the description of the matrix's layout
+    packs_input: does the product take its input row as integers?
     """
 
     __slots__ = ("_layout", "_product", "arguments", "packs_input")
@@ -46,7 +48,7 @@ class MatrixProduct:
     def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
         """Choose a weight matrix's compiled product, and describe the matrix for kernels.
 
-        `rounded`: round weights to `dtype`, the model's type, as transformers does.
+        `rounded`: round weights to `dtype`, the model's type, before use, as transformers does.
         """
         rows, columns = weight.shape
         values, share, rows_per_scale, scale_row = weight.parts[0], 1, 1, 0
@@ -73,7 +75,7 @@ def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
 
 
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
-    """Return (a matrix's product, bytes of a row of x that is packed for it)."""
+    """Return (a matrix's product, bytes of an input row that is packed for it; 0: not packed)."""
     name = _name(weight)
     number = NAMES.index(name)
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
@@ -86,7 +88,7 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
 
 
 def _name(weight: WeightSpec) -> str:
-    """Return the name of a matrix's expander, if there is one."""
+    """Return the name under which a matrix's expander is registered, if there is one."""
     if weight.encoding == "ct_int4":
         return f"ct_int4.{weight.parts[1].dtype}"
     if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
@@ -95,20 +97,20 @@ def _name(weight: WeightSpec) -> str:
 
 
 def fallback_reason(layer: LayerExperts) -> str:
-    """Return why only the eager kernel computes an MoE layer, or an empty string."""
+    """Return why the CPU kernel cannot compute an MoE layer, or "" if it can."""
     weights = layer.up_weight, layer.down_weight
     encodings = {weight.encoding for weight in weights}
     if encodings == {PLAIN}:
         return ""
     if PLAIN in encodings and layer.transposed:
-        return "transposed matrices beside encoded ones"
+        return "layers with a transposed plain matrix and an encoded one"
     return next(filter(None, map(unsupported_reason, weights)), "")
 
 
 def unsupported_reason(weight: WeightSpec) -> str:
     """Return why no compiled product reads a weight matrix, or "" if one does.
 
-    The matrix is [outputs, inputs].
+    The reason names the encoding and, if the encoding is known, the size that does not fit.
     """
     name, (rows, columns) = _name(weight), weight.shape
     if name not in NAMES:

@@ -1,7 +1,7 @@
-"""Compile the kernels in a second process while the first imports torch and transformers.
+"""Compile the CPU kernels in a second process while the first imports torch and transformers.
 
-The first answer on a machine waits for both: 6 seconds each on two cores. A model whose weight type
-or layout was not guessed compiles the missing kernels itself.
+The first answer on a machine waits for both: 6 seconds each on two cores. If the weight type or the
+layout of the matrices was guessed wrong, the first process compiles the missing kernels itself.
 
     python -m greenroom.runtime.kernels.precompile bfloat16
 """
@@ -27,7 +27,7 @@ _child: subprocess.Popen[bytes] | None = None
 
 
 def compile_all(dtype: str) -> None:
-    """Compile all CPU kernels for one weight type and unencoded matrices."""
+    """Compile the CPU kernels for unencoded matrices of one weight type, such as bfloat16."""
     from greenroom.runtime.kernels.codegen.entries import choice, expert_group, heads, layers
     from greenroom.runtime.kernels.codegen.jit import machine_code
 
@@ -48,7 +48,7 @@ def compile_all(dtype: str) -> None:
 def _sources() -> str:
     """Return a digest of all sources of kernels.
 
-    The compile cache is more precise, but imports Numba.
+    The compile cache's own digests are more precise, but computing them imports Numba.
     """
     package = Path(greenroom.core.__file__).parents[1]
     paths = [*package.glob("core/**/*.py"), *package.glob("runtime/kernels/**/*.py")]
@@ -57,15 +57,16 @@ def _sources() -> str:
 
 
 def _marker(dtype: str) -> Path:
-    """Return the path of the file that marks complete compilation."""
+    """Return the path of the file that marks complete compilation for a weight type."""
     python = "".join(map(str, sys.version_info[:2]))
     return folder() / f"ahead-{dtype}-{_sources()}-numba{version('numba')}-py{python}.done"
 
 
 def start_compiling(dtype: str) -> None:
-    """Start a process that compiles the CPU kernels, if they are not compiled yet.
+    """Start a process that compiles the CPU kernels for a weight type, such as bfloat16.
 
-    It needs a second core and a writable cache folder.
+    Nothing happens if the kernels are compiled already, or if the process has been started before,
+    or if the machine has one core or the folder of compiled code is not writable.
     """
     global _child
     if _child or (os.cpu_count() or 1) < 2 or _marker(dtype).exists():
@@ -84,7 +85,10 @@ def start_compiling(dtype: str) -> None:
 
 
 def wait_for_compiling() -> None:
-    """Wait until the process that compiles the CPU kernels has ended."""
+    """Wait until the process that compiles the CPU kernels has ended, at most 120 seconds.
+
+    After that time the process is killed. Returns at once if no process was started.
+    """
     global _child
     if _child is not None:
         try:

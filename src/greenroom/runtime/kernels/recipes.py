@@ -1,8 +1,8 @@
 """Detect an experts class's arithmetic by comparison with its eager forward.
 
-A few classes sum over experts in float32, or compute in float32 throughout. No flag says so, and a
-table of names would miss the next one. So the class's forward runs once on a toy model of a few
-experts, and the first recipe with the same bits is used.
+A few transformers classes sum over experts in float32, or compute in float32 throughout. No flag
+says so, and a table of class names would miss the next class. So the class's forward runs once on a
+toy model of a few experts, and the first recipe that gives the same bits is used.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Make = Callable[..., "LayerExperts"]
 class Recipe:
     """The data types in which an experts class computes its products and sums.
 
-    compute:    type of the matrix products and of all between them; None: the model's
-    accumulate: type of the sum over a token's experts; None: the model's; "weights": the routing
-                weights'
+    compute:    type of the matrix products and of all operations between them; None: the model's
+    accumulate: type of the sum over a token's experts; None: the model's; "weights": the type of
+                the gate weights
     """
 
     compute: torch.dtype | None = None
     accumulate: torch.dtype | str | None = None
 
     def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
-        """Return the data type in which expert outputs are summed for these inputs."""
+        """Return the type in which expert outputs are summed, given input and gate weights."""
         if self.accumulate == "weights":
             return weights.dtype
         return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
@@ -87,10 +87,11 @@ _CACHE: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
 def find_recipe(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
-    """Find the arithmetic that reproduces an experts class's own eager forward.
+    """Find the data types that reproduce the bits of an experts class's own eager forward.
 
-    A class without one, or that computes an expert's output itself, has the default recipe. `make`
-    is LayerExperts. Raises UnsupportedModel if no recipe has the same bits.
+    A class that has no eager forward, or that computes an expert's output itself, gets the default
+    recipe. The result is cached per class and `dtype`. `make` is `LayerExperts`, passed because its
+    module imports this one. Raises UnsupportedModel if no recipe gives the same bits.
     """
     key = type(module), dtype
     if key not in _CACHE:
@@ -132,7 +133,8 @@ def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
             ):
                 return recipe
     raise UnsupportedModel(
-        f"{type(module).__name__} computes its experts in a way that Greenroom does not reproduce"
+        f"{type(module).__name__}: no expert kernel of Greenroom gives the bits of this class's"
+        " forward; `greenroom models` lists the architectures that run"
     )
 
 

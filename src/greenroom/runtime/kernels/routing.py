@@ -1,4 +1,4 @@
-"""Routing of some tokens in one layer: distinct experts and the rows of each."""
+"""The router's choices for some tokens in one MoE layer, sorted by expert."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The (token, rank) rows that experts compute in one layer, sorted by expert.
+    """A router's choices for some tokens in one MoE layer, sorted by expert.
 
-    Expert `experts[i]` (local ids, ascending) computes the entries `starts[i]:starts[i + 1]` of
-    `tokens` and `ranks`, in the order of `k, t = torch.where(top_k_index.T == e)`: by rank, then
-    by token. `rows` is `tokens * top_k + ranks`, an entry's row in the step's output. Ids that
-    are no expert of this layer (an expert-parallel run marks foreign ones with `num_experts`) are
-    left out. The arrays are int64 and lie one after another from `address` on: experts, starts,
-    tokens, ranks, rows.
+    A choice is a pair (token, rank): the expert of rank r is the token's r-th choice, 0 to top_k -
+    1. `experts` are the ids of the distinct chosen experts, ascending. The choices of `experts[i]`
+    are the entries `starts[i]:starts[i + 1]` of the arrays `tokens`, `ranks` and `rows`. They are
+    ordered by rank, then by token, as `torch.where(top_k_index.T == expert)` orders them. `rows` is
+    `tokens * top_k + ranks`.
+
+    Ids from the layer's number of experts on are left out: an expert-parallel run marks experts of
+    other processes with them. `shape` is (number of tokens, top_k). The arrays are int64 and lie
+    one after another in memory from `address` on: experts, starts, tokens, ranks, rows.
     """
 
     shape: tuple[int, int]
@@ -32,9 +35,9 @@ class Routing:
 
     @classmethod
     def of(cls, top_k_index: NDArray[np.int64], num_experts: int) -> Routing:
-        """Sort the router's chosen expert ids [tokens, top_k] by expert.
+        """Sort a router's chosen expert ids [tokens, top_k] by expert.
 
-        Ids from `num_experts` on are foreign.
+        Ids from `num_experts` on belong to other processes, and are left out.
         """
         if len(top_k_index) == 1:
             return cls._of_one(top_k_index[0].tolist(), num_experts)
@@ -51,7 +54,7 @@ class Routing:
 
     @classmethod
     def _of_one(cls, ids: list[int], num_experts: int) -> Routing:
-        """Sort one token's ids, in every decode step: Python's sort beats NumPy's calls."""
+        """Sort the ids of one token, as in every decode step: Python's sort beats NumPy's calls."""
         pairs = sorted([(e, k) for k, e in enumerate(ids) if e < num_experts])
         experts: list[int] = []
         starts: list[int] = []
@@ -68,7 +71,7 @@ class Routing:
     def _cut(
         cls, shape: tuple[int, int], count: int, local: int, data: NDArray[np.int64], address: int
     ) -> Routing:
-        """Split `data` into the fields."""
+        """Split an int64 array into the fields for `count` experts and `local` choices."""
         a, b = count, 2 * count + 1
         c, d = b + local, b + 2 * local
         return cls(shape, data[:a], data[a:b], data[b:c], data[c:d], data[d:], address)
@@ -76,10 +79,11 @@ class Routing:
     def counts_and_weights(
         self, weights: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return each expert's number of rows and sum of gate weights.
+        """Return each routed expert's number of tokens and sum of gate weights.
 
-        `weights` [tokens, top_k]. As in a trace, weights are float16, summed exactly and rounded
-        once. So a policy that uses them does the same in a replay as in the run.
+        `weights` are the gate weights [tokens, top_k]. They are rounded to float16, as a recorded
+        trace stores them, then summed exactly and rounded once to float32. So a cache policy that
+        uses the sums decides the same in a simulation of the trace as in the run.
         """
         rows = self.row_counts()
         if not rows.size:
@@ -88,13 +92,13 @@ class Routing:
         return rows, np.add.reduceat(each, self.starts[:-1]).astype(np.float32)
 
     def row_counts(self) -> NDArray[np.int32]:
-        """Return the number of rows that each routed expert computes."""
+        """Return the number of tokens that each routed expert computes, as int32."""
         return np.diff(self.starts).astype(np.int32)
 
     def entries(self, expert: int) -> slice:
-        """Return where an expert's rows lie in the arrays sorted by expert.
+        """Return where one expert's entries lie in the arrays sorted by expert.
 
-        A slice of `tokens`, `ranks` and `rows`.
+        The result is a slice of `tokens`, `ranks` and `rows`.
         """
         i = int(np.searchsorted(self.experts, expert))
         return slice(int(self.starts[i]), int(self.starts[i + 1]))

@@ -1,8 +1,9 @@
-"""Kernels for experts stored in segments, whose top and bottom may be in two slots.
+"""Kernels for split experts, whose top and bottom segments may lie in two slots.
 
-Compiled kernels compute one segment after another and accumulate. They sum the down projection in
-blocks of 64 channels in any case, so the bits are those of an unsplit expert. The eager kernel gets
-the matrices joined again once the last part is there.
+A segment is a range of channels of an expert's intermediate dimension. Compiled kernels compute one
+segment after another and accumulate the outputs. They sum the down projection in blocks of 64
+channels in any case, so the bits are the same as for an unsplit expert. The eager kernel computes
+an expert when all its segments are in slots, from matrices that are joined again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class JoinedSlots:
     stride = 0
 
     def __init__(self, cutting: Cutting, parts: Sequence[tuple[Slots, list[Any]]]) -> None:
-        """Make slots that join an expert's matrices from its parts.
+        """Make slots that join a split expert's matrices from its one or two parts.
 
-        `parts`: for each part its slots and its (offset in the slot, layout) segments.
+        `parts` has for each part (top segments, bottom segments) its pool of slots and, for each of
+        its segments, (offset in the slot, layout).
         """
         self._cutting, self._parts = cutting, parts
         self.part_slots: dict[int, list[int]] = {}  # expert -> slot of each part
@@ -40,13 +42,13 @@ class JoinedSlots:
         return 0
 
     def add_part(self, expert: int, slot: int) -> None:
-        """Record the slot that holds an expert's next part."""
+        """Record the slot of an expert's next part: the top segments, then the bottom ones."""
         self.part_slots.setdefault(expert, []).append(slot)
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """Join a weight tensor of an expert from its segments.
+        """Join one weight tensor of an expert from its segments.
 
-        `slot` is the expert's id.
+        `slot` is the expert's id, not the number of a slot.
         """
         pieces = []
         for (slots, segments), at in zip(self._parts, self.part_slots[slot], strict=True):
@@ -57,16 +59,17 @@ class JoinedSlots:
 
 
 class SegmentedExperts(LayerExperts):
-    """One MoE layer's experts, stored in segments of their intermediate channels.
+    """One MoE layer's split experts, stored in segments of their intermediate channels.
 
-    `parts[p]` are the segments of part p, each a `LayerExperts` in the slots of that part.
+    `parts` has one or two lists of `LayerExperts`: one for each segment that lies in the first and
+    in the second pool of slots.
     """
 
     def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):
         """Make a layer whose experts' segments lie in one or two pools of slots.
 
-        The first `cut` segments lie in `slots[0]`, the others in `slots[1]`. With one pool of slots
-        all segments lie there.
+        The first `cut` segments lie in `slots[0]`, the others in `slots[1]`. If `slots` has one
+        pool, all segments lie there.
         """
         ends = [0, cut, len(layout.segments)] if len(slots) > 1 else [0, len(layout.segments)]
         groups = [layout.segments[a:b] for a, b in pairwise(ends)]
@@ -102,7 +105,8 @@ class SegmentedKernel(PooledKernel):
     ) -> None:
         """Compute the top, bottom or all segments of experts from their slots.
 
-        part: None: all parts, from slots with the same numbers
+        `part` is 0 for the top segments and 1 for the bottom segments. With None all segments are
+        computed, from slots with the same numbers in each pool.
         """
         layer: SegmentedExperts = step.layer
         numbers = self.pool_slots(slots)

@@ -31,13 +31,16 @@ def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
 
 
 def make_kernel(name: str) -> Kernel:
-    """Make the expert kernel that a name selects.
+    """Make the expert kernel that a name selects: eager, numba, rounded or triton.
 
-    `UnknownName` lists the names that exist.
+    Raises UnknownName, whose message lists the names, and UsageError for triton if Triton is not
+    installed.
     """
     if name == GPU_KERNEL:
         if find_spec("triton") is None:
-            raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")
+            raise UsageError(
+                "--kernels triton needs the package triton: pip install 'greenroom[gpu]'"
+            )
         from greenroom.runtime.kernels.triton import TritonKernel
 
         return TritonKernel()

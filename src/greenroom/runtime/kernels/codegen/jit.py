@@ -21,6 +21,8 @@ EntryFunction = Callable[[int], None]
 def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int) -> Any:
     """Compile a kernel to machine code, once for each weight type and options.
 
-    `kernel(witness, *options)` returns a function of a pointer; `.address` is its code.
+    `kernel(witness, *options)` must return a function of one pointer; the witness is a number whose
+    Numba type stands for the weight type `dtype`. The result's `.address` is the address of the
+    machine code.
     """
     return entry_point(kernel(WITNESS[dtype], *options), types.void(types.voidptr))

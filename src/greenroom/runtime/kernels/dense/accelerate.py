@@ -2,12 +2,12 @@
 
 torch multiplies a matrix with one bfloat16 vector at half the memory's speed, and takes longer to
 start the six operations of a norm than to compute them. Eligible submodules get a compiled forward
-as an attribute of the instance. It computes up to `FEW` tokens, and calls the original forward for
+as an attribute of the instance. It computes up to 16 tokens, and calls the original forward for
 anything else. `detach` removes these forwards.
 
-A module whose matrix stays as stored in the checkpoint has only this forward: a few tokens are
-multiplied with the stored matrix, for more tokens some rows at a time are expanded. `detach` gives
-it its expanded weight.
+A module whose matrix stays encoded as in the checkpoint has only the compiled forward. It
+multiplies a few tokens with the encoded matrix; for more tokens it expands some rows at a time.
+`detach` gives such a module its expanded weight.
 
 float32 modules stay torch's: another order of summation would be the only difference from eager.
 """
@@ -56,12 +56,10 @@ Forward = Callable[..., Tensor]
 
 
 class Accelerated:
-    """The submodules of a model that have a compiled forward.
+    """The submodules of a model that have a compiled forward; `detach()` restores them.
 
-    `detach()` restores them.
-
-    counts: their number by kind
-    layers: the fused decoder layers
+    counts: number of submodules by kind: attention, layer, router, rotary, embedding, linear, norm
+    layers: the decoder layers whose forward is fused, by module
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,6 +68,7 @@ class Accelerated:
         self._model, self._modules = model, list[nn.Module]()
 
     def add(self, kind: str, module: nn.Module, forward: Forward) -> None:
+        """Give a module a compiled forward, and count the module under its kind."""
         module.forward = forward  # shadows the class's
         self._modules.append(module)
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -96,9 +95,9 @@ def accelerate(
 ) -> Accelerated:
     """Give a model's dense submodules on the CPU forwards compiled for few tokens.
 
-    reserve: reserves space for one token in a KV cache, if it can
+    reserve: reserves space for one token in a layer's KV cache, or returns None if it cannot
     add_experts: computes a layer's experts and adds them to the residual
-    rounded: are stored weights rounded to the model's type?
+    rounded: are encoded weights rounded to the model's type before use?
     """
     accelerated, tried, attentions = (
         Accelerated(model),
@@ -202,11 +201,13 @@ def _has_no_hooks(module: nn.Module) -> bool:
 def linear_forward(
     module: nn.Module, stored: StoredMatrix | None = None, rounded: bool = False
 ) -> Forward:
-    """Make a compiled nn.Linear forward for few input rows.
+    """Make a compiled forward of nn.Linear for up to 16 input rows.
 
-    It takes up to FEW rows of the module's own type.
+    stored: a matrix in its checkpoint's encoding, to use instead of the module's weight
+    rounded: round the weights of `stored` to the module's type before use
 
-    stored: a stored matrix to use instead of the weight, `rounded` or not
+    Rows must have the module's type. The original forward, or torch's product with the expanded
+    matrix, computes other inputs.
     """
     parameters, original = module._parameters, type(module).forward
     weight, bias = parameters["weight"], parameters["bias"]
@@ -256,9 +257,9 @@ def linear_forward(
 
 
 def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply many rows with a matrix in its checkpoint encoding, expanded part by part.
+    """Multiply many rows x [..., inputs] with an encoded matrix, expanded part by part.
 
-    torch multiplies.
+    torch multiplies x with each expanded part, of at most 32 MiB.
     """
     rows, columns = stored.shape
     step = max(1, EXPANDED // (columns * stored.dtype.itemsize))
@@ -272,7 +273,7 @@ def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tenso
 def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
     """Make a forward of nn.Embedding that reads a matrix in its checkpoint encoding.
 
-    Its rows are always rounded.
+    The rows are rounded to the model's type.
     """
     parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
 
@@ -303,7 +304,7 @@ NORMS: dict[int, Callable[[Tensor, Tensor, float], Tensor]] = {
 def norm_style(module: nn.Module) -> tuple[int, float] | None:
     """Detect an RMSNorm module by its outputs: how it applies its weight, and its epsilon.
 
-    Return None for other modules.
+    Return (a key of `NORMS`, epsilon), or None for other modules.
     """
     weight = module._parameters["weight"]
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules:

@@ -1,12 +1,12 @@
 """Compiled attention for the one token of a decode step.
 
-torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token with 190 tokens
-of context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as one
+torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token with 190 tokens of
+context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as one
 compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, possibly a norm
-of each head, rotary positions) get a compiled forward: from the hidden state to rotated queries,
-keys and values, and from there to the output. Between both the cache's own `update` is called if
-the cache cannot reserve space. Whether a class is of that kind is tried once against its own
-forward.
+of each head, rotary positions) get a compiled forward. One kernel computes rotated queries, keys
+and values from the hidden state, another one the output from them. If the cache cannot reserve
+space for a token, its own `update` is called between both. Whether a class is of the common kind is
+tried once against its own forward.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ Style = tuple[int, float]  # how an RMSNorm applies its weight; its epsilon
 
 
 class KeyValueView(NamedTuple):
-    """A layer's keys and values in the KV cache, with space for one new token.
+    """One layer's keys and values in a KV cache, with space for one new token.
 
-    [1, kv_heads, `tokens` or more, width]; the last token is unset.
+    Both tensors are [1, kv_heads, capacity, head width]. Their first `tokens` positions are in use;
+    the last of these is the new token's, and is not written yet.
     """
 
     keys: Tensor
@@ -74,7 +75,7 @@ def _make_arguments(count: int, values: dict[int, int]) -> array[int]:
 class OneTokenAttention:
     """The compiled forward of one attention module, for one token.
 
-    `is_common_attention` says which modules may have one.
+    `is_common_attention` checks which modules may have one.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class OneTokenAttention:
     ) -> None:
         """Make the compiled forward of an attention module for one token.
 
-        `verdicts` caches `matches_class`; `rounded`: see `MatrixProduct`.
+        style: how the norm of each head applies its weight, and its epsilon; None: no norm
+        reserve: reserves space for one token in a layer's KV cache
+        verdicts: cache of `matches_class`, shared by the attention modules of a model
+        rounded: round encoded weights to the model's type before use
         """
         attention: Any = module
         self.module, self.original = attention, type(module).forward
@@ -198,7 +202,7 @@ class OneTokenAttention:
     def reserve(self, cache: Any) -> KeyValueView | None:
         """Reserve space for one more token in a layer's KV cache.
 
-        Return None if the cache cannot.
+        Return None if the cache cannot reserve space.
         """
         return self._reserve(cache, self.module.layer_idx)
 
@@ -226,9 +230,10 @@ class OneTokenAttention:
     def stages(
         self, x: int, positions: Positions, view: KeyValueView, work: Tensor, out: int
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """Return the kernel calls that compute one token's attention from x to `out`.
+        """Return the two kernel calls that compute one token's attention.
 
-        Both are addresses. The view's last token is this token, to be written.
+        `x` and `out` are the addresses of the hidden state and of the output. The kernels write the
+        token's key and value to the last position of `view`.
         """
         return (
             (self._project, self._project_arguments(x, positions, view, work)),
@@ -238,9 +243,10 @@ class OneTokenAttention:
     def batched_stages(
         self, each: Sequence[tuple[sequence.Stage, sequence.Stage]], work: Tensor
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """Merge several tokens' kernel calls for attention into calls for all of them.
+        """Merge several tokens' kernel calls for attention into two calls for all tokens.
 
-        `work` [4, T, `widest`] begins with their hidden states [T, hidden] in float32.
+        `each` has for every token the two calls of `stages`. `work` is float32 memory [4, T,
+        `widest`]; its first matrix must hold the T hidden states.
         """
         project, attend = (
             [arguments for _, arguments in stages] for stages in zip(*each, strict=True)
@@ -263,9 +269,9 @@ class OneTokenAttention:
                    self._attend_template[heads.A_ROWS])  # fmt: skip
 
     def workspace(self, context: int, extra: int = 0) -> Tensor:
-        """Allocate float32 memory for one attention call.
+        """Allocate float32 memory for one attention call over `context` tokens.
 
-        It holds queries, scratch memory, then `extra` values.
+        It holds the queries, then scratch memory, then `extra` values for the caller.
         """
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
@@ -309,7 +315,7 @@ class OneTokenAttention:
 
 
 class _TrialCache:
-    """A one-layer KV cache for the trial."""
+    """A one-layer KV cache for the trial of `matches_class`."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k, v
@@ -319,9 +325,10 @@ class _TrialCache:
 
 
 def matches_class(attention: OneTokenAttention, rotary: int) -> bool:
-    """Check that a compiled attention forward matches the module class's own, except for rounding.
+    """Check that a compiled attention forward equals its module class's, up to rounding.
 
-    Tried on small inputs and on large ones, where a cap on scores or values would show.
+    Both compute random inputs: small ones, and large ones, on which a cap on scores or values would
+    show. `rotary` is the number of rotated elements of a head.
     """
     random = torch.Generator().manual_seed(0)
 

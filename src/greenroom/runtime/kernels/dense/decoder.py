@@ -1,10 +1,11 @@
 """A fused decoder layer for one token, in two OpenMP parallel regions.
 
-The first region computes from the hidden state over norm, attention and residual sum to the input
-of the MoE block, and the router's choice if the router is of a known kind (router.py). The second
-computes from the experts to the layer's output. If all chosen experts have slots Python computes
-nothing between them: after a group of experts has evicted the CPU caches, each small operation
-takes as long as a matrix. The bits are those of the accelerated modules called one by one.
+The first region computes norm, attention, residual sum and second norm, up to the input of the MoE
+block. It also chooses the experts if the router is of a known kind (router.py). The second region
+computes the experts and the layer's output. If all chosen experts have memory slots, Python
+computes nothing between the regions: after a group of experts has evicted the CPU caches, each
+small operation takes as long as a matrix. The bits are those of the accelerated modules called one
+by one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ ArgumentPosition = tuple[int, int]
 
 
 class TokenArguments(NamedTuple):
-    """Positions of the kernel arguments that change from token to token."""
+    """Positions of the kernel arguments of a decoder layer that change from token to token.
+
+    A position is (index of a kernel call, index of one of its arguments).
+    """
 
     x: Sequence[ArgumentPosition]
     cos: Sequence[ArgumentPosition]
@@ -77,7 +81,10 @@ class FusedDecoderLayer:
     ) -> None:
         """Make a decoder layer's compiled forward for one token.
 
-        `names` are those of both norms and of the block after the second.
+        names: the layer's names of its first norm, its second norm and the block (MLP or MoE) after
+               the second norm
+        styles: how each of the norms applies its weight, and its epsilon
+        add_experts: computes the layer's experts and adds them to the residual
         """
         self._layer, self.attention = layer, attention
         parts: dict[str, Any] = dict(layer._modules)
@@ -135,7 +142,7 @@ class FusedDecoderLayer:
         return CompiledRouter.of(module, self._shape, self.attention.dtype)
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (expert ids, weights), [T, K] each, for x [T, hidden]."""
+        """Return (expert ids, gate weights), [T, top_k] each, for x [T, hidden]."""
         if len(x) == 1 and self.router is not None and self.router.is_unchanged():
             return self.router(x)
         router_input = x if len(self._shape) == 2 else x[None]
@@ -145,7 +152,8 @@ class FusedDecoderLayer:
     def accepts(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Check that compiled code can compute a call of the decoder layer.
 
-        Its parts must be unchanged.
+        The layer's submodules must be unchanged and without hooks, and x must be one token of the
+        layer's type.
         """
         return self._parts_check.passes() and self.attention.accepts(
             x,
@@ -157,7 +165,7 @@ class FusedDecoderLayer:
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Return a decoder layer's output for one token x [1, 1, hidden].
 
-        None, with nothing done, if the cache cannot reserve space for a token.
+        Return None, and do nothing, if the KV cache cannot reserve space for the token.
         """
         view = self.attention.reserve(kwargs["past_key_values"])
         if view is None:
@@ -183,7 +191,7 @@ class FusedDecoderLayer:
 
     @property
     def check(self) -> ModuleCheck:
-        """Check that a decoder layer's submodules, forward and hooks are unchanged."""
+        """Return a check that a decoder layer's submodules, forward and hooks are unchanged."""
         assert self.router is not None
         guard = ModuleCheck()
         guard.require_same(vars(self._layer), "forward", self.forward)
@@ -192,9 +200,10 @@ class FusedDecoderLayer:
         return guard
 
     def experts_key(self) -> ExpertsKey | None:
-        """Return the key of the experts that one parallel region can compute for a layer.
+        """Return the key of the experts that a parallel region can compute with this layer.
 
-        It is (experts module, top_k, type of weights), or None.
+        The key is (experts module, top_k, type of the gate weights). It is None if the layer has no
+        experts or no compiled router.
         """
         if self.router is None or self._experts is None or self._add_experts is None:
             return None
@@ -204,17 +213,14 @@ class FusedDecoderLayer:
     def kind(self) -> tuple[Any, ...] | None:
         """Return a key that decoder layers accepting the same calls share.
 
-        It is None if one region cannot compute the layer.
+        The key is None if one parallel region cannot compute the layer and its experts.
         """
         attention = self.attention
         kind = type(attention.module), attention.hidden, attention.width, attention.dtype
         return None if self.experts_key() is None else kind
 
     def workspace(self, tokens: int) -> Tensor:
-        """Allocate memory for a layer's kernel calls before its experts.
-
-        The context has `tokens` tokens.
-        """
+        """Allocate memory for a layer's kernel calls before its experts; `tokens`: the context."""
         # In addition to the attention's memory: two rows of the model's type.
         return self.attention.workspace(tokens, extra=self.attention.hidden)
 
@@ -227,10 +233,10 @@ class FusedDecoderLayer:
         state: Tensor,
         work: Tensor,
     ) -> tuple[Sequence[sequence.Stage], RouterCall]:
-        """Return a layer's kernel calls up to the choice of experts, and the choice.
+        """Return a layer's kernel calls up to its choice of experts, and that choice.
 
-        They set residual = x + attention and state = its norm, both [1, hidden]. All arguments must
-        live until the stages are done.
+        The kernel calls write residual = x + attention and state = norm of residual, both [1,
+        hidden]. All tensors passed must stay alive until the calls have ended.
         """
         assert self.router is not None
         stages = self._stages(x, positions, view, residual, state, work)
@@ -240,20 +246,24 @@ class FusedDecoderLayer:
     def compute_from_choice(
         self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
     ) -> Tensor:
-        """Compute a layer's experts after their choice, and return its output [1, hidden]."""
+        """Compute a layer's experts for one token, and return the layer's output [1, hidden].
+
+        state: the experts' input [1, hidden]
+        index, weights: the chosen expert ids and their gate weights [1, top_k]
+        """
         assert self._experts is not None
         assert self._add_experts is not None
         return self._add_experts(self._experts, state, index, weights, residual)
 
     def batch_forward(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
-        """Compute a decoder layer for one token of each of several sequences.
+        """Compute a decoder layer for one token of each of T sequences.
 
-        Return its output for x [1, T, hidden]. The T sequences are those of `batched_cache`
-        (`hf.kv.batch.BatchedCache`); their experts are one step. None, with nothing done, if the
-        kernel entries cannot compute a token.
+        Return the layer's output for x [1, T, hidden]. `batched_cache` (`hf.kv.batch.BatchedCache`)
+        has the sequences' KV caches. The experts of all tokens are computed in one step. Return
+        None, and do nothing, if compiled code cannot compute the tokens.
 
-        Up to the router every token has the bits of a batch of one; so have the experts. With
-        `exact` the rest has them too.
+        Every token has the bits of a batch of one up to the router, and in the experts. The rest of
+        an MLP or MoE block has these bits only if `batched_cache.exact` is set.
         """
         positions = batched_cache.positions(kwargs["position_embeddings"])
         tokens = x.split(1, 1)
@@ -267,7 +277,9 @@ class FusedDecoderLayer:
         ]
         if len(views) < len(tokens):
             if views:
-                raise AssertionError("caches of one batch must be of one kind")
+                raise AssertionError(
+                    f"{len(views)} of {len(tokens)} KV caches can reserve a token: all or none must"
+                )
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
         works = [self.workspace(view.tokens) for view in views]
@@ -278,7 +290,7 @@ class FusedDecoderLayer:
         return self._add_block(total, state, batched_cache.exact)
 
     def _run_batch(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
-        """Run the stages of several tokens together."""
+        """Run the kernel calls of several tokens together."""
         input_norm, project, attend, post_norm = zip(*rows, strict=True)
         join, attention = (
             kernel_entry(layers.add_and_norm_rows, self.attention.dtype),
@@ -316,7 +328,7 @@ class FusedDecoderLayer:
         out: Tensor,
         work: Tensor,
     ) -> tuple[sequence.Stage, ...]:
-        """Return stages for total = x + attention(norm(x)), out = norm(total)."""
+        """Return kernel calls for total = x + attention(norm(x)), out = norm(total)."""
         attention = self.attention
         normed = work.data_ptr() + 4 * (work.numel() - attention.hidden)
         attended = normed + attention.hidden * x.itemsize

@@ -1,7 +1,8 @@
 """Checks that modules are unchanged since code was compiled for them.
 
-They run before every token, over a thousand small objects, on CPU caches that the weights have just
-evicted. So nothing is looked up by module: a check holds the dictionaries and the expected values.
+The checks run before every token, over a thousand small objects, on CPU caches that the weights
+have just evicted. So nothing is looked up by module: a check holds the dictionaries and the
+expected values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GLOBAL_HOOKS: tuple[Mapping[Any, Any], ...] = (
 class ModuleCheck:
     """Conditions on modules that compiled code relies on.
 
-    No hooks, and the same submodules and weights.
+    The conditions are that modules have no hooks, and the same submodules and weights as before.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,10 @@ class ModuleCheck:
         self._empty += (module._forward_hooks, module._forward_pre_hooks)
 
     def require_same(self, dictionary: Any, name: str, value: object) -> None:
-        """Require that a dictionary has the same object under a name; None: no entry."""
+        """Require that a dictionary has the same object under a name.
+
+        With the value None, the dictionary must have None or no entry under the name.
+        """
         self._dictionaries.append(dictionary)
         self._names.append(name)
         self._values.append(value)

@@ -1,7 +1,8 @@
 """Detect how a module combines its submodules, by a run with stub submodules.
 
 A stub returns a random tensor and records its inputs; the module's own code does the rest. So a
-decoder layer of the common kind is recognised by its bits, whatever its names are.
+decoder layer of the common kind is recognised by the bits of its output, whatever the names of its
+submodules are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _StubModule(nn.Module):
 def _run(
     module: nn.Module, answers: dict[str, Any], x: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Any, list[Call]]:
-    """Run a module with stubs: (its output, the stubs' calls); (None, []) if it fails."""
+    """Run a module with stubs; return (its output, the stubs' calls), or (None, []) if it fails."""
     calls: list[Call] = []
     other = copy.copy(module)
     parts = {name: _StubModule(name, answer, calls) for name, answer in answers.items()}
@@ -82,13 +83,14 @@ def _find_at_all_scales(
 def find_sublayers(
     layer: nn.Module, attention: str, norms: Collection[str], hidden: int, dtype: torch.dtype
 ) -> tuple[str, str, str] | None:
-    """Find the names of a decoder layer's norms and of its MLP or MoE block.
+    """Find the names of a decoder layer's norms and MLP or MoE block.
 
-    The layer must compute
+    The layer must compute, in its own type,
 
         y = x + attention(norm(x)); y + block(other_norm(y))
 
-    in its type; `attention` and `norms` are known names of its parts.
+    `attention` is the name of its attention, `norms` are the names of submodules that may be its
+    norms. Return (first norm, second norm, block), or None if the layer computes anything else.
     """
     return _find_at_all_scales(
         lambda draw: _find_sublayers(layer, attention, norms, draw), hidden, dtype
@@ -140,6 +142,8 @@ def find_router(
     The block must compute exactly
 
         _, weights, index = router(x); experts(x, index, weights)
+
+    `experts` is the name of its experts module. Return None if the block computes anything else.
     """
     return _find_at_all_scales(lambda draw: _find_router(block, experts, draw), hidden, dtype)
 

@@ -1,7 +1,8 @@
 """Tables of rotary cosines and sines, computed by the module's own forward.
 
-For one token the forward is nine of torch's small operations. On CPU caches that the weights have
-just evicted they take as long as a layer's attention. Their results depend on the position only.
+For one token a rotary embedding's forward is nine of torch's small operations. On CPU caches that
+the weights have just evicted they take as long as a layer's attention. Their results depend on the
+position only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Table = tuple[Tensor, Tensor]  # [1, ROWS, width]
 class RotaryTables:
     """A rotary embedding's forward for one token, by lookup of cosines and sines.
 
-    `of` makes it where it can.
+    `RotaryTables.of` makes it for modules whose results depend on the position only.
     """
 
     def __init__(self, module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
@@ -69,7 +70,10 @@ class RotaryTables:
 
     @outside_graphs
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return a token's rotary cosines and sines [1, tokens, width] in x's type."""
+        """Return the rotary cosines and sines [1, tokens, width] of positions, in x's type.
+
+        For one position they are looked up; the module's own forward computes all others.
+        """
         if (
             args
             or kwargs

@@ -2,14 +2,15 @@
 
     softmax of x @ w.T in float32, its top k, possibly divided by their sum, cast
 
-In the region that computes its input (decoder.py) it costs reading its weights; torch's five
-operations take ten times as long after a group of experts has evicted the CPU caches. The product
-is summed in another order than torch's and rounded to the model's type as torch's is, so a last bit
-may differ, as in other compiled layers. If the last chosen score equals the next one, torch's
-choice is taken (ties.py). Whether a router is of this kind is tried against its own forward.
+In the parallel region that computes its input (decoder.py) the router costs reading its weights;
+torch's five operations take ten times as long after a group of experts has evicted the CPU caches.
+The product is summed in another order than torch's and rounded to the model's type as torch's is,
+so a last bit may differ, as in other compiled layers. If the last chosen score equals the next one,
+the experts are chosen in torch's order (codegen/entries/ties.py). Whether a router is of this kind
+is tried against its own forward.
 
-The module gets this choice as its own forward for one token. It is called wherever hooks observe
-the module, as those of predictors do, and hooks must not change a bit.
+The module gets the compiled choice as its own forward for one token. The forward is called wherever
+hooks observe the module, as those of predictors do, and hooks must not change a bit.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
 class RouterCall:
-    """One choice of a token's experts: kernel calls that compute it, and its result.
+    """One choice of a token's experts: the kernel calls that compute it, and its result.
 
-    `stages` compute it, then `result` returns it.
+    Run the kernel calls in `stages`, then call `result`.
     """
 
     __slots__ = ("_arguments", "_router", "ids", "stages", "weights")
@@ -66,7 +67,10 @@ class RouterCall:
         )
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the chosen expert ids [1, top_k] and their weights."""
+        """Return the chosen expert ids and their gate weights, both [1, top_k].
+
+        If the kernel could not choose, torch's operations choose from the router's logits.
+        """
         if self._arguments[choice.S_CHOSEN]:
             return self.ids, self.weights
         return self._router.choose_by_torch(self.products)
@@ -92,7 +96,7 @@ class RouterCall:
 class CompiledRouter:
     """The compiled forward of one MoE router, for one token.
 
-    `of` makes it where it can.
+    `CompiledRouter.of` makes it for routers of a supported kind.
     """
 
     def __init__(
@@ -100,8 +104,9 @@ class CompiledRouter:
     ) -> None:
         """Make the compiled forward of an MoE router.
 
-        summed: are weights, of type `dtype`, divided by their sum?
-        scored: does the module return the softmax of all experts, rather than the products?
+        summed: are gate weights divided by their sum?
+        dtype: type of the gate weights
+        scored: is the module's first output the softmax over all experts, rather than the logits?
         """
         self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
         self._scored, self._original = scored, type(module).forward
@@ -137,7 +142,7 @@ class CompiledRouter:
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
         """Compile a router for one token; return None for unsupported kinds of routers.
 
-        Its input x has type `dtype` and this `shape`.
+        `shape` and `dtype` are those of the router's input for one token.
         """
         weight = module._parameters.get("weight")
         parts = len(module._parameters), len(module._buffers), len(module._modules)
@@ -156,9 +161,9 @@ class CompiledRouter:
 
     @property
     def check(self) -> ModuleCheck:
-        """Check that the router module and its forward are unchanged.
+        """Return a check that the router module and its forward are unchanged.
 
-        Its forward may be the class's or this one.
+        The forward may be the class's or the compiled one.
         """
         guard, forward = ModuleCheck(), vars(self.module).get("forward")
         guard.include(self._check)
@@ -167,14 +172,17 @@ class CompiledRouter:
         return guard
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the expert ids [1, top_k] and weights for one token's x [1, hidden]."""
+        """Return the expert ids and gate weights [1, top_k] for one token's x [1, hidden]."""
         call = RouterCall(self, x.data_ptr())
         sequence.run(call.stages)
         return call.result()
 
     @outside_graphs
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute the router's forward: (logits or softmax of all experts, weights, ids)."""
+        """Compute the router's forward: (logits or softmax of all experts, gate weights, ids).
+
+        Compiled code computes one token; the class's forward computes all other inputs.
+        """
         if (
             args
             or kwargs
@@ -195,7 +203,10 @@ class CompiledRouter:
         return products.softmax(-1, dtype=torch.float32) if self._scored else products
 
     def choose_by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts from the router's logits [1, experts] by torch's operations."""
+        """Choose experts from the router's logits [1, experts] by torch's operations.
+
+        Return (expert ids, gate weights), both [1, top_k].
+        """
         values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self._summed:
             values = values / values.sum(-1, keepdim=True)
@@ -216,7 +227,7 @@ def _ties_match_torch(router: CompiledRouter) -> bool:
 
 
 def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
-    """Does the choice equal torch's where many products are equal?"""
+    """Does the compiled choice equal torch's where many logits are equal?"""
     call = RouterCall(router, 0)
     call.products.copy_(torch.randint(-4, 4, call.products.shape, generator=random) / 4)
     sequence.run(call.stages[1:])
@@ -230,7 +241,7 @@ def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
 def _find_router(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
 ) -> CompiledRouter | None:
-    """Find the router with the module's own outputs, on small and large inputs."""
+    """Find the router's settings by the module's own outputs, on small and large inputs."""
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(_TRIALS, *shape, generator=random)
     scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
@@ -265,7 +276,7 @@ def _parse_output(out: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _agrees(mine: tuple[Tensor, Tensor, Tensor], answer: Any) -> bool:
-    """Are two outputs the same, except for last bits?"""
+    """Are two outputs of a router the same, except for last bits?"""
     if mine[0].shape != answer[0].shape or mine[0].dtype is not answer[0].dtype:
         return False
     both = [_dense_weights(*each) for each in (mine, answer)]
@@ -273,7 +284,7 @@ def _agrees(mine: tuple[Tensor, Tensor, Tensor], answer: Any) -> bool:
 
 
 def _dense_weights(all_scores: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Scatter a choice to the weights of all experts."""
+    """Scatter the gate weights of chosen experts to a vector of all experts."""
     return torch.zeros(1, all_scores.shape[-1]).scatter_add_(1, ids, weights.float())
 
 

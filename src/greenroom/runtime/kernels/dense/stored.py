@@ -1,7 +1,7 @@
-"""Dense matrices that stay in memory as their checkpoint stores them.
+"""Dense matrices that stay in memory as their checkpoint encodes them.
 
-`StoredMatrix` is one matrix. A module that has one (`stored_matrix`) has no parameter `weight` and
-computes by a forward of accelerate.py. `MatrixRecord` tells kernel entries where a matrix lies.
+A module that has such a matrix (`stored_matrix`) has no parameter `weight` and computes by a
+compiled forward (accelerate.py). `MatrixRecord` describes a matrix to compiled kernels.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _local = threading.local()
 class StoredMatrix:
     """A dense weight matrix [outputs, inputs] in its checkpoint's encoding.
 
-    `layout` has its tensor `weight` and companions.
-
-    It has attributes of the tensor that it expands to: `shape`, `dtype`, `device`.
+    It has the attributes of the tensor that it expands to: `shape`, `dtype` and `device`. `layout`
+    has the sizes of the encoded tensor `weight` and of its companions, such as scales.
     """
 
     def __init__(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """Make an encoded matrix without memory; see `allocate`."""
+        """Describe an encoded matrix that expands to `dtype`.
+
+        It has no memory before `allocate` is called.
+        """
         self.layout, self.dtype = layout, dtype
         self.spec = layout.weight("weight")
         self.shape = torch.Size(self.spec.shape)
@@ -54,9 +56,9 @@ class StoredMatrix:
         return unsupported_reason(self.spec)
 
     def allocate(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
-        """Allocate an encoded matrix's memory with `empty`, and return its parts to write.
+        """Allocate an encoded matrix's memory with `empty`, and return the tensors to fill.
 
-        The parts are codes, then companions.
+        The tensors are the codes, then companions such as scales.
         """
         self._memory = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
         self.device = self._memory.device
@@ -64,20 +66,23 @@ class StoredMatrix:
 
     @property
     def address(self) -> int:
-        assert self._memory is not None, "it is not loaded"
+        """Return the address of an encoded matrix's memory; `allocate` must have been called."""
+        assert self._memory is not None, "the matrix has no memory: call allocate first"
         return -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
 
     @property
     def parts(self) -> list[Tensor]:
+        """Return an encoded matrix's tensors: the codes, then companions such as scales."""
         return [self._part(spec) for spec in self.spec.parts]
 
     def _part(self, spec: TensorSpec) -> Tensor:
-        assert self._memory is not None, "it is not loaded"
+        assert self._memory is not None, "the matrix has no memory: call allocate first"
         start = self.address - self._memory.data_ptr() + spec.offset
         raw = self._memory[start : start + spec.nbytes]
         return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def is_contiguous(self) -> bool:
+        """Return True, as a contiguous tensor does."""
         return True
 
     def decode(self) -> Tensor:
@@ -97,17 +102,18 @@ class StoredMatrix:
         return out
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Expand consecutive rows of an encoded matrix: first .. first + count, [count, inputs]."""
+        """Expand the `count` consecutive rows from row `first` on: [count, inputs]."""
         return self._expand(count, first, None)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Expand the rows of an encoded matrix that ids name, of any shape.
+        """Expand the rows of an encoded matrix whose numbers `ids` has, in any shape.
 
         Return [*ids.shape, inputs]. Raises IndexError for numbers out of range.
         """
         numbers = ids.reshape(-1).tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.shape[0]:
-            raise IndexError("index out of range in self")
+            first, last = min(numbers), max(numbers)
+            raise IndexError(f"row numbers {first} to {last}: the matrix has {self.shape[0]} rows")
         index = array("q", numbers)
         return self._expand(len(numbers), 0, index).view(*ids.shape, self.shape[1])
 
@@ -129,12 +135,15 @@ class StoredMatrix:
 
 
 class MatrixRecord:
-    """The description of a weight matrix that kernel entries read, at `address` (see layers.py)."""
+    """The description of a weight matrix that compiled kernels read, at `address`.
+
+    It is three int64: addresses of the compiled product, of the matrix's layout and of its bytes.
+    """
 
     def __init__(self, weight: Tensor | StoredMatrix, rounded: bool = False) -> None:
-        """Describe a weight matrix for kernel entries.
+        """Describe a weight matrix, encoded or plain, for compiled kernels.
 
-        `rounded` is as for `MatrixProduct`.
+        `rounded`: kernels round its encoded weights to the model's type before use.
         """
         spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
         self._matrix = MatrixProduct(spec, weight.dtype, rounded)
@@ -161,7 +170,7 @@ def weight_matrix(module: nn.Module) -> Any:
 def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
     """Replace a module's weight by a matrix in its checkpoint's encoding.
 
-    The attribute stays, as None.
+    The parameter `weight` becomes None.
     """
     module.register_parameter("weight", None)
     module.__dict__[STORED] = stored
@@ -170,7 +179,7 @@ def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
 def restore_weights(model: nn.Module) -> None:
     """Replace all encoded matrices of a model by expanded weight parameters.
 
-    Modules with one matrix share a parameter.
+    Modules that shared an encoded matrix share the parameter.
     """
     parameters: dict[StoredMatrix, nn.Parameter] = {}
     for module in model.modules():
@@ -185,7 +194,7 @@ def restore_weights(model: nn.Module) -> None:
 def dense_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters, buffers and encoded dense matrices.
 
-    A tensor that several modules share counts once.
+    A tensor that several modules share counts once. Tensors on the meta device do not count.
     """
     tensors = [*model.parameters(), *model.buffers()]
     sizes: dict[object, int] = {
@@ -197,15 +206,15 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def any_stored(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Check whether any of these matrices is in its checkpoint's encoding.
+    """Check whether any of some weight matrices is in its checkpoint's encoding.
 
-    Kernel entries then read all by records.
+    If one is, compiled kernels read all of them by `MatrixRecord`.
     """
     return any(isinstance(weight, StoredMatrix) for weight in weights)
 
 
 def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
-    """Check that kernel entries can read all of these weight matrices."""
+    """Check that compiled kernels can read all of some weight matrices."""
     if not any_stored(weights):
         return True
     specs = (w.spec if isinstance(w, StoredMatrix) else _plain(w) for w in weights)
@@ -225,9 +234,10 @@ def product_scratch(columns: int) -> int:
 
 
 def thread_scratch(stride: int) -> int:
-    """Return the address of scratch memory for all of torch's threads.
+    """Return the address of the calling thread's scratch memory for compiled dense layers.
 
-    Each has `stride` bytes. The memory is reused by this thread's later calls.
+    Each of torch's OpenMP threads uses `stride` bytes from the address on. The calling thread's
+    later calls reuse the memory, which moves when it grows.
     """
     size = stride * torch.get_num_threads()
     memory: Tensor | None = getattr(_local, "memory", None)

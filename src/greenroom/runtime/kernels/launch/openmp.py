@@ -1,9 +1,9 @@
-"""Kernel entries on torch's own OpenMP threads.
+"""Compiled kernels on torch's own OpenMP threads.
 
-A second pool (Numba's) would compete with torch's for the cores: workers of both spin after their
-work. So an entry `void(void *)` is started by `GOMP_parallel`, which compilers call for
-`#pragma omp parallel`, of the library that torch has loaded (GNU's, or Intel's with the same
-symbol). Without it, the entry runs on the calling thread only.
+A second pool of threads (Numba's) would compete with torch's for the cores: workers of both spin
+after their work. So a kernel `void(void *)` is started by `GOMP_parallel`, which compilers call for
+`#pragma omp parallel`. The function is of the library that torch has loaded (GNU's, or Intel's with
+the same symbol). Without such a library the kernel runs on the calling thread only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _loaded() -> list[str]:
 def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
     """Find torch's OpenMP functions that start a parallel region and wait at a barrier.
 
-    Return `GOMP_parallel(entry, data, threads, flags)` and the barrier's address. (None, 0) without
-    an OpenMP library.
+    Return the function `GOMP_parallel(entry, data, threads, flags)` and the address of the barrier
+    function. Return (None, 0) if the process has loaded no OpenMP library.
     """
     for path in _loaded():
         try:
@@ -53,9 +53,9 @@ PARALLEL, BARRIER = find_parallel()
 
 
 class KernelEntry:
-    """A compiled kernel function that several OpenMP threads enter with the same argument.
+    """A compiled function `void(void *)` that several OpenMP threads enter with one argument.
 
-    It is a `void(void *)`.
+    `address` is the address of its machine code.
     """
 
     __slots__ = ("_function", "_owner", "address")
@@ -66,9 +66,9 @@ class KernelEntry:
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, argument: int, wide: bool = True) -> None:
-        """Run a compiled kernel on all of torch's threads, or on the caller's alone.
+        """Run a compiled kernel on all of torch's threads, or (not `wide`) on the caller's alone.
 
-        The GIL is released.
+        `argument` is an address. The GIL is released during the call.
         """
         threads = torch.get_num_threads() if wide else 1
         if threads > 1 and PARALLEL is not None:

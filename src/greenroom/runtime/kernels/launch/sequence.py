@@ -1,6 +1,6 @@
-"""Run several kernel entries in one OpenMP parallel region, with barriers between them.
+"""Run several compiled kernels in one OpenMP parallel region, with barriers between them.
 
-Starting a region and returning to Python costs more than a small entry's own work. An entry may
+Starting a region and returning to Python costs more than a small kernel's own work. A kernel may
 read what an earlier one has written, since all addresses are known beforehand.
 """
 
@@ -28,7 +28,8 @@ def batch_stage(
 ) -> Stage:
     """Merge one kernel's arguments for several tokens into one kernel call.
 
-    wide, out: addresses of the float32 inputs and outputs; see layers.py
+    entry: the variant of the kernel for several tokens
+    wide, out: addresses of float32 inputs and outputs with a row per token; 0: none
     """
     arguments = array("q", (0, 0, len(token_arguments), wide, out))
     arguments.extend(argument.buffer_info()[0] for argument in token_arguments)
@@ -36,7 +37,7 @@ def batch_stage(
 
 
 def run(stages: Sequence[Stage]) -> None:
-    """Run kernel entries one after another, each on all of torch's threads."""
+    """Run kernel calls one after another, each on all of torch's threads."""
     arguments = array("q", (len(stages), BARRIER))
     for entry, argument in stages:
         arguments.append(entry.address)

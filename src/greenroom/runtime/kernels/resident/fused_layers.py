@@ -1,10 +1,11 @@
 """Consecutive decoder layers for one token, in one OpenMP parallel region.
 
-Where every expert has a slot nothing is decided between two layers, and Python between them takes a
-tenth of the time of reading the weights. So the first layer computes those that follow, and they
-return their finished outputs. A first pass observes whether each layer gets exactly the output of
-the one before. The bits are those of the layers one by one. Where torch must choose (router.py), or
-an expert has no slot yet, the region ends at that layer and starts again after it.
+If every expert has a memory slot, nothing is decided between two layers, and Python between them
+takes a tenth of the time of reading the weights. So the forward of the first layer computes those
+that follow, and they return their finished outputs. A first pass observes whether each layer gets
+exactly the output of the one before. The bits are those of the layers one by one. If torch must
+choose a layer's experts (dense/router.py), or a chosen expert has no slot yet, the region ends at
+that layer and starts again after it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def fuse_layers(
 ) -> None:
     """Fuse consecutive decoder layers of one kind in each module list of a model.
 
-    remove_token: removes a layer's last token from a cache
+    layers: the model's fused decoder layers, by module
+    make_experts: makes the experts of consecutive layers; None if they cannot be computed in one
+                  parallel region
+    remove_token: removes a layer's last token from a KV cache
     """
 
     def kind(layer: nn.Module) -> Any:
@@ -103,9 +107,10 @@ class FusedLayers:
         return forward
 
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return a decoder layer's output for one token from the fused computation.
+        """Return the output of decoder layer `number` for one token x [1, 1, hidden].
 
-        The layer is `number`, and x [1, 1, hidden]. None: the layer must compute its output itself.
+        The call for layer 0 computes as many layers as possible; later calls return their finished
+        outputs. Return None if the layer must compute its output itself.
         """
         state = self._pass
         if number == 0:
@@ -172,7 +177,7 @@ class FusedLayers:
         return self._check.passes()
 
     def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
-        """Remove this token from the caches of layers first .. end."""
+        """Remove this token from the KV caches of layers first .. end - 1."""
         for decoder_layer in self._decoder_layers[first:end]:
             self._remove_token(kwargs["past_key_values"], decoder_layer.attention.module.layer_idx)
 
@@ -186,7 +191,7 @@ def _same(kwargs: dict[str, Any], expected_kwargs: dict[str, Any]) -> bool:
 class _Token:
     """A token on its way through the layers.
 
-    next:    number of the next layer
+    next:    number of the next layer to compute
     outputs: the layers' outputs
     views:   the layers' keys and values, with this token
     """
@@ -209,8 +214,8 @@ class _Token:
     def advance(self) -> bool:
         """Compute the next decoder layers in one region, and one more layer in Python.
 
-        Of that layer, Python computes what follows the choice of experts. False if no layer can be
-        computed.
+        Of that layer, Python computes what follows the choice of experts. Return False if no layer
+        can be computed.
         """
         done = self._experts.resident_steps(self.next, self._run_region)
         if done is None or (plan := self._used) is None:

@@ -1,9 +1,9 @@
 """Build kernel arguments for consecutive layers once, and patch them for every token.
 
-Building them takes Python a twentieth of a token's time. From token to token only some change: the
-addresses of inputs and outputs, places of keys and values, and the cursors of the entries. So all
-arguments have a copy, which is patched by a few vector operations, and a kernel entry copies it
-over the arguments that the last token has used.
+Building the arguments takes Python a twentieth of a token's time. Only some of them change from
+token to token: the addresses of inputs and outputs, the positions of keys and values, and the
+kernels' work counters. So all arguments have a copy, which is patched by a few vector operations,
+and a compiled kernel copies it over the arguments that the last token has used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP = TABLES + STEP_INDEX - 1
 class PatchedArgument(NamedTuple):
     """A kernel argument that changes for each token.
 
-    It is bases[base] + offset + per_token * tokens.
+    Its value is bases[base] + offset + per_token * (number of tokens in the layer's KV cache).
     """
 
     target: int  # index in the copies
@@ -63,7 +63,7 @@ class LaunchPlan:
     ) -> None:
         """Build the kernel arguments of consecutive layers for tokens like x [1, 1, hidden].
 
-        first_pieces: each layer's first piece
+        `first_pieces` are the indices of each layer's first expert in the slot tables.
         """
         self._count, self._rotary = len(decoder_layers), positions[0].shape[-1]
         self._max_tokens = AHEAD + max(view.tokens for view in views)
@@ -114,7 +114,7 @@ class LaunchPlan:
         self._regions = {0: self._make_region(0)}
 
     def _make_copies(self, stages: Sequence[Sequence[array[int]]]) -> None:
-        """Copy all arguments, and make the arguments of `copy_arguments`."""
+        """Copy all arguments, and make the arguments of the kernel `copy_arguments`."""
         live = [arguments for layer in stages for arguments in layer]
         self._copies: Ints = np.concatenate(
             [np.frombuffer(arguments, np.int64) for arguments in live]
@@ -208,10 +208,11 @@ class LaunchPlan:
         self._bases[X : SIN + 1] = [each.data_ptr() for each in inputs]
 
     def run(self, first: int, tables: SlotTables) -> list[int]:
-        """Compute consecutive layers for one token, and return each layer's number of experts.
+        """Compute the layers from number `first` on for one token.
 
-        The layers begin with number `first`. It stops at a layer whose choice is torch's or whose
-        experts have no slots. `tables` are those of layer `first`.
+        Return how many experts each computed layer had. The computation stops at a layer whose
+        experts torch must choose, or of which a chosen expert has no slot. `tables` are the slot
+        tables of layer `first`.
         """
         self._bases[TABLES : STEP + 1] = tables[1:]
         self._bases[STEP] -= first

@@ -1,8 +1,8 @@
 """Compute one token's experts, from the router's choice to their sum, if all have slots.
 
-It runs the entries of the compiled kernel with one array of arguments, copied from a template:
-after a group has evicted the CPU caches, Python's lists and NumPy's views take as long as the sum
-over the experts.
+The compiled kernels run with one array of arguments, copied from a template. After a group of
+experts has evicted the CPU caches, Python's lists and NumPy's views take as long as the sum over
+the experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RunResident = Callable[[Callable[[SlotTables], tuple[int, ...]]], int | None]
 class OneTokenExperts:
     """One MoE layer's experts for a single token, with precomputed kernel arguments.
 
-    The token chooses `top_k`, with weights of one type.
+    The token chooses `top_k` experts, with gate weights of one data type.
     """
 
     def __init__(
@@ -96,7 +96,10 @@ class OneTokenExperts:
     def of(
         kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> OneTokenExperts | None:
-        """Make an MoE layer's one-token computation, or None without a compiled kernel."""
+        """Make an MoE layer's one-token computation.
+
+        Return None if no compiled kernel computes the layer with its activation.
+        """
         if (
             not isinstance(kernel, CpuKernel)
             or not kernel.supports(layer)
@@ -113,8 +116,13 @@ class OneTokenExperts:
     ) -> Tensor | None:
         """Compute one token's experts, and return their sum plus the residual: [1, H].
 
-        x and residual are [1, H] too. None if the inputs do not fit, or `run_resident` returns None
-        or 0.
+        run_resident: calls a function with the layer's slot tables if all experts are resident;
+                      returns 1 if the function found the slots of the chosen experts, else 0 or
+                      None
+        x, residual: [1, H]
+        index, weights: the chosen expert ids and their gate weights [1, top_k]
+
+        Return None if the inputs have another type or size, or if no expert was computed.
         """
         if (
             index.dtype is not torch.int64
@@ -172,7 +180,7 @@ class OneTokenExperts:
         return arguments, base
 
     def accepts(self, weights: torch.dtype) -> bool:
-        """Check that routing weights of a data type are used without conversion."""
+        """Check that gate weights of a data type are used without conversion."""
         return weights is self._weights
 
     @property
@@ -183,7 +191,7 @@ class OneTokenExperts:
     def scratch(self, stride: int) -> int:
         """Return the address of the calling thread's scratch memory for experts.
 
-        It moves when it grows.
+        Each of torch's OpenMP threads uses `stride` bytes of it. The memory moves when it grows.
         """
         return self._kernel.scratch(stride)[0]
 
@@ -193,10 +201,11 @@ class OneTokenExperts:
         """Make kernel arguments of an MoE layer's experts for a region of several layers.
 
         x, index, weights, residual: addresses, whose values are computed in the region
-        first: the layer's first piece
+        buffer: memory from `workspace`
+        first: index of the layer's first expert in the tables of slots
 
-        The output's address and the other slot tables are not set. Nothing is computed if an expert
-        has no slot.
+        The output's address and the slot tables must be set afterwards. The kernels compute nothing
+        if a chosen expert has no slot.
         """
         arguments, base = self._fill_arguments(x, weights, residual, 0, buffer)
         find_slots, stages = self._find_slots, self._stages + layers.FIRST_STAGE
@@ -216,7 +225,7 @@ class OneTokenExperts:
 
     @property
     def tables_index(self) -> int:
-        """Return the index of the expert slot tables' address in the kernel arguments."""
+        """Return the index in the kernel arguments at which the expert slot tables begin."""
         return self._find_slots + choice.FIRST_PIECE
 
     @property
@@ -232,9 +241,9 @@ class OneTokenExperts:
 class RegionArguments(NamedTuple):
     """Kernel arguments of an MoE layer's experts in a region of several layers.
 
-    arguments:   must live until the region is over
-    entries:     stages for `run_stages`
-    count_index: index of the argument that becomes the number of experts
+    arguments:   the arguments, which must stay alive until the region has ended
+    entries:     addresses of kernels and their arguments, for `run_stages`
+    count_index: index of the argument that becomes the number of computed experts
     """
 
     arguments: array[int]

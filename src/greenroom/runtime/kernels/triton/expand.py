@@ -1,8 +1,8 @@
 """Triton functions that decode quantised weights to the model's type in registers.
 
-Each function expands a tile [K, N] of one matrix to float32, exact or rounded once per operation as
-the decoder of the same name in runtime/encodings does; `expand` rounds it to the model's type. So a
-tile has the bits of `decode`.
+Each function decodes a tile [K, N] of one matrix to float32, exact or rounded once per operation as
+the decoder of the same encoding in runtime/encodings does; `expand` rounds the tile to the model's
+type. So a tile has the bits of that decoder.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def expand(
 ):  # fmt: skip
     """Decode a tile of quantised weights to the model's type, in Triton.
 
-    Outputs n [1, N] and inputs k [K, 1] give [K, N].
+    The tile is [K, N], for the inputs k [K, 1] and the outputs n [1, N] of the matrix.
 
-    codes, scales: where the matrix's codes and its companion begin, of their stored types; of a
-                   GGUF type both are the blocks, as bytes and as float16
-    row_n, row_k:  plain: elements from one output, one input to the next; encoded: row_n is the
-                   bytes of a row
-    scale_n:       scales of a row; span_n, span_k: outputs and inputs that share one (fp8)
+    codes, scales: where the matrix's codes and its scales begin, as pointers to their stored types;
+                   of a GGUF type both are the blocks, as bytes and as float16
+    row_n, row_k:  plain: elements from one output to the next, from one input to the next; encoded:
+                   row_n is the bytes of a row
+    scale_n:       number of scales of a row
+    span_n, span_k: numbers of outputs and inputs that share a scale (fp8 only)
     """
     if ENCODING == "plain":
         w = tl.load(codes + n * row_n + k * row_k, mask=mask, other=0.0)

@@ -1,9 +1,9 @@
-"""The default expert kernel on a GPU: two launches per expert group, one per step.
+"""The default expert kernel on a GPU: two launches per expert group, one launch per step.
 
-Weights are read from slots in device memory. Every entry's output is stored until the sum over a
-token's experts, which is taken by ascending id; so groups, slots and the order of arrival do not
-change a bit. The eager kernel on the same device computes layers that the programs cannot: float32
-models, uncommon arithmetic, other encodings (`fallback_reason`).
+Weights are read from slots in device memory. Every (token, expert) output is stored until the sum
+over a token's experts, which is taken by ascending expert id; so groups, slots and the order of
+arrival do not change a bit. The eager kernel on the same device computes layers that the Triton
+programs cannot: float32 models, uncommon arithmetic, other encodings (`fallback_reason`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def fallback_reason(layer: LayerExperts) -> str | None:
 class TritonMatrix:
     """A weight matrix's constant Triton kernel arguments.
 
-    They are its tensors at slot 0, and strides.
+    codes, scales: slot 0 as vectors of the types of the matrix's codes and scales
     """
 
     codes: Tensor
@@ -64,6 +64,7 @@ class TritonMatrix:
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
+        """Describe a weight matrix of an MoE layer's experts to Triton programs."""
         codes, scales = weight.parts[0], weight.parts[-1]
         code, scale = codes.dtype, scales.dtype
         rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
@@ -93,7 +94,10 @@ def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
 
 
 class TritonLayerPlan:
-    """The constant Triton kernel arguments of one MoE layer."""
+    """The constant Triton kernel arguments of one MoE layer.
+
+    Raises UsageError if the layer's slots are in host memory, unless Triton's interpreter runs.
+    """
 
     def __init__(self, layer: LayerExperts) -> None:
         self.up, self.down = (
@@ -107,12 +111,15 @@ class TritonLayerPlan:
         # The interpreter's products have no bfloat16; it is for tests, not for speed.
         self.wide = self.device.type == "cpu"
         if self.wide and not triton.knobs.runtime.interpret:
-            raise UsageError("the kernels triton compute on a GPU: take numba or eager on a CPU")
+            raise UsageError(
+                "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
+            )
 
     def offset(self, layer: LayerExperts, slot: int) -> int:
-        """Return a slot's offset from slot 0, in units.
+        """Return the offset of one of a layer's slots, in units of 64 bytes.
 
-        Other segments may lie before it.
+        The offset counts from slot 0 of the plan. `layer` may describe other slots than the plan's,
+        such as those of a segment.
         """
         return (layer.slots.address(slot) - self.start) // programs.UNIT
 
@@ -120,8 +127,9 @@ class TritonLayerPlan:
 class TritonStep(base.KernelStep):
     """One MoE layer's computation for some tokens by the Triton kernel.
 
-    mid [S, 2I] (only for the module's own activation), act [S, I] and out [S, H] have the layer's
-    type; S is the number of entries of the routing.
+    `mid` [S, 2 I] (up projections, only for a module's own activation), `act` [S, I] (activations)
+    and `out` [S, H] (expert outputs) have the layer's type. S is the number of (token, rank)
+    entries that experts compute.
     """
 
     __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "tokens")
@@ -148,9 +156,9 @@ class TritonStep(base.KernelStep):
         self.order: Tensor | None = None  # [T, K, 2]
 
     def make_tiles(self, experts: Sequence[int], slots: Sequence[int]) -> IntArray:
-        """Split an expert group's rows into tiles that Triton programs compute.
+        """Split an expert group's entries into tiles that Triton programs compute.
 
-        [tiles, 4]: slot, expert, first entry, entries.
+        Return [tiles, 4]: offset of the expert's slot, expert, first entry, number of entries.
         """
         tiles, size = [], self.sizes[0]
         for expert, slot in zip(experts, slots, strict=True):
@@ -160,10 +168,9 @@ class TritonStep(base.KernelStep):
         return np.array(tiles, np.int64).reshape(-1, 4)
 
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Copy an expert group's tiles to the GPU.
+        """Copy the tiles of an expert group to the GPU.
 
-        With the first group, the step's routing is copied too. Returns the tiles as a vector of 4
-        numbers each.
+        The first copy includes the step's routing. Return the tiles as a vector of 4 numbers each.
         """
         tiles, device = self.make_tiles(experts, slots).ravel(), self.plan.device
         if self.tokens is not None:
@@ -176,9 +183,10 @@ class TritonStep(base.KernelStep):
         return uploaded
 
     def sum_order(self) -> IntArray:
-        """Return the order in which each token's expert outputs are summed.
+        """Return the order in which each token's expert outputs are summed: [T, top_k, 2].
 
-        Each token's entries by ascending expert, and the indices of their weights.
+        Each pair is (entry, index of its gate weight). Entries are ordered by ascending expert; -1
+        fills up the pairs of a token with fewer experts.
         """
         (tokens, top_k), routing = self.routing.shape, self.routing
         order = np.full((tokens, top_k, 2), -1, np.int64)
@@ -223,8 +231,8 @@ class TritonStep(base.KernelStep):
     ) -> None:
         """Launch one projection of an expert group's tiles on the GPU.
 
-        It is the up projection, with its activation and the tokens' indices in x, or the down
-        projection.
+        The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
+        The down projection has neither.
         """
         up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
         applied = activation or Activation()
@@ -256,7 +264,7 @@ class TritonStep(base.KernelStep):
         return result
 
     def expert_outputs(self, expert: int) -> Tensor:
-        """Return an expert's outputs [n, H], before routing weights and norm."""
+        """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
         return self.out[self.routing.entries(expert)]
 
     def merge_outputs(
@@ -300,5 +308,5 @@ def upload(numbers: IntArray, device: torch.device) -> Tensor:
 
 
 def _on(device: torch.device) -> Any:
-    """Context that makes launches go to a device."""
+    """Return a context in which Triton launches go to a device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,10 +1,11 @@
 """Triton programs that compute an expert's projections and the weighted sum over experts.
 
 A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
-outputs of a tile. Weights are read in place: `tiles` has for each tile where its slot begins (in
-units of 64 bytes from slot 0), its expert, its first entry and its number of entries. Sums run over
-the inputs in order, K at a time, in float32; values are rounded where eager rounds them. Rows of a
-tile do not mix, so an entry's result depends neither on other entries nor on groups.
+outputs of a tile. Weights are read in place. `tiles` has four numbers for each tile: where its slot
+begins (in units of 64 bytes from slot 0), its expert, its first entry and its number of entries.
+Sums run over the inputs in order, K at a time, in float32; values are rounded where transformers'
+eager experts round them. Rows of a tile do not mix, so an entry's result depends neither on other
+entries nor on expert groups.
 """
 
 from __future__ import annotations
@@ -75,10 +76,9 @@ def project(
 ):  # fmt: skip
     """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
 
-    out [entries, outputs]
-
-    x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. With _RAW there is
-    no activation: if GATED, out is [entries, 2 outputs] in the module's layout.
+    x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. The result `out` is
+    [entries, outputs]. With ACTIVATION = RAW there is no activation, and if GATED the result is
+    [entries, 2 * outputs] in the module's layout.
     """
     KIND: tl.constexpr = out.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
@@ -126,8 +126,8 @@ def combine(
 ):  # fmt: skip
     """Sum each token's weighted expert outputs in a given order, in Triton.
 
-    The result is [T, H]. order [T, K, 2]: an entry of the token and the index of its weight; -1: no
-    entry
+    The result is [T, H]. `order` [T, top_k, 2] has for each summand its row in `out` and the index
+    of its gate weight; a row of -1 is left out.
     """
     KIND: tl.constexpr = result.dtype.element_ty
     token, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)

@@ -1,7 +1,7 @@
 """Compiled kernels that choose a token's experts and look up the experts' slots.
 
-`select` chooses from a router's products, `find_slots` looks up. One thread does each for one
-token, in less time than Python takes for one list.
+`select` chooses experts from a router's logits, `find_slots` looks up their slots. One thread does
+each for one token, in less time than Python takes for one list.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ FIND_SLOTS_ARGUMENTS = 14
 
 @over_rows("f", "f", scalars=1)
 def divide(kind: Any, x: Value, total: Value) -> Value:
+    """Divide a row of float32 numbers by a total."""
     return x / total
 
 
 @njit(inline="always")
 def softmax(kind, products, count, out):
-    """Compute the softmax of a router's logits in float32, unless a logit is NaN.
+    """Compute the softmax of a router's logits as float32.
 
-    The logits have type `kind`, `out` is [count]; return False if a logit is NaN.
+    Return False, with NaN as the result, if a logit is NaN or the largest logit is infinite.
     """
     total = exponentials(kind, count, products, ONE, out)
     divide(kind, count, (out, out), (total,))
@@ -60,7 +61,7 @@ def softmax(kind, products, count, out):
 def top_scores(scores, number, most, best, ids):
     """Find the largest router scores in descending order, with their expert ids.
 
-    Return how many: at most `most`. Of equal scores those with the lowest ids are taken, in
+    Return their number, at most `most`. Of equal scores those with the lowest ids are taken, in
     ascending order.
     """
     count = 0
@@ -82,9 +83,10 @@ def top_scores(scores, number, most, best, ids):
 def select(kind, wide):
     """Choose a token's experts: the largest softmax scores of the router's logits.
 
-    S_CHOSEN becomes their number. Weights are rounded to `kind`, or stay float32 (`wide`). If the
-    last chosen score equals the next one, torch's own order decides (ties.py). S_CHOSEN stays 0 if
-    that order is not known, or if a product is NaN.
+    The gate weights are rounded to the model's type, or stay float32 (`wide`). If the last chosen
+    score equals the next one, torch's own order decides (ties.py). The argument S_CHOSEN becomes
+    the number of chosen experts. It stays 0 if torch's order is not known, a logit is NaN or the
+    largest logit is infinite.
     """
 
     def enter(pointer):
@@ -120,8 +122,8 @@ def select(kind, wide):
 def find_slots(kind):
     """Sort a token's chosen expert ids, look up their slots and record their use.
 
-    EXPERT_COUNT becomes their number. It stays 0, and no use is recorded, if an id is no expert of
-    the layer, occurs twice, or has no slot. `kind` is not used.
+    The argument EXPERT_COUNT becomes the number of experts. It stays 0, and no use is recorded, if
+    an id is no expert of the layer, occurs twice or has no slot. `kind` is not used.
     """
 
     def enter(pointer):

@@ -1,8 +1,8 @@
 """Compiled kernels that compute a group of experts and sum experts' outputs.
 
-Both run in a parallel region. Every thread enters with the address of one array of int64 arguments
-(named below), claims units of work with an atomic counter and leaves when no unit is left. So a
-thread that loses its core for a while delays one unit, not the step.
+Both run in an OpenMP parallel region. Every thread enters with the address of one array of int64
+arguments (named below), claims units of work with an atomic counter and leaves when no unit is
+left. So a thread that loses its core for a while delays one unit, not the step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ GROUP_ARGUMENTS = 38
 
 @njit(inline="always")
 def expert_rows(experts, starts, count, expert):
-    """Find the rows that an expert computes, by bisection of the step's ascending ids."""
+    """Find the input rows that an expert computes, by bisection of ascending expert ids.
+
+    Return (first row, row after the last).
+    """
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -67,9 +70,10 @@ def expert_rows(experts, starts, count, expert):
 
 @njit(inline="always")
 def unit_codes(p, unit, up_total, ups, downs, wide):
-    """Return the address of the weights that a unit of work multiplies.
+    """Return the address of the encoded weights that a unit of work multiplies.
 
-    `wide`: matrix rows of each channel.
+    A unit is a range of channels of one expert's up or down projection. `wide` is the number of
+    consecutive matrix rows of one up-projection channel.
     """
     is_up = unit < up_total
     e = unit // ups if is_up else (unit - up_total) // downs
@@ -84,10 +88,11 @@ def unit_codes(p, unit, up_total, ups, downs, wide):
 
 @njit(inline="always")
 def unit_bounds(p, unit, up_total, ups, downs):
-    """Return which expert, projection, channels and rows a unit of work computes.
+    """Return which expert, projection, channels and matrix rows a unit of work computes.
 
-    They are: is it of the up projection, the expert's index in the group, channels c0..c1, first
-    row, rows, runs of rows.
+    The result is (is it of the up projection, index of the expert in the group, first channel,
+    channel after the last, first matrix row, number of matrix rows, number of such ranges of rows).
+    Two ranges are gate and up projection.
     """
     inner = word(p, INNER)
     if unit < up_total:
@@ -105,7 +110,8 @@ def unit_bounds(p, unit, up_total, ups, downs):
 def up_operands(p, inputs):
     """Return the operands of an expert's up projection.
 
-    They are (offset, inputs, outputs, product, layout, x, xi, out, oi).
+    They are (offset of the matrix in a slot, inputs, outputs, product, layout, x, row numbers of x,
+    out, row numbers of out).
     """
     return (
         word(p, UP_OFFSET), word(p, HIDDEN), word(p, WIDTH), word(p, UP_PRODUCT),
@@ -117,7 +123,8 @@ def up_operands(p, inputs):
 def down_operands(p):
     """Return the operands of an expert's down projection.
 
-    They are (offset, inputs, outputs, product, layout, x, xi, out, oi).
+    They are (offset of the matrix in a slot, inputs, outputs, product, layout, x, row numbers of x,
+    out, row numbers of out).
     """
     return (
         word(p, DOWN_OFFSET), word(p, INNER), word(p, HIDDEN), word(p, DOWN_PRODUCT),
@@ -129,7 +136,7 @@ def down_operands(p):
 def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
     """Round a part of an expert's up projection, and apply the activation.
 
-    The part: channels c0..c1 of rows j0..j1.
+    The part has channels c0..c1 - 1 of rows j0..j1 - 1.
     """
     inner, width, rounds = word(p, INNER), word(p, WIDTH), word(p, ROUNDS)
     limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
@@ -150,10 +157,13 @@ def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
 def compute_group(kind, by_columns, by_code):
     """Compute a group of experts: all up projections, then all down projections.
 
-    Threads claim units of work of both.
+    Make a compiled kernel whose threads claim units of work of both.
 
-    `by_columns`: are the matrices transposed? `by_code`: are any encoded? Both are constants, and
-    each product is called in one place, since inlined code delays the first answer.
+    by_columns: are the matrices transposed?
+    by_code: is any of the matrices encoded?
+
+    Both are constants of the compiled code, and each product is called in one place: inlined code
+    delays the first answer.
     """
 
     def enter(pointer):
@@ -212,23 +222,26 @@ def compute_group(kind, by_columns, by_code):
 
 @over_rows("ff", "f", scalars=1)
 def add(kind, total, y, weight):
+    """Add a row of expert outputs, times its gate weight, to a row of sums."""
     return total + y * weight
 
 
 @over_rows("ff", "f", scalars=1)
 def add_rounded(kind, total, y, weight):
+    """Add a row of expert outputs, times its gate weight and rounded, to sums."""
     return total + (y * weight).rounded(kind)
 
 
 @over_rows("ff", "f", scalars=1)
 def add_all_rounded(kind, total, y, weight):
+    """Add weighted expert outputs to a row of sums, rounding the product and the sum."""
     return (total + (y * weight).rounded(kind)).rounded(kind)
 
 
 def combine(kind):
     """Sum the weighted outputs of each token's experts, by ascending expert id.
 
-    Outputs are rounded, and biases added, before.
+    Make a compiled kernel that first rounds the outputs to the model's type and adds biases.
     """
 
     def enter(pointer):

@@ -1,6 +1,6 @@
 """Compiled rounding, biases and activations that follow an expert's matrix products.
 
-Every operation is rounded to the model's type, as eager's separate tensor operations are.
+Every operation is rounded to the model's type, as transformers' separate tensor operations are.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 @over_rows("f", "f")
 def round_row(kind: Any, x: Value) -> Value:
+    """Round a row of float32 numbers to the model's type."""
     return x.rounded(kind)
 
 
 @over_rows("fk", "f")
 def add_bias(kind: Any, x: Value, bias: Value) -> Value:
+    """Add a bias of the model's type to a row of float32 numbers."""
     return x + bias
 
 
 @over_rows("fk", "f")
 def add_bias_rounded(kind: Any, x: Value, bias: Value) -> Value:
+    """Round float32 numbers to the model's type, before and after adding a bias."""
     return (x.rounded(kind) + bias).rounded(kind)
 
 
 @njit(inline="always")
 def round_and_add_bias(kind, gu, bias, n, rounds):
-    """Round float32 sums and add a bias in place, as eager PyTorch does."""
+    """Round float32 sums and add a bias in place, as eager PyTorch does.
+
+    Nothing is rounded if `rounds` is 0, and nothing is added if `bias`, an address, is 0.
+    """
     if bias != 0 and rounds:
         add_bias_rounded(kind, n, (gu, bias, gu))
     elif bias != 0:
@@ -59,6 +65,7 @@ def _clamped(kind: Any, gate: Value, up: Value, limit: Value, alpha: Value) -> V
 
 @over_rows("f", "f")
 def relu2(kind: Any, x: Value) -> Value:
+    """Compute the square of ReLU of float32 numbers, rounded to the model's type."""
     positive = x.at_least(0)
     return (positive * positive).rounded(kind)
 
@@ -71,11 +78,11 @@ clamped, clamped_of_pairs = (over_rows(each, "f", 2)(_clamped) for each in ("ff"
 
 @njit(inline="always")
 def activate(kind, code, gate, up, paired, out, n, limit, alpha):
-    """Apply an expert's activation to rows of gate and up projections.
+    """Apply an expert's activation to a row of n gate and up projections, in float32.
 
-    `code` names it; there are n values, and all rows are float32.
-
+    code: number of the formula (SILU, SILU_FLOAT, CLAMPED or RELU2)
     paired: gate and up values alternate in one row
+    limit, alpha: constants of the formula
     """
     if code == SILU and paired:
         silu_of_pairs(kind, n, (gate, up, out), (limit,))

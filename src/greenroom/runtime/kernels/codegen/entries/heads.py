@@ -1,8 +1,8 @@
 """Compiled attention for one token: projections before the KV cache, attention after it.
 
-They are `project` and `attend`. The entries run in a parallel region, like those of
-expert_group.py. `project` rounds where separate linear, norm and rotary operations round; `attend`
-keeps scores and sums in float32.
+The kernels `project` and `attend` run in a parallel region, like those of expert_group.py.
+`project` rounds where separate linear, norm and rotary operations round; `attend` keeps scores and
+sums in float32.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ATTEND_ARGUMENTS = 23
 def rotate(kind, row, cos, sin, width):
     """Apply rotary position embedding to a float32 row in place, rounding as torch does.
 
-    It rotates the first `width` elements. Element i forms a pair with element width / 2 + i.
+    The first `width` elements are rotated; element i forms a pair with element width / 2 + i.
     """
     half = width // 2
     for i in range(half):
@@ -94,9 +94,9 @@ def head_codes(p, head):
 
 @njit(inline="always")
 def finish_head(kind, p, head, row):
-    """Apply bias, norm and rotation to an attention head's projection.
+    """Apply bias, norm and rotation to an attention head's projection, and store it.
 
-    The projection is at `row`, the arguments are at p.
+    `row` is the address of the projection in float32, `p` that of the arguments of `project`.
     """
     size, width = size_of(kind), word(p, WIDTH)
     queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
@@ -125,10 +125,9 @@ def finish_head(kind, p, head, row):
 def project(kind, by_code):
     """Compute one token's queries, keys and values, with bias, norm and rotation.
 
-    The token is x [HIDDEN].
-
-    A unit of work is a head: its weight is [WIDTH, HIDDEN], its result WIDTH values. Queries are
-    written to Q_OUT [Q_HEADS, WIDTH], keys and values to K_OUT and V_OUT, heads *_STEP bytes apart.
+    Make a compiled kernel. Its unit of work is one attention head, with a weight matrix [width,
+    hidden]. Queries are written as [heads, width]; the heads of keys and values may lie at any
+    distance.
     """
 
     def enter(pointer):
@@ -164,7 +163,8 @@ def project(kind, by_code):
 def project_rows(kind, by_code):
     """Compute queries, keys and values of several tokens, reading each weight once.
 
-    See `project`. Plain weights are also widened once.
+    Make a compiled kernel that does for several tokens what `project` does for one. It also widens
+    plain weights once.
     """
 
     def enter(pointer):
@@ -207,7 +207,7 @@ def project_rows(kind, by_code):
 def attend_key_head(kind, p, unit):
     """Compute attention of one key head with the query heads that share it.
 
-    Arguments are at p.
+    `p` is the address of the arguments of `attend`, `unit` the number of the key head.
     """
     size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
     kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
@@ -248,10 +248,12 @@ def attend_key_head(kind, p, unit):
 def attend(kind, by_code):
     """Compute one token's attention over its context, then the output projection.
 
-    The first units are heads of keys, each with the GROUP heads of queries that share it: q
-    [KV_HEADS * GROUP, WIDTH], k and v [KV_HEADS, CONTEXT, WIDTH]. Memory at SCORES, float32:
-    [heads, CONTEXT], then twice [heads, WIDTH], then [KV_HEADS, WIDTH]. Their result is MIXED
-    [heads * WIDTH]; the other units compute out [ROWS] = MIXED @ w.T (+ bias).
+    Make a compiled kernel. Its first units of work are the heads of keys, each with the query heads
+    that share it. The inputs are q [heads, width], k and v [key heads, context, width]. The other
+    units multiply the result with the weights of the output projection, and add its bias.
+
+    Memory at the argument SCORES, float32: [heads, context], then twice [heads, width], then [key
+    heads, width].
     """
 
     def enter(pointer):
@@ -289,7 +291,8 @@ def attend(kind, by_code):
 def attend_rows(kind, by_code):
     """Compute attention and output projection of several tokens, each over its own context.
 
-    The projection's weight is read once for all of them; plain weights are also widened once.
+    Make a compiled kernel that reads the projection's weights once for all tokens; plain weights
+    are also widened once.
     """
 
     def enter(pointer):

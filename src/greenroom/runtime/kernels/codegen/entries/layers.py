@@ -1,10 +1,11 @@
 """Compiled kernels of dense layers: nn.Linear (`gemv`), residual and RMSNorm (`add_and_norm`).
 
-They run in a parallel region, like those of expert_group.py. `expand_rows` expands a stored matrix,
-`copy_arguments` sets the arguments of other entries, and `run_stages` enters other entries.
+They run in a parallel region, like those of expert_group.py. `expand_rows` expands an encoded
+matrix, `copy_arguments` sets the arguments of other kernels, and `run_stages` calls other kernels.
 
-A matrix is the address of its plain weights, or, where an entry is compiled `by_code`, of a record.
-Recorded matrices are read as they are stored (encoded.py), with the bits of expanded ones.
+A matrix argument is the address of plain weights. In a kernel that is compiled with `by_code` it is
+the address of a record instead, which has addresses of code and layout. Matrices with a record are
+read as they are encoded (formats/encoded.py), with the bits of expanded ones.
 """
 
 from __future__ import annotations
@@ -80,10 +81,7 @@ ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
 
 @njit(inline="always")
 def store(kind, sums, bias, out, n):
-    """Add a bias to a row of float32 sums, and round to the model's type.
-
-    There are n sums.
-    """
+    """Add a bias to n float32 sums, and round them to the model's type."""
     if bias != 0:
         for i in range(n):
             put(kind, out, i, get(F, sums, i) + get(kind, bias, i))
@@ -94,9 +92,10 @@ def store(kind, sums, bias, out, n):
 
 @njit(inline="always")
 def multiply_plain_rows(kind, w, first, n, K, x, out):
-    """Multiply some rows of an unencoded weight matrix with one input row.
+    """Multiply n consecutive rows of an unencoded weight matrix with one input row.
 
-    out[:n] = rows first.. of w [N, K] times x [K], both of `kind`; out is float32.
+    The rows of the matrix w [N, K] begin with row `first`. w and x [K] have the model's type; the
+    result out [n] is float32.
     """
     size = size_of(kind)
     w, tiled = w + first * K * size, n - n % COLUMNS
@@ -108,9 +107,10 @@ def multiply_plain_rows(kind, w, first, n, K, x, out):
 
 @njit(inline="always")
 def multiply_encoded_rows(matrix, first, n, K, x, out, scratch, packed, after):
-    """Multiply some rows of an encoded weight matrix with one float32 row.
+    """Multiply n consecutive rows of an encoded weight matrix with one float32 row.
 
-    See `multiply_row`.
+    `matrix` is the address of the matrix's record; its rows begin with row `first`. The result is
+    that of `multiply_row`.
     """
     product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
     base = word(matrix, M_BASE)
@@ -126,16 +126,16 @@ def row_codes(matrix, first):
 
 @njit(inline="always")
 def widen_row(kind, x, n, out):
-    """Convert a row of n numbers of type `kind` to float32."""
+    """Convert a row of n numbers of a weight type to float32."""
     for i in range(n):
         put(F, out, i, get(kind, x, i))
 
 
 @njit(inline="always")
 def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
-    """Compute the RMSNorm of a row, rounded to the type of its weight.
+    """Compute the RMSNorm of n numbers, rounded to the type of the norm's weight.
 
-    That type is `kind`.
+    `style` says how the weight is applied. The result is stored as type `okind`.
     """
     total, one = stack(), np.float32(1.0)
     dot_1x1(xkind, xkind, x, 4 * n, n, n, 0, (x,), (total,))
@@ -157,9 +157,8 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 def gemv(kind, by_code):
     """Compute nn.Linear for few input rows: x [M, K] @ w [N, K].T (+ bias [N]).
 
-    The result is out [M, N]. All are of one type; sums are taken in float32.
-
-    With X_WIDE, which several rows of x have, weights are widened once for all rows.
+    Make a compiled kernel whose inputs, weights and result [M, N] have one type; sums are float32.
+    If the caller also passes x as float32, weights are widened once for all rows.
     """
 
     def enter(pointer):
@@ -202,7 +201,8 @@ def gemv(kind, by_code):
 def expand_rows(kind):
     """Decode rows of an encoded weight matrix to the model's type.
 
-    out [rows, columns] of `kind`
+    Make a compiled kernel that writes [rows, columns], for consecutive rows or for a list of row
+    numbers.
     """
 
     def enter(pointer):
@@ -227,9 +227,9 @@ def expand_rows(kind):
 
 @njit(inline="always")
 def add_and_norm_row(kind, p):
-    """Compute residual sum and RMSNorm of one row on one thread.
+    """Compute residual sum and RMSNorm of one or more rows on one thread.
 
-    The arguments of `add_and_norm` are at p.
+    `p` is the address of the arguments of `add_and_norm`.
     """
     n, y, out, total = word(p, N_COLUMNS), word(p, N_Y), word(p, N_OUT), word(p, N_SUM)
     for m in range(word(p, N_MORE) + 1):
@@ -249,8 +249,9 @@ def add_and_norm_row(kind, p):
 def add_and_norm(kind):
     """Compute the residual sum of two rows and its RMSNorm.
 
-    sum = x + y (y 0: x), out = RMSNorm(sum) (out 0: no norm); rows of `kind` [N_COLUMNS]. One
-    thread computes it, in float32. `sum` may be 0 where y is.
+    Make a compiled kernel that computes sum = x + y and out = RMSNorm(sum), with rows of the
+    model's type. One thread computes them, in float32. With y = 0 (no address) the norm is that of
+    x; with out = 0 no norm is computed.
     """
 
     def enter(pointer):
@@ -264,7 +265,8 @@ def add_and_norm(kind):
 def add_and_norm_rows(kind):
     """Compute residual sum and RMSNorm for several tokens, one token per thread.
 
-    The norms are also written in float32 to R_WIDE, unless that is 0.
+    Make a compiled kernel that writes the norms in the model's type, and also in float32 if its
+    argument R_WIDE has an address.
     """
 
     def enter(pointer):
@@ -304,7 +306,7 @@ def copy_arguments(kind):
 
 
 def run_stages(kind):
-    """Enter other kernels one after another, with a barrier between them.
+    """Call other compiled kernels one after another, with a barrier between them.
 
     `kind` is not used.
     """

@@ -33,7 +33,8 @@ F = np.float32(0)
 def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
     """Multiply rows of x with the transpose of a weight matrix, in tiles.
 
-    out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart.
+    Computes out[j, column:column + N] (+)= x[j] @ w.T for rows j0..j1 - 1 of x. The weight matrix w
+    has N rows of K elements, which begin `ld` bytes apart.
     """
     out += 4 * column
     for j in range(j0, j1, ROWS):
@@ -57,8 +58,8 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
     """Multiply one row with a transposed weight matrix, reading along the matrix's rows.
 
-    out[:N] (+)= x[:K] @ w; N is a multiple of LANES. The tiles of `axpys` would touch a new page
-    for every few cache lines.
+    Computes out[:N] (+)= x[:K] @ w, with N a multiple of the vector length. The tiles of `axpys`
+    would touch a new page of memory for every few cache lines.
     """
     if carry == 0:
         for n in range(N):
@@ -82,7 +83,8 @@ def axpys(
 ):  # fmt: skip
     """Multiply rows of x with a transposed weight matrix, in tiles.
 
-    out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used.
+    Computes out[j, column:column + N] (+)= x[j] @ w for rows j0..j1 - 1 of x. The weight matrix w
+    has K rows, which begin `ld` bytes apart; N of its columns are used.
     """
     size = size_of(kind)
     out += 4 * column
@@ -107,9 +109,10 @@ def axpys(
 def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
     """Multiply input rows with some rows of one expert's unencoded matrix.
 
-    Rows j0..j1 of x, and w [width, K]: columns first..first + N of the product. x and out are
-    float32, K and `width` elements wide; their rows are found through the indices `xi` and `oi` (0:
-    none).
+    The rows first..first + N - 1 of the weight matrix w [width, K] are multiplied with rows j0..j1
+    - 1 of x. They give the same columns of the product. x and out are float32, with rows of K and
+    `width` elements. `xi` and `oi` are addresses of row numbers of x and out, or 0 if the rows are
+    consecutive.
     """
     size = size_of(kind)
     ld = K * size
@@ -128,9 +131,10 @@ def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0
 
 @njit(inline="always")
 def multiply_transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
-    """Multiply input rows with one expert's transposed matrix w [K, width].
+    """Multiply input rows with some columns of one expert's transposed matrix [K, width].
 
-    See `multiply_plain`. Many rows share strips of w, which are widened block by block.
+    The parameters are those of `multiply_plain`. For many rows, strips of the matrix are widened to
+    float32 block by block, once for all rows.
     """
     size = size_of(kind)
     w, ld = w + first * size, width * size
@@ -162,12 +166,16 @@ def multiply_encoded(
 ):  # fmt: skip
     """Multiply input rows with one expert's encoded matrix.
 
-    As `multiply_plain`; `product` reads the matrix (see encoded.py).
+    `product` is the address of the compiled product of the matrix's encoding; the other parameters
+    are those of `multiply_plain`.
 
-    Up to `sequential_rows` rows of x are multiplied one by one, with weights in registers: each has
-    the bits that it has in a batch of one. For more rows, GROUP rows of weights at a time are
-    expanded to the scratch memory. `packed` is the address of the row of x that lies packed there
-    (0: none); returns that address as it is afterwards. Codes at `after` are read next.
+    Up to `sequential_rows` input rows are multiplied one by one, with weights in registers. Each
+    row then has the bits that it has in a batch of one. For more rows, 16 rows of weights at a time
+    are expanded to the scratch memory.
+
+    `packed` is the address of the input row that lies in the scratch memory as integers (0: none);
+    returns this address as it is after the call. The codes at address `after` are prefetched, since
+    they are read next.
     """
     if j1 - j0 <= sequential_rows:
         for j in range(j0, j1):

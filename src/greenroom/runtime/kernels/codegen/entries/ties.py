@@ -1,9 +1,9 @@
 """Reproduce the order that torch's `topk` gives equal scores on a CPU.
 
-A router's products are rounded to eight bits, so one choice in twenty ends between equal scores:
-too often to return to Python for it. torch's order is the one that libstdc++'s nth_element (a
-partition around the median of three, repeated) and its insertion sort of the elements before leave.
-Another library or version behind torch is detected by a trial (dense/router.py).
+A router's logits are rounded to eight bits, so one choice in twenty ends between equal scores: too
+often to return to Python for it. torch's order is the result of libstdc++'s nth_element (a
+partition around the median of three, repeated) and its insertion sort of the elements before the
+nth. A trial detects another library or version behind torch (dense/router.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEW = 3  # nth_element sorts so many numbers by insertion
 def is_supported(number: int, top_k: int) -> bool:
     """Check that torch's topk selects by nth_element for these sizes.
 
-    It takes a few of very many with a heap.
+    For a few of very many scores torch uses a heap instead.
     """
     return 64 * top_k > number and top_k - 1 <= SORTED
 
@@ -30,13 +30,14 @@ def is_supported(number: int, top_k: int) -> bool:
 def precedes(scores, order, i, j):
     """Check that one score comes before another in a descending order.
 
-    Place i of the order is compared with place j.
+    The scores of the experts at places i and j of `order` are compared.
     """
     return get(F, scores, word(order, i)) > get(F, scores, word(order, j))
 
 
 @njit(inline="always")
 def swap(order, i, j):
+    """Swap two ids in an order of experts."""
     first_id = word(order, i)
     put_word(order, i, word(order, j))
     put_word(order, j, first_id)
@@ -44,7 +45,10 @@ def swap(order, i, j):
 
 @njit(inline="always")
 def median_place(scores, order, a, b, c):
-    """Find the median of three scores, as libstdc++'s __move_median_to_first does."""
+    """Find the place with the median of three scores.
+
+    The comparisons are those of libstdc++'s __move_median_to_first.
+    """
     if precedes(scores, order, a, b):
         if precedes(scores, order, b, c):
             return b
@@ -56,9 +60,9 @@ def median_place(scores, order, a, b, c):
 
 @njit(inline="always")
 def partition(scores, order, first, last):
-    """Partition scores around a pivot, and return where the second part begins.
+    """Partition a range of scores around its first one, as libstdc++'s __unguarded_partition.
 
-    The pivot is at place `first`. libstdc++'s __unguarded_partition.
+    Return the place at which the second part begins.
     """
     low, high = first + 1, last
     while True:
@@ -75,9 +79,9 @@ def partition(scores, order, first, last):
 
 @njit(inline="always")
 def insertion_sort(scores, order, first, last):
-    """Sort a range of scores by insertion; equal scores keep their order.
+    """Sort a range of scores by insertion, in descending order.
 
-    The range is first..last - 1.
+    The range is first..last - 1. Equal scores keep their order.
     """
     for at in range(first + 1, last):
         i = at
@@ -88,10 +92,10 @@ def insertion_sort(scores, order, first, last):
 
 @njit(inline="always")
 def select_largest(scores, order, number, top_k):
-    """Write the ids of the largest scores in the order of torch's topk.
+    """Write the ids of the largest router scores in the order of torch's topk.
 
-    The `top_k` largest are written to `order` [number]. False where nth_element would continue with
-    a heap. Scores are float32 [number].
+    The first `top_k` places of `order` [number] receive these ids. Scores are float32 [number].
+    Return False if nth_element would continue with a heap.
     """
     rounds, remaining = 0, number
     while remaining > 1:

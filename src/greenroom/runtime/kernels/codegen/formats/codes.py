@@ -1,9 +1,9 @@
 """Integer products with quantised weights: LLVM code for iterations of 64 or 128 inputs.
 
-`INTEGER_PRODUCTS` has the encodings. Codes of four to eight bits are multiplied with x as int8 or
-int16 (packing.py) and summed exactly, eight or four products to a lane; each lane's sum is then
-multiplied by a scale in float32. A code may be larger than its weight by an offset: the sum begins
-with x times the negative offset.
+`INTEGER_PRODUCTS` has the encodings. Codes of four to eight bits are multiplied with input rows as
+int8 or int16 (packing.py) and summed exactly, eight or four products to a lane. Then each lane's
+sum is multiplied by a scale in float32. A code may be larger than its weight by an offset: the sum
+then begins with the input times the negative offset.
 
 Needs AVX-512 with VNNI (`INTEGERS`).
 """
@@ -32,18 +32,18 @@ Term = tuple[int, Value, Value]  # block of the iteration, vector, factor of the
 class IntegerProduct:
     """LLVM code that multiplies quantised weights of one encoding with integers.
 
-    It takes `unit` inputs at a time.
+    One iteration takes `unit` inputs of a row.
 
-    terms:  (row, at, x, left) -> terms to add to the sums; x are the vectors of `pack`
-    shift:  one prepared scale for 2^shift inputs
-    order:  inputs of an iteration in the order of the codes' bytes, for x as two int8; (): x as
-            int16
+    terms:  (row, at, x, left) -> terms to add to the sums; x are the vectors of a packed input row
+    shift:  a row has one prepared scale for 2^shift inputs
+    order:  inputs of an iteration in the order of the codes' bytes, for inputs as two int8;
+            (): inputs are int16
     offset: code minus weight, in steps of the code
     factor: weight of one step of the code
-    separate_halves: are the first and the last half of `order` different sums?
-    minima: are there minima, one for 32 inputs?
-    paired: do the halves of a vector belong to two blocks?
-    row_by_row: is the processor's ROW_BY_ROW followed (there is little to compute)?
+    separate_halves: have the first and the last half of `order` different sums?
+    minima: has the encoding minima, one for 32 inputs?
+    paired: do the halves of a vector belong to two blocks of 64 inputs?
+    row_by_row: are rows read one after another on processors for which that is faster?
     """
 
     terms: Callable[[Row, Value, list[Value], Left], list[Term]]
@@ -58,6 +58,7 @@ class IntegerProduct:
 
     @property
     def unit(self) -> int:
+        """Return the number of inputs of a row that one iteration multiplies."""
         return len(self.order) or BLOCK
 
     @property
@@ -69,7 +70,7 @@ class IntegerProduct:
     def vectors(self) -> int:
         """Return the number of vectors of packed inputs that one iteration reads.
 
-        They are two planes of each half, offsets, and sums for minima.
+        They are two for int16 inputs, else four of bytes, then sums for offsets and for minima.
         """
         if not self.order:
             return 2
@@ -90,6 +91,7 @@ dot_int16 = partial(_dot, "vpdpwssd")
 
 
 def zero(value: Value) -> Value:
+    """Make a vector of 16 int32 zeros."""
     return value.constant([0] * 16, I32)
 
 
@@ -98,7 +100,7 @@ def _floats(value: Value) -> Value:
 
 
 def _block(address: Value, lanes: int, number: int, left: Left) -> Value:
-    """Load the codes of block `number` of 32 inputs of an iteration; 0 where it does not exist."""
+    """Load the codes of block `number` of 32 inputs of an iteration; 0 if the row lacks it."""
     mask = None if left is None or number == 0 else (left > 32 * number).broadcast(lanes)
     return address.load(I32, lanes, mask)
 
@@ -121,7 +123,7 @@ def _scales(
 ) -> Value:
     """Load for lane i the prepared scale, or minimum, of group first + lanes[i] of an iteration.
 
-    lanes[i] is less than 4. The scale is 0 where the row has no such group: codes and x are 0 there
+    lanes[i] is less than 4. The scale is 0 if the row has no such group: codes and x are 0 there
     too, but uninitialised memory may hold NaN, and 0 times NaN is NaN.
     """
     place = base + ((at >> shift) << 2) + 4 * first
@@ -291,5 +293,6 @@ INTEGER_PRODUCTS: dict[str, IntegerProduct] = {
 
 
 def integer_product(encoding: Any) -> tuple[str, IntegerProduct]:
+    """Return (name, IntegerProduct) of an encoding that is given by its number."""
     name = NAMES[encoding.literal_value]
     return name, INTEGER_PRODUCTS[name]

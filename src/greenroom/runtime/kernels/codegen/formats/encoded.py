@@ -1,13 +1,13 @@
 """Compiled products with quantised weights that are decoded in registers.
 
-Each lane of a vector sums the same products in the same order as `dot` of ir.py. So the result has
-the bits of weights that are expanded to the model's type beforehand.
+Each lane of a vector sums the same products in the same order as `dot` of llvm/ir.py. So the result
+has the bits of weights that are expanded to the model's type beforehand.
 
-Integer products do not round weights to the model's type. A row of x is converted to integers once
-(packing.py); codes are integers already (codes.py). A 4-bit weight takes a fourth of the
-instructions of expanding it to float32. Where x is a bfloat16 number at most 64 times smaller than
-the largest of its neighbours, the sums are those of exact weights and inputs; smaller inputs are
-rounded to 2^-15 of that neighbour.
+Integer products do not round weights to the model's type. An input row is converted to integers
+once (packing.py); codes are integers already (codes.py). A 4-bit weight then takes a fourth of the
+instructions of expanding it to float32. Inputs that are bfloat16 numbers and at most 64 times
+smaller than the largest of their neighbours are exact; smaller inputs are rounded to 2^-15 of that
+neighbour.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_A
 
 
 def _prepare(multiplied):
-    """Make `prepare(encoding, codes, scale, ready, inputs, share, powers)`: write a row's scales.
+    """Make the intrinsic that writes a row's scales as float32, at most `inputs / 4` bytes.
 
-    They are float32, at most `inputs / 4` bytes; `multiplied`: they are multiplied by `powers`.
+    `multiplied`: the scales are multiplied by the float32 numbers at the address `powers`.
     """
 
     @intrinsic(prefer_literal=True)
@@ -84,7 +84,7 @@ prepare, prepare_times = _prepare(False), _prepare(True)
 def expand(typingctx, encoding, kind, codes, ready, K, out):
     """Decode one row of a quantised matrix to K float32 weights.
 
-    The row's scales are prepared.
+    `ready` is the address of the row's prepared scales.
     """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)
@@ -105,9 +105,9 @@ def expand(typingctx, encoding, kind, codes, ready, K, out):
 
 @njit(error_model="numpy")
 def any_bits(scales, step, count, mask):
-    """Return the mask's bits that are set in any scale of a tile's rows.
+    """Return the bits of a mask that are set in any scale of a tile.
 
-    There are COLUMNS rows, and scales are float32.
+    The tile has four rows of `count` float32 scales, which lie `step` bytes apart.
     """
     bits = np.int32(0)
     for i in range(COLUMNS):
@@ -120,21 +120,21 @@ def any_bits(scales, step, count, mask):
 def scale_row(row, rows_per_scale):
     """Return the row of scales that belongs to a row of quantised weights.
 
-    A division would take as long as half a row of 4-bit codes.
+    With one row of weights per row of scales nothing is divided: a division takes as long as half a
+    row of 4-bit codes.
     """
     return row if rows_per_scale == 1 else row // rows_per_scale
 
 
 def product(kind, encoding, mask, integers):
-    """Multiply rows of a quantised matrix with x [K], or decode them to float32.
+    """Multiply rows of a quantised matrix with an input row, or decode them to float32.
 
-    The rows are F_FIRST..F_FIRST + F_ROWS. `encoding` is an index into `NAMES`. If no scale has a
-    bit of `mask` set (mask 0: not checked), scales times codes are numbers of the model's type, and
-    are not rounded.
+    Make a compiled kernel that other kernels call.
 
-    integers: integer products; x is packed. F_ROWS 0: pack x into F_OUT.
-
-    Other kernel entries call this one; its arguments are described above.
+    encoding: index into `NAMES`
+    mask: if no scale of some rows has one of these bits set, their weights are numbers of the
+          model's type without rounding; 0: not checked
+    integers: use integer products; the input row is packed. A call for 0 rows packs a row.
     """
 
     def enter(pointer):
@@ -192,10 +192,11 @@ def multiply_row(
 ):  # fmt: skip
     """Multiply some rows of a quantised matrix with one float32 row.
 
-    out[:rows] (+)= rows first.. of the matrix times x [K]; both are float32. `scratch` is memory
-    for the arguments of `product`, for packed x and for 5 K bytes. `packed` is the address of the
-    row that lies packed there for this product (0: none); returns that address as it is afterwards.
-    Codes at `after` are read next.
+    Computes out[:rows] (+)= rows first.. of the matrix times x [K], in float32. `product` is the
+    address of the compiled product of the matrix. `scratch` is memory for the product's arguments,
+    for a packed input row and for 5 K bytes. `packed` is the address of the input row that lies
+    packed there (0: none); returns this address as it is after the call. The codes at address
+    `after` are prefetched, since they are read next.
     """
     place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     room = word(layout, L_PACKED)
@@ -224,9 +225,9 @@ def multiply_row(
 def expanded_rows(product, layout, slot, K, first, rows, scratch):
     """Decode rows of a quantised matrix to scratch memory, and return their address.
 
-    Rows first.. become float32 [rows, K].
-
-    They lie in `scratch`: memory for the arguments of `product`, these rows, and 5 K bytes.
+    The rows first..first + rows - 1 become float32 [rows, K]. `product` is the address of the
+    compiled product of the matrix. `scratch` is memory for the product's arguments, the decoded
+    rows, and 5 K bytes.
     """
     place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     put_word(scratch, F_SLOT, slot)

@@ -1,13 +1,14 @@
 """LLVM code that decodes 32 quantised weights of a row in registers.
 
-`EXPANDERS` has the names of runtime/encodings; a value has the bits of that decoder's. An expander
-first writes all scales of a row as float32 (`prepare`), and then expands 32 weights of the row at a
-time (`group`), rounded to the model's type. 4-bit weights are looked up in a table of their 16
-values, which is rounded once for the 32 weights of a group instead of for each weight.
+`EXPANDERS` has the encodings of runtime/encodings, and a decoded weight has the bits of the decoder
+there. An `Expander` first writes all scales of a row as float32 (`prepare`), and then decodes 32
+weights of the row at a time (`group`), rounded to the model's type. 4-bit weights are looked up in
+a table of their 16 values, which is rounded once for the 32 weights of a group instead of for each
+weight.
 
 Rounding to bfloat16 is done in float32: adding 1.5 * 2^16 times its own power of two to a number
 leaves 8 significant bits, ties to even. That is right for zeros and for numbers from 2^-126 to
-2^110, which holds for a model's weights.
+2^110, and a model's weights are such numbers.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ Group = Callable[[Any, Row, Value, int], list[Value]]
 class Expander:
     """LLVM code that decodes the quantised weights of one encoding.
 
-    prepare: (row): write the row's scales
-    group:   (kind, row, at, half) -> weights at + 32 half .. + 32, as vectors of LANES float32;
-             `at` (int64) is a multiple of 64, half 0 or 1
+    prepare: (row): write the row's scales as float32
+    group:   (kind, row, at, half) -> the 32 weights from input at + 32 half on, as vectors of LANES
+             float32; `at` (int64) is a multiple of 64, half is 0 or 1
     order:   index of the weight in each lane
     """
 
@@ -73,7 +74,7 @@ class Expander:
 def to_model(kind: Any, value: Value) -> Value:
     """Round a float32 vector to values of the model's data type.
 
-    They stay float32.
+    The values stay float32.
     """
     if kind == F32_KIND:
         return value
@@ -85,13 +86,14 @@ def to_model(kind: Any, value: Value) -> Value:
 
 
 def all_to_model(kind: Any, values: list[Value]) -> list[Value]:
+    """Round float32 vectors to values of the model's data type."""
     return [to_model(kind, value) for value in values]
 
 
 def looked_up(kind: Any, table: Value, codes: list[Value]) -> list[Value]:
-    """Look up each lane's 4-bit code in a table of weights, rounded.
+    """Look up each lane's 4-bit code in a table of 16 weights.
 
-    table[code & 15]; needs TABLE.
+    The weights are rounded to the model's type. Needs AVX-512.
     """
     table = to_model(kind, table)
     name = "llvm.x86.avx512.permvar.sf.512"
@@ -99,30 +101,33 @@ def looked_up(kind: Any, table: Value, codes: list[Value]) -> list[Value]:
 
 
 def plain(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Load 32 unencoded weights of a row as float32."""
     size = SIZE[kind]
     codes = row.codes + at * size + 32 * size * half
     return [(codes + size * start).weights(kind) for start in STARTS]
 
 
 def int8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode int8 weights: code times scale, one scale for 64 inputs."""
     return scaled_bytes(kind, row.codes + at + 32 * half, row.scale_at(at, 6, half))
 
 
 def q8_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q8_0 weights: code times scale, one scale for a block of 32 inputs."""
     codes = row.codes + at + (at >> 4) + (34 * half + 2)
     return scaled_bytes(kind, codes, row.scale_at(at, 5, half))
 
 
 def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
-    """Multiply 32 signed bytes by a scale."""
+    """Multiply 32 signed bytes by a scale, and round to the model's type."""
     read = ((codes + start).load(I8, LANES).convert(I32, signed=True) for start in STARTS)
     return all_to_model(kind, [code.convert(F32, signed=True) * scale for code in read])
 
 
 def interleaved(row: Row, at: Value, half: int) -> list[Value]:
-    """Load 4-bit codes, of which each byte holds two neighbours.
+    """Load 4-bit codes of which each byte holds two neighbours.
 
-    They are in order PAIRED. They are the low bits of int32.
+    The codes are the low bits of int32, in the order of lanes PAIRED.
     """
     pairs = LANES == 16
     word, shifts = I64 if pairs else I32, [4 * (i // 2 if pairs else i) for i in NATURAL]
@@ -133,8 +138,8 @@ def interleaved(row: Row, at: Value, half: int) -> list[Value]:
 def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
     """Load the 4-bit codes of a block of 32 inputs.
 
-    The block has `width` bytes. The block's last 16 bytes hold codes i and i + 16 each. They are
-    the low bits of int32.
+    The block has `width` bytes; its last 16 bytes hold codes i and i + 16 each. The codes are the
+    low bits of int32.
     """
     base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
     read = [(base + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
@@ -144,7 +149,7 @@ def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
 def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode GGUF q5_0 weights.
 
-    As q4_0, with the fifth bits of all 32 codes in the int32 before.
+    Their codes have four bits as in q4_0; an int32 before them has the fifth bits of all 32 codes.
     """
     fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).broadcast()
     scale, values = row.scale_at(at, 5, half), []
@@ -158,9 +163,9 @@ def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 def affine(
     kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
 ) -> list[Value]:
-    """Decode 4-bit codes with a scale and an offset.
+    """Decode 4-bit codes with a scale and an offset: scale * (code & 15) + offset.
 
-    scale * (code & 15) + offset, rounded to type `first`, then to the model's.
+    The weight is rounded to the type `first`, then to the model's type.
     """
     if TABLE:
         table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
@@ -170,7 +175,7 @@ def affine(
 
 
 def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Decode 4-bit codes with a scale: scale * (code - 8), rounded."""
+    """Decode 4-bit codes with a scale: scale * (code - 8), rounded to the model's type."""
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     if TABLE:
         return looked_up(kind, scale * [float(i - 8) for i in range(16)], codes)
@@ -182,7 +187,8 @@ def microscaled(
 ) -> list[Value]:
     """Decode microscaled 4-bit floats (e2m1) with a power-of-two scale.
 
-    codes * factor * scale is exact in bfloat16.
+    The weight, code * factor * scale, is exact in bfloat16, so it is not rounded for bfloat16
+    models.
     """
     codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     kind = F32_KIND if kind == BF16_KIND else kind
@@ -195,7 +201,8 @@ def microscaled(
 def e2m1(code: Value) -> Value:
     """Convert 4-bit floats (e2m1) in the low bits of lanes to float32.
 
-    In halves: m for e = 0, else (2 + m) 2^(e - 1).
+    With exponent bits e and mantissa bit m, the value in halves is m if e = 0, else (2 + m) * 2^(e
+    - 1).
     """
     e, m = (code >> 1) & 3, code & 1
     low = e.equals(0)
@@ -205,9 +212,9 @@ def e2m1(code: Value) -> Value:
 
 
 def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
-    """Return the address of a GGUF block of 256 inputs, and the place within it.
+    """Find a row's inputs in GGUF blocks of 256 inputs and `width` bytes.
 
-    The place: number of the 64 inputs at `at`.
+    Return (address of the block with input `at`, which 64 inputs of the block begin there: 0 to 3).
     """
     return row.codes + (at >> 8) * width, (at >> 6) & 3
 
@@ -215,7 +222,7 @@ def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
 def q4_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode GGUF q4_k weights.
 
-    32 bytes hold 32 codes in their low halves, the next 32 in their high.
+    32 bytes hold 32 codes in their low four bits, and the next 32 codes in their high bits.
     """
     block, part = in_super_block(row, at, 144)
     base = block + 16 + (part << 5)
@@ -225,6 +232,7 @@ def q4_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def q5_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q5_k weights: four bits as in q4_k, and a fifth bit from 32 other bytes."""
     block, part = in_super_block(row, at, 176)
     four = bits_at(block + 48 + (part << 5), part.constant(4 * half), 15)
     fifth = bits_at(block + 16, (part << 1) + half, 1)
@@ -234,6 +242,7 @@ def q5_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q6_k weights: codes of four bits and two bits, minus 32, times a scale."""
     block, part = in_super_block(row, at, 210)
     side, turn = part >> 1, (part & 1) << 2
     four = bits_at(block + (side << 6) + 32 * half, turn, 15)
@@ -248,28 +257,28 @@ def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 def bits_at(address: Value, shift: Value, mask: int) -> Value:
     """Extract a bit field from each of 32 bytes: (byte >> shift) & mask.
 
-    Vectors shift int16, so bits of the neighbour come in; the mask removes them.
+    Vectors shift int16, so bits of the neighbouring byte come in; the mask removes them.
     """
     pairs = address.load(I16, GROUP // 2) >> shift.convert(I16)
     return pairs.bitcast(I8) & mask
 
 
 def shifted(small: Value) -> Value:
-    """Shift each byte of a vector to the left by 4; bytes are below 16."""
+    """Shift each byte of a vector to the left by 4; bytes must be below 16."""
     return (small.bitcast(I16) << 4).bitcast(I8)
 
 
 def sliced(codes: Value) -> list[Value]:
-    """Split 32 elements into vectors of LANES."""
+    """Split 32 elements into vectors of LANES elements."""
     return [codes.shuffle(range(start, start + LANES)) for start in STARTS]
 
 
 def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode fp8 (e4m3) weights by way of float16.
 
-    Bits at the place of float16's exponent and fraction are value / 2^8. Adding one to the last bit
-    carries into the exponent's highest bit for the NaN code, and only for that; with this bit set
-    it is float16's NaN.
+    Shifted to the place of float16's exponent and fraction, the bits are value / 2^8. Adding one to
+    the last bit carries into the exponent's highest bit for the NaN code, and only for that; with
+    the highest bit set the number is float16's NaN.
     """
     scale = row.scale_at(at, 5, half)
     moved = ((row.codes + at + 32 * half).load(I8, GROUP).convert(I16, signed=True) << 7) & -0x4001
@@ -279,9 +288,9 @@ def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 
 def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Decode compressed-tensors int4 weights, rounded to the scale's type first.
+    """Decode compressed-tensors int4 weights: scale * (code - 8).
 
-    Otherwise as int4.
+    They are rounded to `first`, the type of the scales, and then to the model's type.
     """
     scale = row.scale_at(at, 5, half)
     return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)

@@ -1,8 +1,8 @@
 """Conversion of an input row to integers, for products with quantised weights (codes.py).
 
-32 neighbours (64 where they share a scale) share a power of two, such that the largest takes 15
-bits with its sign. It is stored as two bytes, the lower 7 bits and the upper 8; or it takes 16
-bits, as int16. The bytes lie in the order of the codes that they are multiplied with.
+32 neighbours (64 if they share a scale) share a power of two, such that the largest takes 15 bits
+with its sign. An integer is stored as two bytes, its lower 7 bits and its upper 8, or with 16 bits
+as int16. The bytes lie in the order of the codes that they are multiplied with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
 
 
 def packed_bytes(encoding: str, inputs: int) -> int:
-    """Return the bytes of an input row that is packed as integers."""
+    """Return the bytes of an input row of `inputs` numbers that is packed as integers."""
     form = INTEGER_PRODUCTS[encoding]
     units = -(-inputs // form.unit)
     return LINE * (units * form.vectors + 1) + 4 * units * (form.unit >> form.shift)
@@ -81,6 +81,7 @@ def _offsets(form: IntegerProduct, planes: list[Value]) -> list[Value]:
 
 
 def powers_of(form: IntegerProduct, x: Value, K: Value) -> Value:
+    """Return the address of the powers of two in a packed input row."""
     return x + (K + (form.unit - 1)) / form.unit * (LINE * form.vectors)
 
 
@@ -88,7 +89,7 @@ def powers_of(form: IntegerProduct, x: Value, K: Value) -> Value:
 def pack(typingctx, encoding, x, K, out):
     """Convert a float32 input row to integers for products with one encoding.
 
-    x [K] is written to `packed_bytes` bytes.
+    The row x [K] is written as `packed_bytes` bytes to the address `out`.
     """
     name, form = integer_product(encoding)
     unit, group = form.unit, form.group

@@ -1,7 +1,7 @@
 """Rows of quantised weights, and LLVM code that writes a row's scales as float32.
 
-A `prepare(row)` writes scales to `row.ready` and minima to `row.minima`. Conversion costs little
-for a row at a time, and much between the weights.
+Each encoding has a function `prepare(row)`, which writes scales to `row.ready` and minima to
+`row.minima`. Conversion costs little for a row at a time, and much between the weights.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Row:
     """The addresses of a row of quantised weights and its scales, in LLVM code.
 
     codes:  the row's codes
-    ready:  float32 scales that `prepare` has written; minima, if any, one for each scale, follow
-            after inputs / 8 bytes
+    ready:  memory for prepared float32 scales; minima, if any, one for each scale, follow after
+            inputs / 8 bytes
     inputs: number of the row's elements
-    scale:  the row's first scale, where scales are a separate tensor
-    share:  groups of 32 inputs with one scale, where that differs between models
+    scale:  the row's first scale, if scales are a separate tensor
+    share:  number of groups of 32 inputs with one scale, if that differs between models
     powers: float32 factors of the prepared scales, or None
     """
 
@@ -52,12 +52,13 @@ class Row:
 
     @property
     def minima(self) -> Value:
+        """Return the address of a row's prepared minima."""
         return self.ready + (self.inputs >> 3)
 
     def put(self, at: Value, scales: Value, left: Value | None = None) -> None:
         """Write a vector of scales from index `at` of a row on, times their powers.
 
-        Scales beyond `left` become 0.
+        Only the powers of the first `left` scales are read; the products of all others are 0.
         """
         if self.powers is not None:
             mask = below_or_all(left, scales.lanes)
@@ -65,11 +66,9 @@ class Row:
         (self.ready + (at << 2)).store(scales)
 
     def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
-        """Load the prepared scale, or minimum, of an input.
+        """Load the prepared scale (or minimum) of one input of a row.
 
-        The input is at + 32 half.
-
-        shift: there is one for 2^shift inputs
+        The input has the index at + 32 * half. `shift`: a row has one scale for 2^shift inputs.
         """
         base = self.minima if minimum else self.ready
         return (base + ((at >> shift) << 2) + 4 * (32 * half >> shift)).load(F32).broadcast()
@@ -82,11 +81,12 @@ def no_scales(row: Row) -> None:
 def prepare_in_vectors(
     row: Row, count: Value, value: Callable[[Value, Value | None], Value]
 ) -> None:
-    """Write a row's scales as float32, one vector at a time.
+    """Write a row's scales as float32, one vector of LANES scales at a time.
 
-    `count` scales, LANES at a time: value(at, left) from index `at` on. The last vector overlaps
-    with the one before; `left` is None except where count < LANES. Then too the store is not
-    masked, since a load soon after a masked store waits for it.
+    value(at, left) returns the scales from index `at` on, and `left` is None if all lanes exist.
+    The last vector overlaps with the one before. Only if there are fewer scales than lanes, `left`
+    is their number. The store is not masked then either, since a load soon after a masked store
+    waits for it.
     """
 
     def put(at: Value, left: Value | None) -> None:
@@ -104,11 +104,10 @@ def prepare_in_vectors(
 
 
 def contiguous(shift: int, element: Any, read: Callable[[Value], Value]) -> Any:
-    """Make the code that prepares contiguous scales.
+    """Make the code that prepares a row's scales if they are contiguous in memory.
 
-    Each scale is for 2^shift inputs.
-
-    read: LANES elements -> float32
+    The row has one scale for 2^shift inputs. read(vector of LANES elements) converts scales to
+    float32.
     """
 
     def prepare(row: Row) -> None:
@@ -141,10 +140,10 @@ def e8m0_halves(raw: Value) -> Value:
 
 
 def repeated(kind: Any, factor: float = 1.0) -> Any:
-    """Make the code that prepares scales shared by several groups of inputs.
+    """Make the code that prepares scales shared by several groups of 32 inputs.
 
-    Scales of `kind` that `row.share` groups share: one is written for each. They are multiplied by
-    `factor`, a power of two.
+    It writes each scale of type `kind` once for each of the `row.share` groups that share the
+    scale. Scales are multiplied by `factor`, a power of two.
     """
 
     def prepare(row: Row) -> None:
@@ -162,11 +161,9 @@ def repeated(kind: Any, factor: float = 1.0) -> Any:
 def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
     """Make the code that prepares scales at the start of blocks of 32 inputs.
 
-    Blocks have `width` bytes.
-
-    read: LANES elements -> float32
+    Blocks have `width` bytes. read(vector of LANES elements) converts scales to float32.
     """
-    picked = _gather_whole_vectors if LANES == 16 and element == I16 else _gather_each
+    picked = _gather_from_vector_pairs if LANES == 16 and element == I16 else _gather_each
 
     def prepare(row: Row) -> None:
         def value(at: Value, left: Value | None) -> Value:
@@ -178,8 +175,8 @@ def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
     return prepare
 
 
-def _gather_whole_vectors(address: Value, width: int, element: Any, left: None) -> Value:
-    """Load as `_gather_each` where all elements exist: shuffled out of pairs of vectors."""
+def _gather_from_vector_pairs(address: Value, width: int, element: Any, left: None) -> Value:
+    """Load as `_gather_each` if all elements exist, by shuffles of pairs of vectors."""
     spacing = width // 2
     count = 63 // spacing + 1  # of a pair of vectors
     count = 1 << (count.bit_length() - 1)
@@ -214,7 +211,8 @@ def _gather_each(address: Value, width: int, element: Any, left: Value | None) -
 def scales_and_minima(width: int) -> Any:
     """Make the code that prepares scales and minima of GGUF q4_k and q5_k.
 
-    d, dmin, eight 6-bit scales and minima. The minima are negated.
+    A block of `width` bytes has two float16 factors, d and dmin, and eight scales and minima of 6
+    bits. The minima are negated.
     """
 
     def prepare(row: Row) -> None:
@@ -233,7 +231,7 @@ def scales_and_minima(width: int) -> Any:
 
 
 def q6_scales(row: Row) -> None:
-    """Prepare the scales of GGUF q6_k: 16 scales of eight bits times d."""
+    """Prepare the scales of GGUF q6_k: 16 scales of eight bits times d, a block's float16."""
     with counted_loop(0, row.inputs >> 8) as number:
         block = row.codes + number * 210
         scales = (block + 192).load(I8, 16).convert(I32, signed=True).convert(F32, signed=True)

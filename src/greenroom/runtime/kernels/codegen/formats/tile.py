@@ -48,11 +48,10 @@ Part = Callable[[Row], list[Term]]  # terms to add to a row's sums
 class Iteration:
     """LLVM code of one loop iteration of a product with quantised weights.
 
-    It takes `unit` inputs.
-
-    parts:      (x, at, left) -> the iteration's parts; all rows do one before the next
-    order:      index of the sum in each lane
-    paired:     do the halves of a vector belong to two blocks?
+    unit:       number of inputs of an iteration
+    parts:      (x, at, left) -> the iteration's parts; all rows compute one part before the next
+    order:      index of the sum in each lane of a vector
+    paired:     do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after the other?
     beyond:     distance in bytes of a second prefetch, beyond the next rows
     """
@@ -66,6 +65,7 @@ class Iteration:
 
 
 def expander_of(encoding: Any) -> tuple[str, Expander]:
+    """Return (name, decoder) of an encoding that is given by its number."""
     name = NAMES[encoding.literal_value]
     return name, EXPANDERS[name]
 
@@ -101,9 +101,9 @@ def _integer_parts(form: IntegerProduct, x: Value, at: Value, left: Left) -> Ite
 def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
     """Multiply a tile of quantised rows with one input row, decoding in registers.
 
-    out[:COLUMNS] (+)= products of COLUMNS rows of weights with x, summed as in `dot_1x4`. `block`
-    is K, or 64. The rows' scales lie `step` bytes apart. The cache lines of as many rows at `ahead`
-    are prefetched.
+    Computes out[:4] (+)= products of four rows of weights with x [K]. The sums are those of
+    `dot_1x4`, taken in blocks of `block` inputs: K or 64. The rows' scales lie `step` bytes apart.
+    The code prefetches the cache lines of as many rows at the address `ahead`.
     """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)
@@ -121,7 +121,8 @@ def _integers(columns):
     def tile(typingctx, encoding, codes, ld, ahead, ready, step, K, block, carry, x, out):
         """Multiply a tile of quantised rows with one packed row by integer products.
 
-        `columns` rows, otherwise as `tile`.
+        The tile has one or four rows of weights. The other parameters are those of the `tile` that
+        decodes in registers.
         """
         name, form = integer_product(encoding)
         inputs, nbytes = BLOCKS[name]
@@ -172,7 +173,7 @@ class _Tile:
     def products(self, at, left, add, of):
         """Emit one loop iteration of a tile's product, with a prefetch of the next rows.
 
-        Only a full tile prefetches.
+        Only an iteration over all rows of the tile prefetches.
         """
         # In address order, so that the hardware prefetcher joins in.
         ahead = self.ahead + at / self.iteration.unit * self.nbytes

@@ -1,11 +1,11 @@
 """Numba intrinsics for vector code, which Numba's own front end cannot express.
 
-Everything source becomes LLVM vectors of `LANES` floats, so that sums have one fixed order on a
-given machine: a dot product is summed lane by lane, the lanes by halving, and the blocks of
-`block` elements one after another. An element of the result depends on its own row and column
-only, never on the tile that it was computed in, on its neighbours or on the threads.
+The code uses LLVM vectors of `LANES` floats, so that sums have one fixed order on a given machine:
+a dot product is summed lane by lane, the lanes by halving, and the blocks of `block` elements one
+after another. An element of the result depends on its own row and column only, never on the tile
+that it was computed in, on its neighbours or on the threads.
 
-A weight type is chosen by a witness value: `np.uint16(0)` bfloat16, `np.int16(0)` float16,
+A witness value stands for a weight type: `np.uint16(0)` bfloat16, `np.int16(0)` float16,
 `np.float32(0)` float32. Addresses are plain int64.
 """
 
@@ -75,6 +75,7 @@ class _Dot:
         self.cells = [Variable(self.zero) for _ in range(rows * columns)]
 
     def emit(self):
+        """Emit code that computes the sums and stores them."""
         columns, sums = self.columns, self.sums
         with self.w.b.if_then((self.carry > 0).ir):
             value = sums.value
@@ -90,7 +91,7 @@ class _Dot:
     def one_block(self, start):
         """Emit code that adds products of a block of elements to the sums.
 
-        `block` elements, from element `start` on.
+        The block has `block` elements, from element `start` on.
         """
         b, every = self.w.b, range(self.columns)
         for cell in self.cells:
@@ -112,13 +113,14 @@ class _Dot:
         self.sums.value += lane_sums([cell.value for cell in self.cells])
 
     def steps(self, start, stop, of):
+        """Emit a loop over LANES elements at a time."""
         with counted_loop(start, stop, LANES) as at:
             self.step(at, of)
 
     def step(self, at, of, mask=None):
-        """Emit code that multiplies LANES elements of some rows of weights.
+        """Emit code that multiplies LANES elements of some rows of weights with x.
 
-        They begin at element `at`.
+        The elements begin at index `at`.
         """
         wat = self.w + at * SIZE[self.kind]
         xs = [(x + at * SIZE[self.xkind]).weights(self.xkind, mask) for x in self.xs]
@@ -212,16 +214,13 @@ axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, STRIP)
 
 
 def _element(address, index, element):
-    """Pointer to an element of a row, by its index, so that LLVM vectorises loops over it."""
+    """Return a pointer to an element of a row, by index, so that LLVM vectorises loops over it."""
     return address.b.gep(address.pointer(element), [index.ir])
 
 
 @intrinsic
 def get(typingctx, kind, address, index):
-    """Load one element of a row in memory, widened to float32.
-
-    Element `index` of a row of `kind` at an address.
-    """
+    """Load element `index` of a row of a weight type, widened to float32."""
 
     def emit(_, address, index):
         place = _element(address, index, ELEMENT[kind])
@@ -232,10 +231,7 @@ def get(typingctx, kind, address, index):
 
 @intrinsic
 def put(typingctx, kind, address, index, value):
-    """Round a float32 value to a weight type and store it in a row.
-
-    It becomes element `index` of a row of `kind`.
-    """
+    """Round a float32 value to a weight type, and store it in a row."""
 
     def emit(_, address, index, value):
         place = _element(address, index, ELEMENT[kind])
@@ -252,17 +248,19 @@ def rounded(typingctx, kind, value):
 
 @intrinsic
 def bits_of(typingctx, value):
+    """Return the bits of a float32 value as int32."""
     return inline(types.int32(_FLOAT), lambda value: value.bitcast(I32))
 
 
 @intrinsic
 def float_of(typingctx, bits):
+    """Return the float32 value that has the bits of an int32."""
     return inline(_FLOAT(types.int32), lambda bits: bits.bitcast(F32))
 
 
 @intrinsic
 def word(typingctx, address, index):
-    """Load int64 number `index` at an address."""
+    """Load the int64 with number `index` of an array at an address."""
 
     def emit(address, index):
         return Value(address.b, address.b.load(_element(address, index, I64), align=8))
@@ -272,7 +270,7 @@ def word(typingctx, address, index):
 
 @intrinsic
 def put_word(typingctx, address, index, value):
-    """Store int64 number `index` at an address."""
+    """Store an int64 as number `index` of an array at an address."""
 
     def emit(address, index, value):
         address.b.store(value.ir, _element(address, index, I64), align=8)
@@ -282,9 +280,9 @@ def put_word(typingctx, address, index, value):
 
 @intrinsic
 def enter_at(typingctx, address, argument):
-    """Call a compiled function at an address.
+    """Call the compiled function `void(void *)` at an address.
 
-    The function is a `void(void *)`.
+    `argument` is the address that the function receives.
     """
 
     def emit(address, argument):
@@ -303,19 +301,16 @@ def _row(base, index, i, stride):
 
 @intrinsic
 def row(typingctx, base, index, i, stride):
-    """Return the address of a row of a float32 matrix.
+    """Return the address of row `i` of a float32 matrix, whose rows have `stride` elements.
 
-    Row `i`, or row `index[i]` with an index.
+    If `index`, the address of an array of row numbers, is not 0, the row is number index[i].
     """
     return inline(_INT(*[_INT] * 4), _row)
 
 
 @intrinsic
 def rows(typingctx, base, index, i, stride):
-    """Return the addresses of consecutive rows of a float32 matrix.
-
-    ROWS rows from row `i` on, as a tuple; see `row`.
-    """
+    """Return the addresses of ROWS consecutive rows of a float32 matrix as a tuple; see `row`."""
     many = types.UniTuple(_INT, ROWS)
 
     def emit(context, b, sig, args):
@@ -328,10 +323,7 @@ def rows(typingctx, base, index, i, stride):
 
 @intrinsic
 def claim(typingctx, address, index, amount):
-    """Add atomically to an int64 in memory, and return its old value.
-
-    It is number `index` at an address.
-    """
+    """Add atomically to an int64 of an array, and return its old value."""
 
     def emit(address, index, amount):
         place = _element(address, index, I64)
@@ -342,10 +334,7 @@ def claim(typingctx, address, index, amount):
 
 @intrinsic
 def await_(typingctx, address, index, amount):
-    """Spin until an int64 in memory has reached an amount.
-
-    It is number `index` at an address.
-    """
+    """Spin until an int64 of an array in memory is at least `amount`."""
 
     def emit(address, index, amount):
         b, place = address.b, _element(address, index, I64)
@@ -361,12 +350,13 @@ def await_(typingctx, address, index, amount):
 
 @intrinsic
 def address_of(typingctx, pointer):
+    """Return a pointer as an int64 address."""
     return inline(_INT(pointer), lambda at: Value(at.b, at.b.ptrtoint(at.ir, I64)))
 
 
 @intrinsic
 def size_of(typingctx, kind):
-    """Return the bytes of one weight of a data type, `kind`."""
+    """Return the bytes of one weight of a weight type."""
     return inline(_INT(kind), lambda witness: witness.constant(SIZE[kind], I64))
 
 
@@ -375,10 +365,7 @@ STACK = 64  # floats
 
 @intrinsic
 def stack(typingctx):
-    """Return the address of stack memory that lives until the function returns.
-
-    STACK floats.
-    """
+    """Return the address of 64 floats of stack memory, which live until the function returns."""
 
     def emit(context, b, sig, args):
         memory = cgutils.alloca_once(b, ir.ArrayType(F32, STACK))

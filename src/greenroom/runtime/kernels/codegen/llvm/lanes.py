@@ -5,8 +5,8 @@
 
     scaled(kind, n, (x, y, out), (factor,))      # in a kernel; addresses, n numbers each
 
-LLVM vectorises only some loops over addresses; the activation between an expert's projections took
-as long as its products.
+LLVM vectorises only some loops over addresses. Without vectors, the activation between an expert's
+projections took as long as the projections.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def _read(letter: str, kind: Any, address: Value, at: Value, left: Value | None)
 
 
 def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula], Any]:
-    """Return a decorator that compiles a vector formula to a loop over rows.
+    """Return a decorator that compiles a vector formula to a loop over rows of memory.
 
-    The loop is called as `f(kind, n, places, values)`.
+    The loop is called as `f(kind, n, places, values)`, with addresses of n numbers each in
+    `places`: input rows, then output rows.
 
     sources: type of each input row: "f" float32, "k" the model's type, "2" every second number of a
              float32 row
     targets: type of each output row: "f", or "k", rounded; an output may also be an input
     scalars: number of float32 `values`; without any, `f` has no parameter `values`
 
-    The formula takes the kind, then the rows and the values as vectors.
+    The formula takes the kind (the model's type), then the rows and the values as vectors.
     """
     count = len(sources + targets)
 
@@ -115,8 +116,8 @@ def over_rows(sources: str, targets: str, scalars: int = 0) -> Callable[[Formula
 def exponentials(typingctx: Any, kind: Any, n: Any, x: Any, scale: Any, out: Any) -> Any:
     """Compute a row's softmax numerators in float32, and return their sum.
 
-    out[:n] = exp(scale * (x - max(x))), of n numbers of `kind`. The sum is NaN if a number is NaN
-    or if the largest is infinite.
+    Computes out[:n] = exp(scale * (x - max(x))) for n numbers x of `kind`. The sum is NaN if a
+    number is NaN or if the largest number is infinite.
     """
 
     def emit(_: Value, n: Value, x: Value, scale: Value, out: Value) -> Value:

@@ -10,7 +10,8 @@ from numba.core import codegen
 def _target() -> tuple[str, set[str]]:
     """Return the name and the features of the processor that Numba compiles for.
 
-    It is this machine's, unless NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX are set.
+    The processor is this machine's, unless NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX
+    are set.
     """
     flags = config.CPU_FEATURES
     flags = codegen.get_host_cpu_features() if flags is None else flags

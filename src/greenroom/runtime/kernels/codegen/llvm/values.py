@@ -1,8 +1,7 @@
 """LLVM values with Python's operators, and Numba intrinsics made of them.
 
 A weight type is a `kind`, the Numba type that stands for it (see ir.py). Its numbers are widened to
-float32 when they are loaded and rounded when they are stored.
-"""
+float32 when they are loaded and rounded when they are stored."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Value:
     """A scalar or vector in LLVM code, with the code's builder.
 
     Operators emit instructions. A Python operand becomes a constant of the value's type; a scalar
-    operand of a vector is broadcast. Integers are unsigned except in comparisons and where a method
+    operand of a vector is broadcast. Integers are unsigned except in comparisons and if a method
     says so. An int64 may be an address."""
 
     __slots__ = ("b", "ir")
@@ -53,9 +52,9 @@ class Value:
         return element if self.lanes is None else ir.VectorType(element, self.lanes)
 
     def constant(self, value: Any, element: Any = None) -> Value:
-        """Make an LLVM vector of numbers, or one number in this value's shape.
+        """Make an LLVM vector of some numbers, or one number in this shape.
 
-        Its elements are of this value's type or of `element`."""
+        Elements have this value's element type or the type `element`."""
         element = element or self.element
         if isinstance(value, Sequence):
             return self._new(ir.Constant(ir.VectorType(element, len(value)), list(value)))
@@ -156,7 +155,7 @@ class Value:
     def bitcast(self, element: Any) -> Value:
         """Reinterpret a value's bits as elements of another type.
 
-        The number of lanes follows."""
+        The number of lanes changes with the size of the elements."""
         if self.lanes is None:
             return self._new(self.b.bitcast(self.ir, element))
         count = self.lanes * _width(self.element) // _width(element)
@@ -183,9 +182,9 @@ class Value:
         return self._new(one).shuffle([0] * (lanes or 1))
 
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
-        """Select lanes of one or two vectors.
+        """Select lanes of one or two vectors, by their numbers.
 
-        Numbers behind this vector's own name lanes of the other one."""
+        Lane numbers from this vector's length on select lanes of the other vector."""
         picks = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         second = self if other is None else other
         return self._new(self.b.shuffle_vector(self.ir, second.ir, picks))
@@ -197,9 +196,7 @@ class Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
     def below(self, lanes: int = LANES) -> Value:
-        """Make a mask of a vector's first lanes.
-
-        `self` (int64) of `lanes` lanes."""
+        """Make a mask of the first lanes of a vector; this int64 is their number."""
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
@@ -213,9 +210,9 @@ class Value:
         return (self.convert(I32) << 16).bitcast(F32)
 
     def narrowed(self, kind: Any) -> Value:
-        """Round float32 to a weight type, ties to even, as torch does.
+        """Round float32 to the weight type `kind`, ties to even, as torch does.
 
-        It is `kind`; every NaN becomes the same."""
+        Every NaN becomes the same bits in bfloat16."""
         if kind == F32_KIND:
             return self
         if kind == F16_KIND:
@@ -260,9 +257,9 @@ class Value:
         value.call(name, ir.VoidType(), *map(self._new, (pointer, I32(1), mask.ir)))
 
     def prefetch(self, cache: int = 1) -> None:
-        """Prefetch the cache line at this address to L1 or L2.
+        """Prefetch the cache line at this address to the L1 or L2 cache.
 
-        An address beyond the end does no harm."""
+        An address outside of mapped memory does no harm."""
         others = map(self._new, (I32(0), I32(4 - cache), I32(1)))
         byte = self._new(self.pointer(I8))
         byte.call("llvm.prefetch.p0", ir.VoidType(), *others)
@@ -270,9 +267,9 @@ class Value:
     # Functions of float32.
 
     def exp(self) -> Value:
-        """Compute the exponential function within about 1 ulp.
+        """Compute the exponential function within about 1 ulp (polynomial of Cephes).
 
-        Above 88.7 it is infinity (Cephes)."""
+        Above 88.7228 the result is infinity."""
         y = self.at_least(-87.0).at_most(88.72)
         shifted = y * 1.44269504088896341 + 12582912.0
         n = shifted - 12582912.0
@@ -318,7 +315,7 @@ def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iter
 def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None], None]) -> None:
     """Emit an LLVM loop over complete units of a count, then code for the remainder.
 
-    step(at, None) for every complete unit, step(at, left) for the remainder."""
+    Calls step(at, None) for every complete unit and step(at, left) for the remainder of `left`."""
     left = count & (unit - 1)
     end = count - left
     with counted_loop(0, end, unit) as at:
@@ -328,18 +325,16 @@ def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None],
 
 
 def below_or_all(left: Value | None, lanes: int = LANES) -> Value | None:
-    """Return the mask of lanes that exist in a loop iteration; None: all.
-
-    `left` lanes exist."""
+    """Return the mask of the first `left` lanes; None, which masks nothing, if `left` is None."""
     return None if left is None else left.below(lanes)
 
 
 def lane_sums(vectors: Sequence[Value], groups: int = 1) -> Value:
-    """Sum the lanes of each of several vectors; the sums are one vector.
+    """Sum the lanes of each of several vectors, and return the sums as one vector.
 
-    `groups`: number of runs of lanes that are summed separately; their sums follow one another. The
-    order of additions is the same for all: two vectors at a time become one, the upper half of each
-    run added to its lower half."""
+    `groups`: number of runs of lanes in a vector that are summed separately; the runs' sums follow
+    one another. The order of additions is the same for all vectors: two vectors at a time become
+    one, the upper half of each run added to its lower half."""
     width = LANES // groups
     while width > 1:
         others = vectors[1::2] if len(vectors) > 1 else [None]
@@ -358,7 +353,7 @@ def _halved(one: Value, other: Value | None, width: int) -> Value:
 def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
     """Define a Numba intrinsic by LLVM code that is emitted at each call.
 
-    The code is emit(values of the arguments)."""
+    `emit` takes the arguments' values and returns the result's value, or None."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         result = emit(*(Value(b, arg) for arg in args))
@@ -370,7 +365,7 @@ def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
 def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
     """Define a Numba intrinsic by an LLVM function that all callers share.
 
-    A tile is long; inlined it would be compiled anew for each call. `emit` takes the int64
+    Inlined, long code such as a tile would be compiled anew for each call. `emit` takes the int64
     arguments and the elements of tuples."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
