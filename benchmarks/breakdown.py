@@ -21,7 +21,7 @@ from torch import nn
 
 
 def kind_of(name: str, module: nn.Module) -> str:
-    """The kind under which a module's exclusive time is counted."""
+    """The kind, such as "linear", under which a module's exclusive time is counted."""
     last, cls = name.rpartition(".")[2], type(module).__name__.lower()
     if "forward" in vars(module) and last.isdigit():
         return "layer"
@@ -39,7 +39,10 @@ def kind_of(name: str, module: nn.Module) -> str:
 
 
 def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, float]:
-    """Milliseconds a pass of each kind, while `run` does its passes; `total` is their sum."""
+    """Milliseconds of a pass by kind of module, while `run` does its passes.
+
+    `total` is the sum of all kinds.
+    """
     exclusive: dict[str, float] = defaultdict(float)
     inner: list[float] = [0.0]  # time of the modules called, one a module that is running
     started: list[float] = []

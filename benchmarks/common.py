@@ -24,7 +24,7 @@ Result = dict[str, Any]
 
 
 def machine() -> str:
-    """One line about the machine, for below a figure; the load shows other programs' work."""
+    """Describe the machine in one line; the load average shows other programs' work."""
     import torch
     import transformers
 
@@ -41,16 +41,17 @@ def machine() -> str:
 
 
 def model_bytes(folder: Path) -> int:
-    """Size of a checkpoint: its safetensors files."""
+    """Bytes of a checkpoint's safetensors files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def run_worker(
     engine: str, folder: Path, limit_bytes: int = 0, timeout_s: float = 900, **options: Any
 ) -> Result:
-    """One cold run of worker.py in a process and cgroup of its own.
+    """Run worker.py once, cold, in a process and memory cgroup of its own.
 
-    Keys are worker.py's and those of memlimit.Measured; `error` where it did not end well.
+    The result has the keys of worker.py's JSON and the fields of memlimit.Measured; it has `error`
+    if the run failed.
     """
     command = [sys.executable, str(WORKER), engine, str(folder)]
     for name, value in options.items():
@@ -109,12 +110,12 @@ def run_llama_bench(
 
 
 def decode_rate(result: Result) -> float:
-    """Tokens a second over all decoded tokens: their number over their time."""
+    """Decoded tokens a second: the number of tokens over their total time."""
     return len(result["token_s"]) / sum(result["token_s"])
 
 
 def prefill_rate(result: Result) -> float:
-    """Prompt tokens a second, of the median prefill."""
+    """Prompt tokens a second of the median prefill."""
     return result["prompt_tokens"] / statistics.median(result["prefill_s"])
 
 
@@ -147,13 +148,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def median_of(results: Iterable[Result], value: Callable[[Result], float]) -> float | None:
-    """Median over the runs that ended well; None if none did."""
+    """Median of a value over the runs without an error; None if there is none."""
     values = [value(result) for result in results if "error" not in result]
     return statistics.median(values) if values else None
 
 
 def note(text: str) -> None:
-    """Progress, on standard error."""
+    """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ from greenroom.runtime.measure.bandwidth import disk_bandwidth, ram_bandwidth
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """What one decode pass of one token reads from memory, in bytes."""
+    """Bytes that one decode pass of one token must read from memory."""
 
     dense: int
     experts: int
@@ -42,7 +42,11 @@ class TokenBytes:
 
 
 def token_bytes(folder: Path) -> TokenBytes:
-    """From the headers: all dense weights but the embedding (one row of it), and top-k experts."""
+    """Compute the bytes of one decode pass from a checkpoint's headers.
+
+    They are all dense weights without the embedding (of which a pass reads one row), and top-k
+    experts of every layer.
+    """
     config = json.loads((folder / "config.json").read_text())
     dense = experts = 0
     for path in folder.glob("*.safetensors"):
@@ -61,7 +65,7 @@ def token_bytes(folder: Path) -> TokenBytes:
 
 
 def floor(folder: Path, threads: int = 2) -> dict[str, Any]:
-    """All of it; bandwidths in bytes a second, `disk` the best O_DIRECT case."""
+    """Measure bandwidths in bytes a second; `disk` is the best O_DIRECT case."""
     need = token_bytes(folder)
     files = sorted(folder.glob("*.safetensors"))
     ram = ram_bandwidth(threads)
@@ -79,7 +83,7 @@ def floor(folder: Path, threads: int = 2) -> dict[str, Any]:
 
 
 def pass_seconds(measured: dict[str, Any], missing_bytes: float) -> float:
-    """The floor of a decode pass that must read so many bytes of experts from disk."""
+    """Seconds of a decode pass at the floor, with `missing_bytes` of experts read from disk."""
     return float(measured["resident_s"] + missing_bytes / measured["disk"])
 
 

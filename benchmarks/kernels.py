@@ -1,4 +1,4 @@
-"""Speed of the expert kernels as a share of memory bandwidth, and Python cost of a call.
+"""Speed of the expert kernels as a share of memory bandwidth, and Python's cost.
 
     python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]] [--tokens T ...]
 
@@ -99,7 +99,10 @@ HALVES = {
 
 
 def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
-    """A layer of experts of random codes in an encoding, 192 MiB of them, all resident."""
+    """A layer of experts with random codes in an encoding, all resident.
+
+    They take 192 MiB, or more for a few large experts.
+    """
     if encoding == "bf16":
         return random_layer(hidden, inner, max(2 * TOP_K, (192 << 20) // (6 * hidden * inner)))
     parts: dict[str, torch.Tensor] = {}
@@ -117,7 +120,7 @@ def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
 
 
 def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """Random codes [rows, ...] and equal scales, which are small."""
+    """Random codes [rows, ...] of an encoding, and small equal scales."""
     inputs, nbytes = BLOCKS[encoding]
     codes = torch.randint(0, 255, (rows, columns // inputs * nbytes), dtype=torch.uint8)
     blocks = codes.view(-1, nbytes)
@@ -138,7 +141,10 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
 
 
 def twin(layer: LayerExperts) -> LayerExperts:
-    """The same experts in the same slots, for another kernel: each keeps its plan in a layer."""
+    """Another description of the same experts in the same slots, for another kernel.
+
+    Each kernel stores its plan in the description.
+    """
     return LayerExperts(layer.module, layer.layout, layer.slots, layer.recipe)
 
 

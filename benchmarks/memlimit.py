@@ -1,4 +1,4 @@
-"""Run a command in its own memory cgroup, with the page cache of its model dropped before.
+"""Run a command in its own memory cgroup, with a cold page cache.
 
     python benchmarks/memlimit.py 1.6GiB bench-data/moe1.7b-zipf1.0 -- command ...
 
@@ -73,7 +73,7 @@ def parse_bytes(text: str) -> int:
     """`1.6GiB`, `500MB` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r}: write bytes as 1.6GiB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 1.6GiB or 500MB")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -210,7 +210,7 @@ def main() -> int:
     parser.add_argument("limit", type=parse_bytes, help="such as 1.6GiB; 0 means no limit")
     parser.add_argument("cold", type=Path, nargs="*", help="files or folders to drop")
     if "--" not in sys.argv:
-        parser.error("write the command after --")
+        parser.error("there is no command: write it after --")
     split = sys.argv.index("--")
     args = parser.parse_args(sys.argv[1:split])
     try:

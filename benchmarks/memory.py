@@ -103,7 +103,9 @@ def run(model: str, options: list[str], tokens: int) -> tuple[int, int, Peak]:
         process = inside(group, *command_line, "--max-new-tokens", str(tokens))
         out, _ = process.communicate()
         if process.returncode:
-            raise SystemExit(f"greenroom {' '.join(command_line)} ended with {process.returncode}")
+            raise SystemExit(
+                f"greenroom {' '.join(command_line)}: ended with exit code {process.returncode}"
+            )
         result = json.loads(out)
     return result["memory_bytes"], result["peak_rss_bytes"], peak
 
@@ -116,7 +118,9 @@ def serve(model: str, options: list[str], tokens: int, port: int) -> tuple[int, 
             base, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
             while _get(f"{base}/health") is None:
                 if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"greenroom serve {model} did not answer")
+                    raise SystemExit(
+                        f"greenroom serve {model}: no answer on port {port} within {READY_S} s"
+                    )
                 time.sleep(0.2)
             name = json.loads(_get(f"{base}/v1/models") or "")["data"][0]["id"]
             body = {"model": name, "prompt": "Once upon a time", "max_tokens": tokens}

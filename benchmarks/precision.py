@@ -49,7 +49,7 @@ class Way:
     options: dict[str, Any]
     tpots: list[float] = field(default_factory=list)
     nbytes: list[float] = field(default_factory=list)
-    lesser: dict[str, Any] | None = None
+    approximations: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
         model.greenroom.detach()
     way.tpots.append(float(np.median(done.gaps[SETTLE:])))
     way.nbytes.append(stats.bytes_read / (done.prompt_tokens + done.new_tokens))
-    way.lesser = stats.lesser
+    way.approximations = stats.lesser
 
 
 def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
@@ -146,7 +146,7 @@ def timed(way: Way, exact: Way) -> tuple[str, ...]:
         way.pack, way.name, f"{np.median(way.tpots) * 1e3:.2f}",
         f"{middle:.2f} ({low:.2f} to {high:.2f})" if way.options else "1",
         show_bytes(float(np.mean(way.nbytes))),
-        f"{(way.lesser or {}).get('inexact_share') or 0:.1%}",
+        f"{(way.approximations or {}).get('inexact_share') or 0:.1%}",
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class RamStore:
         total = sum(chunk.length for chunks in self._chunks for chunk in chunks)
         if total > (available := available_bytes()):
             raise BudgetError(
-                f"the experts take {show_bytes(total)} of memory, {show_bytes(available)} are free"
+                f"the experts need {show_bytes(total)} of memory: {show_bytes(available)} are free"
             )
         self._bytes = np.frombuffer(reserve_memory(total, large_pages=True), np.uint8)
         self._at: dict[tuple[int, int], int] = {}  # (file, offset of a chunk) -> its place here

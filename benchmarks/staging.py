@@ -56,12 +56,12 @@ def read(files: list[Path], kind: str, threads: int, chunks: int) -> tuple[float
 
     begin = time.process_time()
     try:
-        taken = run_threads([lambda b=b: work(b) for b in buffers])  # type: ignore[misc]
+        seconds = run_threads([lambda b=b: work(b) for b in buffers])  # type: ignore[misc]
     finally:
         for handle in handles:
             os.close(handle)
     count = threads * chunks
-    return count * size / taken, (time.process_time() - begin) / count
+    return count * size / seconds, (time.process_time() - begin) / count
 
 
 def main() -> None:

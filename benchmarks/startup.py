@@ -44,7 +44,9 @@ def first_token_s(numba_cache: str | None) -> tuple[float, float]:
         assert process.stdout is not None
         assert process.stderr is not None
         if not process.stdout.read(1):
-            raise SystemExit(process.stderr.read().decode().strip() or "no text")
+            raise SystemExit(
+                process.stderr.read().decode().strip() or "greenroom run demo printed no text"
+            )
         first = time.perf_counter() - start
         process.communicate()
     return first, time.perf_counter() - start

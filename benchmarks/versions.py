@@ -116,7 +116,7 @@ KINDS: dict[str, Callable[[argparse.Namespace], Turn]] = {
 
 
 def worker(args: argparse.Namespace) -> None:
-    """A turn for each line that comes in, and a line of JSON for each turn."""
+    """Do a turn for each line of standard input, and print its result as JSON."""
     turn = KINDS[args.kind](args)
     try:
         for _ in sys.stdin:
@@ -134,6 +134,7 @@ class Version:
 
     def __init__(self, source: Path) -> None:
         assert (source / "greenroom").is_dir(), f"{source} has no package greenroom"
+        self._source = source
         environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
         self._process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--worker"],
@@ -149,7 +150,7 @@ class Version:
             if line.startswith("turn "):
                 used, out = json.loads(line.removeprefix("turn "))
                 return used, out
-        raise SystemExit(f"a version ended with exit code {self._process.wait()}")
+        raise SystemExit(f"{self._source}: ended with exit code {self._process.wait()}")
 
     def end(self) -> None:
         assert self._process.stdin is not None

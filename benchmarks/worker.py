@@ -29,7 +29,7 @@ import torch
 
 
 def load(engine: str, folder: str, args: argparse.Namespace, scratch: str) -> Any:
-    """The loaded model. `scratch` is the folder for accelerate's offloaded weights."""
+    """Load the model with an engine; `scratch` is the folder for accelerate's offloaded weights."""
     if engine == "greenroom":
         import greenroom
 
@@ -52,12 +52,15 @@ def load(engine: str, folder: str, args: argparse.Namespace, scratch: str) -> An
             device_map="auto", max_memory={"cpu": int(args.memory)}, offload_folder=scratch
         )
     elif name != "transformers":
-        raise SystemExit(f"unknown engine {engine!r}: greenroom, transformers[:...], accelerate")
+        raise SystemExit(
+            f"unknown engine {engine!r}: use greenroom, accelerate, transformers or"
+            " transformers:IMPLEMENTATION"
+        )
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
 
 
 class Passes:
-    """Prefill and decode with seeded random tokens."""
+    """Prefill and decode passes of a model with seeded random tokens."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.draw = model, torch.Generator().manual_seed(1)
@@ -86,7 +89,7 @@ class Passes:
 
 
 def counters(model: Any) -> Counter[str]:
-    """Greenroom's counters so far; empty for the others."""
+    """Greenroom's counters so far; empty for other engines."""
     if not hasattr(model, "greenroom"):
         return Counter()
     stats = model.greenroom.stats()

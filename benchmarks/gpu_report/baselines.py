@@ -30,7 +30,7 @@ class Experts:
 
     @classmethod
     def read(cls, tensors: dict[str, Tensor], experts: int, device: torch.device) -> Experts:
-        """From a layer's tensors, by their names behind `mlp.experts.`."""
+        """Stack a layer's expert tensors, given by their names after `mlp.experts.`."""
         ups = [torch.cat([tensors[f"{e}.gate_proj.weight"], tensors[f"{e}.up_proj.weight"]])
                for e in range(experts)]  # fmt: skip
         downs = [tensors[f"{e}.down_proj.weight"] for e in range(experts)]

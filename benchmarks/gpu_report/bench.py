@@ -1,4 +1,4 @@
-"""Times of the passes of one model on the device, with or without an expert cache."""
+"""Measure the passes of one model on the device, with or without an expert cache."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def plain_copy(device: torch.device, nbytes: int) -> float:
 
 
 def tier_copy(bench: Bench, greenroom: Greenroom) -> float:
-    """Bytes a second of experts that come from host memory, by the tier's own chunks and lanes."""
+    """Bytes a second of experts copied from host memory, by the driver's own transfers."""
     driver, start = greenroom.driver, time.perf_counter()
     before = driver.meter.links[1].nbytes
     for layer in range(len(bench.names)):
@@ -144,7 +144,10 @@ def tier_copy(bench: Bench, greenroom: Greenroom) -> float:
 
 
 def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]:
-    """A profiler's trace of a few tokens after `warm` passes, as a file, and where time went."""
+    """Profile a few tokens after `warm` passes, and write the profiler's trace to a file.
+
+    Return the longest operations on the host and on the device.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -123,14 +123,16 @@ class Cells:
         running = [subprocess.Popen([*command, str(n), str(count)]) for n in range(count)]
         codes = [each.wait(max(1.0, self._args.until - time.time())) for each in running]
         if any(codes):
-            raise RuntimeError(f"exit codes of the compiling processes: {codes}")
+            raise RuntimeError(f"compiling the kernels failed with exit codes {codes}")
         return {"processes": count, "seconds": time.perf_counter() - begin}
 
     def _sanitizer(self) -> dict[str, Any]:
         """One small step under compute-sanitizer."""
         tool = next(filter(None, map(shutil.which, SANITIZERS)), None)
         if tool is None or self._smoke:
-            raise NotHere("compute-sanitizer is not installed" if tool is None else "a rehearsal")
+            raise NotHere(
+                "compute-sanitizer is not installed" if tool is None else "a dry run (--smoke)"
+            )
         command = [tool, "--tool", "memcheck", sys.executable, str(FOLDER / "warm.py"), "small"]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         limit = max(1.0, min(SANITIZER_S, self._args.until - time.time()))
@@ -171,12 +173,14 @@ def row_of(
 
 
 def distance(kernel: Any, layer: Layer, x: Any, weights: Any, choice: Any) -> float:
-    """Relative distance of a step from eager; RuntimeError where it is wrong."""
+    """Relative distance of a step's result from eager; RuntimeError if it is above FAR."""
     got = whole_step(kernel, layer, x, weights, choice).double()
     want = whole_step(EagerKernel(), layer, x, weights, choice).double()
     relative = float((got - want).norm() / want.norm())
     if not relative <= FAR:
-        raise RuntimeError(f"{x.shape[0]} tokens: the result is {relative:.3g} from eager")
+        raise RuntimeError(
+            f"{x.shape[0]} tokens: the relative distance from eager is {relative:.3g}, above {FAR}"
+        )
     return relative
 
 

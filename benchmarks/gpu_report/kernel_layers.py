@@ -1,4 +1,4 @@
-"""A layer of random experts in slots on the device, in any encoding, and steps of it."""
+"""A layer of random experts in slots on the device, and steps of it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WARM, LIMIT_S, MOST = 3, 0.3, 30  # calls before any is timed; seconds and calls
 def missing() -> str:
     """The reason why this machine cannot be measured; empty where it can."""
     if not torch.cuda.is_available():
-        return "no CUDA device answers; --smoke is a rehearsal on a CPU"
+        return "no CUDA device answers: use a machine with a GPU, or --smoke for a dry run on a CPU"
     try:
         import greenroom.hf  # noqa: F401
     except Exception as error:  # one line, of Greenroom's own

@@ -43,11 +43,11 @@ def _head(rows: Rows) -> str:
         return "# A first run on a GPU"
     packages = ", ".join(f"{name} {v}" for name, v in machine["packages"].items() if v)
     gpu = machine.get("gpu", "no GPU")
-    rehearsal = "\n\n**A rehearsal on a CPU: none of these figures means anything.**"
+    dry_run = "\n\n**A dry run on a CPU: these figures mean nothing.**"
     return (
         f"# A first run on a GPU\n\n{gpu}, {machine['cores']} cores,"
         f" {machine['memory_bytes'] / 1e9:.0f} GB of host memory; commit {machine['commit']};"
-        f" Python {machine['python']}, {packages}" + (rehearsal if machine["smoke"] else "")
+        f" Python {machine['python']}, {packages}" + (dry_run if machine["smoke"] else "")
     )
 
 

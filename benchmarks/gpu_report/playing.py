@@ -29,10 +29,10 @@ def _request(shape: Shape, layers: int, passes: list[int]) -> Trace:
 
 
 def decoding(shape: Shape, layers: int, passes: int) -> Trace:
-    """So many passes: a prompt, then a token a pass."""
+    """A request of `passes` passes: a prompt, then one token a pass."""
     return _request(shape, layers, [PROMPT, *[1] * (passes - 1)])
 
 
 def prefill(shape: Shape, layers: int, tokens: int, block: int) -> Trace:
-    """A prompt in blocks of so many tokens."""
+    """A request with a prompt only, in blocks of `block` tokens."""
     return _request(shape, layers, [block] * (tokens // block))

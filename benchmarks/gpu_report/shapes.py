@@ -69,7 +69,7 @@ def tokens(smoke: bool) -> tuple[int, ...]:
 
 
 def fits(shape: Shape, encoding: str) -> bool:
-    """Whether an encoding's blocks divide a shape."""
+    """Check that an encoding's blocks divide the sizes of a shape."""
     sizes = shape.hidden, shape.inner
     return encoding != "fp8" or all(size % min(FP8_BLOCK, size) == 0 for size in sizes)
 

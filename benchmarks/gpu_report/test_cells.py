@@ -64,7 +64,7 @@ class Cells:
             print(output, flush=True)
             lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         if not lines:
-            raise RuntimeError((output.strip().splitlines() or ["pytest said nothing"])[-1])
+            raise RuntimeError((output.strip().splitlines() or ["pytest printed nothing"])[-1])
         test_counts = summed(
             [json.loads(line) for line in lines], code, time.perf_counter() - begin
         )

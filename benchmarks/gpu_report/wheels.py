@@ -79,11 +79,11 @@ def lacking(needs: Needs, have: str) -> list[str]:
 
 
 def pinned(names: Iterable[str]) -> list[str]:
-    """`name==version` of each, by the constraints; SystemExit where one is not there."""
+    """`name==version` of each package in constraints.txt; SystemExit if one is missing."""
     lines = (ROOT / "constraints.txt").read_text().split()
     versions_by_name = {canonicalize_name(line.split("==")[0]): line for line in lines}
     if missing := [name for name in names if name not in versions_by_name]:
-        raise SystemExit(f"constraints.txt has no version of {', '.join(missing)}")
+        raise SystemExit(f"constraints.txt pins no version of {', '.join(missing)}")
     return [versions_by_name[name] for name in names]
 
 

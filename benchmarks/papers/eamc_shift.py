@@ -24,7 +24,10 @@ POLICIES = {"LRU": "lru", "MoE-Infinity": "moe-infinity:matching=request"}
 
 
 def kinds(trace: Trace, number: int) -> dict[str, np.ndarray]:
-    """The requests of each kind that has at least twice that many, the commonest four kinds."""
+    """Requests of the commonest kinds, at most four, as indices by name.
+
+    A kind has at least twice `number` requests.
+    """
     label = np.array([text.split("/")[0] for text in trace.labels])
     common = [name for name, count in Counter(label.tolist()).most_common(4) if count >= 2 * number]
     return {name: np.flatnonzero(label == name) for name in common}

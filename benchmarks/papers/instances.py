@@ -44,7 +44,9 @@ def cruel(policy: Policy, layers: int, experts: int, rounds: int) -> Trace:
     k - layers + 1. UsageError for a policy that must know the trace, which is made as it goes.
     """
     if policy.needs_trace:
-        raise UsageError(f"policy {policy.name} must know the trace: none is cruel to it")
+        raise UsageError(
+            f"policy {policy.name} must know the trace in advance: use a policy that does not"
+        )
     slots = layers * experts - 1
     pieces = Pieces.unsplit([i * experts for i in range(layers + 1)], [1] * layers)
     cache = Cache(pieces, slots, policy)

@@ -60,8 +60,8 @@ def over_opt(trace: Trace, share: float, seed: int) -> dict[str, float]:
     return {name: misses(requests, trace, k, name, seed) / floor for name in ONLINE}
 
 
-def whole_recording(model: str, trace: Trace, tokens: int, seed: int) -> list[list[object]]:
-    """LLRU compared with LRU on the whole recording, in both orders."""
+def savings_rows(model: str, trace: Trace, tokens: int, seed: int) -> list[list[object]]:
+    """Table rows of the misses that LLRU saves against LRU, in both orders of requests."""
     rows = []
     for order in ("natural", "rounds"):
         requests, cells = stream(trace, order, tokens), []
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
     fig, panels = figure(2, len(args.models), 1.2 + 1.75 * len(args.models), 4.6)
     spread, long = [], []
     for column, (model, trace) in enumerate(recordings(args).items()):
-        long += whole_recording(model, trace, limit(args), args.seed)
+        long += savings_rows(model, trace, limit(args), args.seed)
         requests = some(trace, number, args.seed)
         for axes, (text, share) in zip(panels[:, column], SHARES.items(), strict=True):
             ratios = [over_opt(one, share, args.seed) for one in requests]

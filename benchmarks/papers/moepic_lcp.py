@@ -41,7 +41,7 @@ HALF_LIVES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 def hit_ratio(requests: Stream, trace: Trace, slots: int, name: str, seed: int) -> float:
-    """With so many slots in every layer."""
+    """Hit ratio of a policy with `slots` slots in every layer."""
     done = replay(
         requests, trace.offsets, slots * trace.layers, policy(name), scope="per-layer", seed=seed
     )
@@ -53,7 +53,7 @@ def sixths(trace: Trace) -> list[int]:
 
 
 def omega_of(tokens: float, rho: float = 0.25) -> str:
-    """LCP with that half-life; rho stays what it is by default."""
+    """The policy LCP with a half-life in tokens, and the decay factor rho."""
     return f"lcp:rho={rho},omega={max(tokens * log(1 / rho) / log(2), 1):.0f}"
 
 

@@ -35,7 +35,7 @@ def shape_of(trace: Trace) -> Shape:
 
 
 def token_by_token(trace: Trace) -> Trace:
-    """The same tokens, each a pass of an answer."""
+    """The recording with every token as a decode pass of its own."""
     return replace(
         trace,
         pass_starts=np.arange(trace.tokens + 1),

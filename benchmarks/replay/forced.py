@@ -32,13 +32,18 @@ def prepared(trace: Trace, layers: int, vocabulary: int) -> Trace:
     token is another one until the vocabulary is used up. UsageError where it does not fit.
     """
     if layers > trace.layers:
-        raise UsageError(f"the recording has {trace.layers} layers, the checkpoint {layers}")
+        raise UsageError(
+            f"the recording has {trace.layers} layers: too few for the checkpoint's {layers}"
+        )
     if trace.token_ids is None:
         ids = np.arange(trace.tokens) % vocabulary
     else:
         ids = np.unique(trace.token_ids, return_inverse=True)[1]
     if ids.max() >= vocabulary:
-        raise UsageError(f"{ids.max() + 1} different tokens, of a vocabulary of {vocabulary}")
+        raise UsageError(
+            f"the recording has {ids.max() + 1} different tokens: the checkpoint's vocabulary has"
+            f" {vocabulary}"
+        )
     weight = torch.tensor(1 / trace.top_k).bfloat16().item()  # what a model in bf16 makes of it
     return replace(
         trace,
@@ -92,10 +97,12 @@ def batched(trace: Trace, size: int) -> Trace:
     """Requests of equal length, so many at a time: a pass has the next token of each of them."""
     lengths = set(np.diff(trace.request_starts).tolist())
     if len(lengths) != 1:
-        raise UsageError("requests that are decoded together must be equally long")
+        raise UsageError(
+            f"the requests have {min(lengths)} to {max(lengths)} tokens: a batch needs one length"
+        )
     length, groups = lengths.pop(), trace.requests // size
     if not groups:
-        raise UsageError(f"{trace.requests} requests make no batch of {size}")
+        raise UsageError(f"the recording has {trace.requests} requests: a batch needs {size}")
     order = np.arange(groups * size * length).reshape(groups, size, length).transpose(0, 2, 1)
     order = order.ravel()
     assert trace.weights is not None
@@ -169,7 +176,9 @@ def forced(model: Any, trace: Trace, layers: Sequence[str] | None = None) -> Ite
     names = model_layers(model) if layers is None else layers
     blocks = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if len(blocks) != trace.layers:
-        raise UsageError(f"the model has {len(blocks)} layers, the recording {trace.layers}")
+        raise UsageError(
+            f"the model has {len(blocks)} MoE layers, the recording {trace.layers}: they must match"
+        )
     hooks = [
         block.gate.register_forward_hook(routing.listener(layer))
         for layer, block in enumerate(blocks)

@@ -129,7 +129,7 @@ class Rig:
                 driver.end_pass()
 
     def fill(self) -> None:
-        """Load every expert into a cache with a slot for each, or as many as it has slots."""
+        """Load every expert into the cache, or as many as it has slots."""
         driver, offsets = self.model.greenroom.driver, self.catalog.offsets
         with self._unpaced():
             for layer in range(len(offsets) - 1):
@@ -154,9 +154,11 @@ class Rig:
             return experts_s(nearly, routing, range(2, passes + 2))
 
     def latency(self, bandwidth: float, slots: int = 8, experts: int = 24) -> float:
-        """Seconds of a missing expert beyond its bytes' time on the link and a step without misses.
+        """Seconds of a missing expert beyond its transfer time and a step without misses.
 
-        Slots that were never written to do not count."""
+        The transfer time is its bytes over the link's bandwidth. Slots that were never written to
+        do not count.
+        """
         driver = self.attach(slots, bandwidth=bandwidth).driver
         missing, present = [], []
         for expert in range(experts):

@@ -1,4 +1,4 @@
-"""Decode with and without prefetching, at set ratios of transfer to compute and on the disk.
+"""Decode with and without prefetching, at set ratios of transfer to compute time.
 
     python benchmarks/replay/speed.py bench-data/olmoe-8 olmoe-1b-7b.npz --out speed.jsonl
     python benchmarks/replay/speed.py --report speed.jsonl      # the table once more

@@ -1,4 +1,4 @@
-"""What the smoke tests share: tiny recordings and checkpoints, made once a process."""
+"""Tiny recordings and checkpoints of the smoke tests, made once a process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "A wood in the north. The wind is cold, and the first snow falls upon the
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What command lines name in braces, but for `{out}` and `{pack}`."""
+    """Paths of the names in braces on command lines, without `{out}` and `{pack}`."""
     folder = tmp_path_factory.mktemp("inputs")
     (traces := folder / "traces").mkdir()
     data.write_recordings(traces)
@@ -35,7 +35,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def packed(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with experts in segments."""
+    """A pack of the checkpoint whose experts are split into segments."""
     folder = tmp_path_factory.mktemp("packs") / "pack"
     pack(str(inputs["model"]), folder, "same", segments=2)
     return folder

@@ -1,7 +1,7 @@
-"""Tiny inputs for the smoke tests: recordings in the published format, and a stand-in for a peer.
+"""Tiny inputs for the smoke tests: published recordings, and a substitute for llama-bench.
 
 Recordings have the demo model's shape (8 layers of 32 experts, top-4), so that every script can
-replay them: the simulated ones and those that force a model's routing.
+replay them: scripts that simulate, and scripts that force a model's routing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TOKENS = 66  # of a request: some scripts take requests of 64 and more only
 REQUESTS = 88  # of two kinds; the last 40 are a predictor's lessons in replays
 LLAMA_BENCH = """#!{python}
 import json, sys
-given = dict(zip(sys.argv[1:], sys.argv[2:]))
-repeats = int(given["-r"])
-rows = [(int(given["-p"]), 0), (0, int(given["-n"]))]
+options = dict(zip(sys.argv[1:], sys.argv[2:]))
+repeats = int(options["-r"])
+rows = [(int(options["-p"]), 0), (0, int(options["-n"]))]
 print(json.dumps([{{"n_prompt": p, "samples_ns": [10**8] * repeats}} for p, _ in rows]))
 """
 
@@ -52,7 +52,10 @@ def write_recording(path: Path, seed: int, *, prefill: bool = False, ids: bool =
 
 
 def write_recordings(folder: Path) -> None:
-    """One for each name; as published, one is of prompts, and only the first has token ids."""
+    """Write a recording for each name of MODELS.
+
+    As in the published ones, one is of prompts, and only the first has token ids.
+    """
     for seed, name in enumerate(MODELS):
         prefill = name.startswith("deepseek")
         write_recording(folder / f"{name}.npz", seed, prefill=prefill, ids=seed == 0)

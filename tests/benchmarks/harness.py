@@ -1,4 +1,4 @@
-"""Runs a script of `benchmarks/` as its command line does, in this process, and reads its output.
+"""Run a script of `benchmarks/` in this process, and check its output.
 
 Imports take seconds for each process, so scripts share one: each is executed as `__main__` with its
 own `sys.argv` and `sys.path`, and leaves no module of its folder behind.
@@ -24,7 +24,7 @@ NOT_FINITE = re.compile(r"(?<![\w.-])[+-]?(nan|inf|infinity)(?![\w.-])", re.IGNO
 
 
 def run(script: str, args: list[str]) -> int | str:
-    """The exit code, or the line that the script ends with."""
+    """Run a script; return its exit code or the message that it ends with."""
     path = FOLDER / script
     with as_program(path, args):
         try:
@@ -38,7 +38,7 @@ def run(script: str, args: list[str]) -> int | str:
 
 @contextmanager
 def as_program(path: Path, args: list[str]) -> Iterator[None]:
-    """Arguments, path, environment and threads of a program of its own; all as before after it."""
+    """Context with the arguments, path, environment and threads of a separate program."""
     argv, places, environment = sys.argv, list(sys.path), dict(os.environ)
     threads, modules = torch.get_num_threads(), set(sys.modules)
     sys.argv = [str(path), *args]
@@ -59,7 +59,7 @@ def as_program(path: Path, args: list[str]) -> Iterator[None]:
 
 
 def check_table(text: str, columns: tuple[str, ...]) -> None:
-    """Some line names the columns in this order, and figures follow it."""
+    """Check that a line names the columns in this order, and figures follow it."""
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if _has(line, columns):
@@ -81,31 +81,31 @@ def _has(line: str, columns: tuple[str, ...]) -> bool:
 
 def _rows(lines: list[str]) -> list[str]:
     """The rows of a table: lines up to an empty one, without the rule under the header."""
-    found: list[str] = []
+    table_rows: list[str] = []
     for line in lines:
         if set(line) <= set("|-: "):
-            if found and not line.strip():
+            if table_rows and not line.strip():
                 break
             continue
-        found.append(line)
-    return found
+        table_rows.append(line)
+    return table_rows
 
 
 def check_text(text: str, phrases: tuple[str, ...]) -> None:
-    """Each phrase stands in a line with a figure."""
+    """Check that each phrase stands in a line with a figure."""
     lines = [line for line in text.splitlines() if re.search(r"\d", line)]
     missing = [phrase for phrase in phrases if not any(phrase in line for line in lines)]
     assert not missing, f"{missing} not in {text!r}"
 
 
 def check_json(text: str, columns: tuple[str, ...]) -> None:
-    """The last object of JSON has these keys."""
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    assert found, f"no object in {text!r}"
-    assert set(columns) <= set(found[-1]), found[-1]
+    """Check that the last JSON object has these keys."""
+    objects = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert objects, f"no object in {text!r}"
+    assert set(columns) <= set(objects[-1]), objects[-1]
 
 
 def check_finite(text: str) -> None:
-    """No figure is infinite or undefined."""
+    """Check that no figure is infinite or undefined."""
     wrong = [line for line in text.splitlines() if NOT_FINITE.search(line)]
     assert not wrong, wrong

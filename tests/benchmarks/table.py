@@ -1,8 +1,8 @@
 """The smoke table: for every script of `benchmarks/` a command line that ends within seconds.
 
 In arguments `{traces}` is a folder of recordings, `{recording}` one of them, `{root}` a folder of
-tiny checkpoints, `{model}` one of those, `{pack}` the same in segments, `{llama}` a stand-in for
-llama-bench, `{text}` a text file and `{out}` an empty folder.
+tiny checkpoints, `{model}` one of those, `{pack}` a pack with split experts, `{llama}` a substitute
+for llama-bench, `{text}` a text file and `{out}` an empty folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MATPLOTLIB, LIBCACHESIM = "matplotlib", "libcachesim"
 
 @dataclass(frozen=True)
 class Row:
-    """A command line, and the names that its output must show above rows of finite figures.
+    """A script's command line, and the columns that its output must have.
 
     `needs` is a package that the script cannot do without, `writes` are files below `{out}`.
     `kind` says how figures are shown: in tables, in sentences, as objects of JSON, or in files.
@@ -32,8 +32,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        words = [word for word in self.args.split() if not word.startswith(("{", "-"))]
-        return f"{self.script}-{words[0]}" if self.script in MANY and words else self.script
+        names = [arg for arg in self.args.split() if not arg.startswith(("{", "-"))]
+        return f"{self.script}-{names[0]}" if self.script in MANY and names else self.script
 
 
 MANY = ("worker.py", "serve.py", "precision.py", "kernels.py", "plan.py")
@@ -47,8 +47,8 @@ def _paper(name: str, columns: tuple[str, ...], args: str = "", *, drawn: bool =
     """A script of `papers/`, which writes a table and mostly a figure of its name."""
     stem = name.replace("_", "-")
     writes = (f"{stem}.md", f"{stem}.svg", f"{stem}.png") if drawn else (f"{stem}.md",)
-    given = f"{PAPER if name in ('llru_zipf', 'llru_bounds') else RECORDED} {args}"
-    return Row(f"papers/{name}.py", given, columns, MATPLOTLIB, writes)
+    options = f"{PAPER if name in ('llru_zipf', 'llru_bounds') else RECORDED} {args}"
+    return Row(f"papers/{name}.py", options, columns, MATPLOTLIB, writes)
 
 
 ROWS = (

@@ -33,8 +33,8 @@ def test_a_cache_for_each_layer_misses_for_ever_where_a_shared_one_does_not(name
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "llru"])
 @pytest.mark.parametrize(("layers", "experts"), [(1, 4), (3, 2), (4, 5)])
-def test_a_policy_misses_every_round_that_is_cruel_to_it(name, layers, experts):
-    """Theorem 3.2, with what the first rounds cost set apart."""
+def test_a_policy_misses_every_round_of_a_trace_made_against_it(name, layers, experts):
+    """Theorem 3.2; the misses of the first rounds are allowed for."""
     k, rounds = layers * experts - 1, 600
     trace = instances.cruel(policy(name), layers, experts, rounds)
     changed = (np.diff(trace.experts[..., 0].astype(int), axis=0) != 0).sum(axis=1)
@@ -43,14 +43,14 @@ def test_a_policy_misses_every_round_that_is_cruel_to_it(name, layers, experts):
     assert opt(trace, k) <= k + 1 + rounds / (k - layers + 1)
 
 
-def test_what_is_cruel_to_one_policy_depends_on_it():
-    made = [instances.cruel(policy(name), 3, 4, 50).experts for name in ("lru", "llru", "lfu")]
-    assert any((made[0] != other).any() for other in made[1:])
+def test_traces_made_against_different_policies_differ():
+    traces = [instances.cruel(policy(name), 3, 4, 50).experts for name in ("lru", "llru", "lfu")]
+    assert any((traces[0] != other).any() for other in traces[1:])
     again = instances.cruel(policy("lru"), 3, 4, 50).experts
-    np.testing.assert_array_equal(made[0], again)
+    np.testing.assert_array_equal(traces[0], again)
 
 
-def test_a_policy_that_must_know_the_trace_has_no_cruel_one():
+def test_no_trace_can_be_made_against_a_policy_that_knows_it():
     with pytest.raises(UsageError, match="opt must know the trace"):
         instances.cruel(policy("opt"), 2, 2, 5)
 
@@ -66,19 +66,19 @@ def test_lru_misses_every_request_where_all_layers_cycle(layers, experts):
 
 
 @pytest.mark.parametrize("name", ["lru", "marking"])
-def test_uniform_requests_cost_any_policy_what_the_theorem_says(name):
+def test_misses_of_uniform_requests_keep_the_bounds_of_the_theorem(name):
     """Theorem 3.4: misses >= rounds / n, and their ratio to OPT's >= max(H_n, log(l) / 6n)."""
     layers, experts, rounds = 4, 3, 20_000
     trace = instances.uniform(layers, experts, rounds, seed=2)
     k = layers * experts - 1
-    found, floor = misses(trace, name, k), opt(trace, k)
-    assert found >= 0.97 * rounds / experts
+    missed, floor = misses(trace, name, k), opt(trace, k)
+    assert missed >= 0.97 * rounds / experts
     expected = instances.expected_cover_time(experts, layers)
     assert 0.97 * rounds / expected <= floor <= 1.03 * rounds / (expected - 1)
-    assert found / floor >= instances.cover_bound(experts, layers) / experts
+    assert missed / floor >= instances.cover_bound(experts, layers) / experts
 
 
-def test_with_one_layer_marking_is_below_the_theorem():
+def test_with_one_layer_marking_misses_less_than_the_bound():
     """n = k + 1 pages and no layers: Marking's ratio is H_k (Fiat et al.), which is less than H_n:
     the request that ends a block of the proof begins the next one too."""
     trace = instances.uniform(1, 4, 40_000, seed=3)
@@ -97,7 +97,7 @@ def slow_cover_time(coupons, collectors, random):
 
 
 @pytest.mark.parametrize(("coupons", "collectors"), [(1, 3), (2, 1), (2, 40), (5, 7)])
-def test_cover_times_are_those_of_collectors_that_draw(coupons, collectors):
+def test_cover_times_equal_those_of_simulated_collectors(coupons, collectors):
     random = np.random.default_rng(1)
     drawn = [slow_cover_time(coupons, collectors, random) for _ in range(600)]
     exact = instances.expected_cover_time(coupons, collectors)
@@ -107,7 +107,7 @@ def test_cover_times_are_those_of_collectors_that_draw(coupons, collectors):
     assert np.std(quick) == pytest.approx(np.std(drawn), rel=0.15, abs=1e-9)
 
 
-def test_expected_cover_times_worked_by_hand():
+def test_expected_cover_times_equal_hand_computed_ones():
     assert instances.expected_cover_time(1, 9) == pytest.approx(1)
     assert instances.expected_cover_time(6, 1) == pytest.approx(
         6 * (1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5 + 1 / 6)
@@ -118,7 +118,7 @@ def test_expected_cover_times_worked_by_hand():
 
 @pytest.mark.parametrize("coupons", [2, 3, 8, 64])
 @pytest.mark.parametrize("collectors", [1, 2, 100, 10**6])
-def test_the_bound_holds(coupons, collectors):
+def test_expected_cover_times_are_at_least_the_bound(coupons, collectors):
     """Theorem 3.5."""
     exact = instances.expected_cover_time(coupons, collectors)
     assert exact >= instances.cover_bound(coupons, collectors) * (1 - 1e-12)

@@ -1,5 +1,4 @@
-"""The replays' own parts: the ablation's variants do what their names say; a token's experts take
-time of their own."""
+"""Variants of the ablation schedule as named, and a replay measures the time of experts."""
 
 from __future__ import annotations
 
@@ -26,9 +25,10 @@ def replay_module(name: str) -> Any:
 
 
 def play(scheduler: Scheduler, number: int, experts: list[int]) -> tuple[list[list[int]], int]:
-    """The groups that a step is computed in, and the most experts that were on their way at once.
+    """Play one step of a scheduler, and record what it does.
 
-    A chunk lands only when there is nothing to compute.
+    Return the expert groups, and the largest number of experts in transfer at once. A chunk lands
+    only when there is nothing to compute.
     """
     groups: list[list[int]] = []
     moving: list[StartChunk] = []
@@ -55,7 +55,7 @@ def play(scheduler: Scheduler, number: int, experts: list[int]) -> tuple[list[li
     ],
     ids=["base", "preemption", "reordering"],
 )
-def test_variants_of_the_ablation(
+def test_ablation_variants_group_and_start_experts_as_named(
     early: bool, reorder: bool, groups: list[list[int]], most: int
 ) -> None:
     ablated = replay_module("ablation").Ablated
@@ -67,7 +67,7 @@ def test_variants_of_the_ablation(
 
 
 @pytest.mark.bench_smoke
-def test_experts_take_a_part_of_a_token(inputs: dict[str, Path]) -> None:
+def test_experts_take_a_part_of_the_time_of_a_token(inputs: dict[str, Path]) -> None:
     rig = replay_module("rig").Rig(Path("demo"), inputs["recording"])
     token, experts, one = rig.resident(passes=4)
     assert 0 < one < experts < token

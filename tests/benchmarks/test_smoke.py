@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.bench_smoke, pytest.mark.timeout(600)]
 
 
 def command(row: Row, inputs: dict[str, Path], request: pytest.FixtureRequest) -> list[str]:
-    """The row's arguments with what braces stand for."""
-    given = {**inputs, "out": request.getfixturevalue("tmp_path")}
+    """The row's arguments, with paths for the names in braces."""
+    paths = {**inputs, "out": request.getfixturevalue("tmp_path")}
     if "{pack}" in row.args:
-        given["pack"] = request.getfixturevalue("packed")
-    return [word.format_map(given) for word in row.args.split()]
+        paths["pack"] = request.getfixturevalue("packed")
+    return [arg.format_map(paths) for arg in row.args.split()]
 
 
 def cgroups() -> bool:
@@ -38,7 +38,7 @@ def cgroups() -> bool:
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=f"{n}-{r.name}") for n, r in enumerate(ROWS)])
-def test_a_script_runs(
+def test_a_script_prints_finite_figures_and_writes_its_files(
     row: Row, inputs: dict[str, Path], request: pytest.FixtureRequest, capfd: pytest.CaptureFixture
 ) -> None:
     args = command(row, inputs, request)
@@ -65,7 +65,7 @@ def test_a_script_runs(
 
 
 @pytest.mark.parametrize("needs", [MATPLOTLIB, LIBCACHESIM])
-def test_a_missing_package_is_said_in_a_line(
+def test_a_missing_package_is_named_in_one_line(
     needs: str, inputs: dict[str, Path], request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

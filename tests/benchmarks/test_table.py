@@ -1,4 +1,4 @@
-"""The smoke table has every script, and what reads its output notices what is wrong."""
+"""The smoke table has every script, and the checks of the output refuse wrong output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_script_is_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize("text", ["| a | b |\n|---|---|\n| x | 1 |", "a  b\n-  -\nx  1\n\nmore"])
-def test_a_table_is_found(text: str) -> None:
+def test_a_table_with_its_columns_and_figures_is_accepted(text: str) -> None:
     check_table(text, ("a", "b"))
 
 
@@ -38,17 +38,17 @@ def test_a_table_without_its_columns_or_figures_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["| nan |", "1.0 (nan to nan)", "x inf", "-inf", '{"a": NaN}'])
-def test_what_is_not_finite_is_refused(text: str) -> None:
+def test_text_with_an_infinite_or_undefined_figure_is_refused(text: str) -> None:
     with pytest.raises(AssertionError):
         check_finite(text)
 
 
 @pytest.mark.parametrize("text", ["information about a nanosecond", "| 1e3 | a-inf-b |"])
-def test_words_are_no_figures(text: str) -> None:
+def test_letters_of_nan_and_inf_within_a_word_are_accepted(text: str) -> None:
     check_finite(text)
 
 
-def test_objects_need_their_keys() -> None:
+def test_a_json_object_without_its_keys_is_refused() -> None:
     check_json('text\n{"a": 1, "b": 2}', ("a",))
     with pytest.raises(AssertionError):
         check_json('{"a": 1}', ("b",))

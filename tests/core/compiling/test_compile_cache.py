@@ -53,7 +53,7 @@ def test_what_is_compiled_once_is_found(compile_folder: Path) -> None:
     assert len(files(compile_folder)) == 3
 
 
-def test_options_and_levels_tell_versions_apart(compile_folder: Path) -> None:
+def test_compiled_code_with_other_options_is_stored_separately(compile_folder: Path) -> None:
     first = jit(power(2))
     first(3)
     other = jit(power(2), error_model="numpy")

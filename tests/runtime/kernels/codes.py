@@ -1,4 +1,4 @@
-"""Encoded experts of any bytes: what a reference tool would write is only some of them."""
+"""Encoded experts of any bytes, of which a reference tool writes only some."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GGML = (*HALVES, "gguf_mxfp4")
 
 @dataclass(frozen=True)
 class Style:
-    """An encoding with the type of its scales and the block of weights that shares a scale."""
+    """An encoding, the type of its scales and the weights that share one."""
 
     name: str
     scales: str = ""
@@ -80,7 +80,7 @@ def tensors_of(
 
 
 class Coded:
-    """Experts of a module, encoded and as their decoder expands them, in slots of equal numbers."""
+    """Experts of a module, encoded and expanded, in slots with the same numbers."""
 
     def __init__(
         self,

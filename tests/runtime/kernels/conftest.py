@@ -1,4 +1,4 @@
-"""One thread, so that a busy machine does not make OpenMP's teams wait for each other."""
+"""Run these tests with one thread: OpenMP threads wait long on a busy machine."""
 
 from __future__ import annotations
 

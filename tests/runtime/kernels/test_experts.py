@@ -181,6 +181,6 @@ def test_nan_and_infinity_propagate_as_in_eager(family, dtype, bad):
     assert torch.equal(got.isinf(), want.isinf())
 
 
-def test_an_unknown_kernel_lists_the_known_ones():
+def test_the_error_for_an_unknown_kernel_lists_all_kernels():
     with pytest.raises(UnknownName, match="eager, numba"):
         make_kernel("cuda")

@@ -27,13 +27,13 @@ def compile_folder(tmp_path, monkeypatch):
     return folder()
 
 
-def test_all_is_compiled_and_cached_without_torch():
-    """Into the folder that other tests use: they need the same kernels."""
+def test_all_kernels_are_compiled_and_cached_without_torch():
+    """The compile cache is the one of other tests, which need the same kernels."""
     subprocess.run([sys.executable, "-c", NO_TORCH], check=True)
     assert precompile._marker("bfloat16").exists()
     subprocess.run(
         [sys.executable, "-c", NO_COMPILER + NO_TORCH], check=True
-    )  # nothing is made again
+    )  # nothing is compiled again
 
 
 class Child:
@@ -51,7 +51,7 @@ class Child:
         self.calls.append("killed")
 
 
-def test_begun_once_where_it_is_needed(compile_folder, monkeypatch):
+def test_the_compiling_process_starts_once_and_only_if_needed(compile_folder, monkeypatch):
     started: list[Child] = []
 
     def popen(command: list[str], **options: object) -> Child:
@@ -82,7 +82,7 @@ def test_begun_once_where_it_is_needed(compile_folder, monkeypatch):
     assert len(started) == 2
 
 
-def test_another_source_is_another_marker(compile_folder, monkeypatch):
+def test_a_changed_source_changes_the_marker(compile_folder, monkeypatch):
     before = precompile._marker("bfloat16")
     monkeypatch.setattr(precompile, "_sources", lambda: "another")
     assert precompile._marker("bfloat16") != before

@@ -16,7 +16,7 @@ from greenroom.runtime.kernels.routing import Routing
         lambda shape: arrays(np.int64, shape, elements=st.integers(0, 6))
     )
 )
-def test_rows_come_in_the_order_eager_takes_them(index):
+def test_rows_have_the_order_of_the_eager_forward(index):
     routing, experts = Routing.of(index, 6), []
     for expert in range(6):
         k, t = torch.where(expert == torch.from_numpy(index).T)
@@ -32,7 +32,7 @@ def test_rows_come_in_the_order_eager_takes_them(index):
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
-def test_rows_and_weights_are_those_that_a_trace_would_tell(tokens, top_k, seed):
+def test_row_counts_and_weights_equal_those_of_a_trace(tokens, top_k, seed):
     random = np.random.default_rng(seed)
     index = np.argsort(random.random((tokens, 7)), axis=1)[:, :top_k]
     weights = random.random((tokens, top_k)).astype(np.float32)

@@ -35,14 +35,14 @@ def widths(*args: str, name: str = "", without: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.process
-def test_widths_on_either_side_of_whole_vectors() -> None:
+def test_kernels_read_nothing_beyond_rows_near_whole_vectors() -> None:
     widths()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("which", SETS)
-def test_every_width(which: str) -> None:
+def test_kernels_read_nothing_beyond_rows_of_every_width(which: str) -> None:
     name, without = SETS[which]
     if name and not HOST.get("avx512vnni" if name == "icelake-server" else "avx2"):
         pytest.skip("not a processor that has these instructions")

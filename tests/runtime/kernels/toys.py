@@ -144,7 +144,10 @@ def compute(
     weights: Tensor,
     groups: Iterable[list[int]] | None = None,
 ) -> Tensor:
-    """A whole step; `groups` lists positions in the step's experts, all in one by default."""
+    """Compute a step of an MoE layer.
+
+    `groups` lists positions in the step's experts; by default all are one group.
+    """
     routing = Routing.of(index.numpy(), layer.num_experts)
     step = kernel.begin(layer, x, routing, weights)
     for group in [range(len(routing.experts))] if groups is None else groups:

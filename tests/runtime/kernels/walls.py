@@ -1,4 +1,4 @@
-"""Memory that ends where a page begins which nobody may touch, filled with what is no number.
+"""Memory filled with NaN that ends at a page without access.
 
 A kernel that reads beyond a row's last element crashes, or takes a NaN.
 """
@@ -23,7 +23,10 @@ _empty = torch.empty
 
 
 def walled(nbytes: int, at_end: bool = True) -> NDArray[np.uint8]:
-    """Bytes of NaN between two forbidden pages, that touch the one behind (or the one before)."""
+    """Memory of NaN between two forbidden pages.
+
+    The memory ends at the second page (`at_end`) or begins after the first one.
+    """
     pages = -(-nbytes // PAGE)
     memory = np.frombuffer(mmap.mmap(-1, (pages + 2) * PAGE), np.uint8)
     memory[PAGE:-PAGE] = NAN
@@ -46,7 +49,7 @@ def moved(tensor: Tensor, at_end: bool = True) -> Tensor:
 
 
 def nan_memory(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """torch.empty, filled with NaN: what was never written is no number."""
+    """torch.empty, filled with NaN, so that reads of unwritten memory show."""
     out = _empty(*shape, dtype=dtype, **options)
     if not out.is_meta and out.is_contiguous():
         out.view(-1).view(torch.uint8).fill_(NAN)

@@ -133,7 +133,7 @@ class NanFused(_Nan, CpuKernel):
 def of_experts(
     style: Style, hidden: int, inner: int, tokens: Sequence[int] = TOKENS
 ) -> Iterator[Case]:
-    """A whole step with encoded experts, by both kernels."""
+    """A step of an MoE layer with encoded experts, by both kernels."""
     module = experts("qwen3_moe", torch.bfloat16, hidden, inner)
     for key in ("down_proj", "gate_up_proj"):  # its shape alone is of use
         setattr(module, key, nn.Parameter(getattr(module, key), requires_grad=False))
@@ -153,7 +153,7 @@ def of_experts(
 
 
 def of_plain_experts(family: str, dtype: torch.dtype, hidden: int, inner: int) -> Iterator[Case]:
-    """A whole step with plain experts."""
+    """A step of an MoE layer with plain experts."""
     module = experts(family, dtype, hidden, inner)
     layer, places = layer_of(module, slots=WalledSlots)
     for count in TOKENS:
@@ -217,7 +217,7 @@ def of_stored(style: Style, width: int, outputs: int = 70) -> Iterator[Case]:
 
 
 def _forget() -> None:
-    """Have what one product leaves in its memory be no help to the next."""
+    """Overwrite the memory that one product leaves, so that the next cannot use it."""
     memory = getattr(stored._local, "memory", None)
     if memory is not None:
         memory.fill_(0xFF)
@@ -241,7 +241,7 @@ def of_attention(one: OneTokenAttention, tokens: int) -> Iterator[Case]:
     x = moved(torch.randn(1, 1, one.hidden).to(one.dtype))
     positions = tuple(moved(torch.randn(1, 1, one.width).to(one.dtype)) for _ in range(2))
     one._reserve = lambda cache, layer: KeyValueView(keys, values, tokens)
-    cache = attention._Remembered(*before)
+    cache = attention._TrialCache(*before)
     want = one.original(one.module, x, positions, None, cache)[0]
     yield (
         f"attention {str(one.dtype)[6:]} {tokens} tokens",

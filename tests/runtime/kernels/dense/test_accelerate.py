@@ -1,4 +1,4 @@
-"""Compiled dense layers: near torch's, only where they fit, and gone without a trace."""
+"""Compiled dense layers are near torch's, for supported inputs only, and removable."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_swaps_what_it_knows_and_puts_it_back(dtype):
+def test_eligible_modules_have_compiled_forwards_until_detach(dtype):
     model = Toy(dtype)
     small, large = torch.randn(1, 3, 72).to(dtype), torch.randn(2, 9, 72).to(dtype)
     expected = [model(small), model(large)]
@@ -99,7 +99,7 @@ def test_norms_are_distinguished_by_their_results(kind, dtype):
     assert near(module(x), expected)
 
 
-def test_what_does_not_fit_runs_as_before():
+def test_unsupported_inputs_use_the_original_forward():
     module = nn.Linear(64, 8, bias=False).bfloat16()
     plain = nn.Linear(64, 8, bias=False).bfloat16()
     plain.load_state_dict(module.state_dict())
@@ -120,7 +120,7 @@ def test_what_does_not_fit_runs_as_before():
         assert module(x).grad_fn is not None
 
 
-def test_modules_without_memory_in_float32_or_with_hooks_are_left_alone():
+def test_meta_float32_and_hooked_modules_get_no_compiled_forward():
     with torch.device("meta"):
         assert accelerate(nn.Linear(8, 8)).counts == {}
     assert accelerate(nn.Linear(8, 8)).counts == {}  # float32
@@ -129,7 +129,7 @@ def test_modules_without_memory_in_float32_or_with_hooks_are_left_alone():
     assert accelerate(hooked).counts == {}
 
 
-def test_many_calls_from_many_threads_agree():
+def test_calls_from_many_threads_give_the_same_bits():
     """Every thread has its own OpenMP team; nothing is shared but the weights."""
     torch.set_num_threads(2)
     module = nn.Linear(512, 600, bias=False).bfloat16()
@@ -151,7 +151,7 @@ def test_many_calls_from_many_threads_agree():
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_several_rows_have_the_bits_of_each_alone(dtype, rows):
+def test_several_rows_have_the_bits_of_single_rows(dtype, rows):
     model = Toy(dtype)
     done = accelerate(model)
     for layer, width in ((model.plain, 72), (model.biased, 130)):

@@ -83,7 +83,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FITTING)
-def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
+def test_attention_is_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
     module = make(*FITTING[name], dtype)
     exact = copy.deepcopy(module).double()
     for tokens in (1, 30, 300):
@@ -107,7 +107,7 @@ def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
 @pytest.mark.parametrize(
     "room", [append_token, lambda cache, layer: None], ids=["in place", "copied"]
 )
-def test_the_cache_holds_what_torch_would_have_put_there(room):
+def test_the_kv_cache_gets_the_keys_and_values_of_torch(room):
     module = make(*FITTING["qwen3_moe"])
     x, positions, cache = inputs(module, 5, torch.bfloat16)
     theirs = copy.deepcopy(cache)
@@ -126,7 +126,7 @@ def test_the_cache_holds_what_torch_would_have_put_there(room):
     assert torch.equal(cache.layers[1].keys[:, :, :5], theirs.layers[1].keys[:, :, :5])
 
 
-def test_threads_change_no_bit():
+def test_the_number_of_threads_changes_no_bit():
     module = make(Qwen3MoeAttention, Qwen3MoeConfig(**SHAPE, head_dim=64))
     x, positions, cache = inputs(module, 200, torch.bfloat16)
     accelerate(module, append_token)
@@ -139,7 +139,7 @@ def test_threads_change_no_bit():
 
 
 class Capped(Qwen3MoeAttention):
-    """Scores as some models cap them: no attribute tells."""
+    """An attention that caps its scores, which no attribute shows."""
 
     def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **_):
         shape = (1, hidden_states.shape[1], -1, self.head_dim)
@@ -169,12 +169,12 @@ def test_a_class_that_computes_otherwise_keeps_its_own_forward():
         (OlmoeAttention, OlmoeConfig(**SHAPE)),  # norms of all heads together
     ],
 )
-def test_other_kinds_are_left_alone(cls, config):
+def test_unsupported_attention_classes_get_no_compiled_forward(cls, config):
     done = accelerate(make(cls, config), append_token)
     assert "attention" not in done.counts
 
 
-def test_calls_that_do_not_fit_run_as_before():
+def test_unsupported_calls_use_the_forward_of_the_class():
     module = make(*FITTING["qwen3_moe"])
     cases = {}
     x, positions, cache = inputs(module, 9, torch.bfloat16)
@@ -208,7 +208,7 @@ def test_calls_that_do_not_fit_run_as_before():
     assert "forward" not in vars(module)
 
 
-def test_only_the_common_parts_fit():
+def test_a_module_with_other_parts_is_no_common_attention():
     module = make(*FITTING["qwen3_moe"])
     assert is_common_attention(module)
     module.register_buffer("more", torch.zeros(1))

@@ -70,7 +70,7 @@ def other_part(parent: nn.Sequential) -> Iterator[None]:
     ],
     ids=["hook", "pre-hook", "all", "all, pre", "weight", "forward", "part"],
 )
-def test_a_change_shows_as_long_as_it_lasts(change: Callable[[nn.Module], Any]) -> None:
+def test_a_module_check_fails_while_a_module_is_changed(change: Callable[[nn.Module], Any]) -> None:
     parent, check = make_check()
     assert check.passes()
     with change(parent):
@@ -78,7 +78,7 @@ def test_a_change_shows_as_long_as_it_lasts(change: Callable[[nn.Module], Any]) 
     assert check.passes()
 
 
-def test_weights_may_change_in_place() -> None:
+def test_a_module_check_passes_after_weights_change_in_place() -> None:
     parent, check = make_check()
     with torch.no_grad():
         parent[0].weight.zero_()

@@ -68,7 +68,7 @@ class Uncached(Layer):
 
 
 class Configured(Layer):
-    """Its block wants more than the hidden state."""
+    """A layer whose block has a second input besides the hidden state."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         hidden_states = hidden_states + self.attend(hidden_states, **kwargs)
@@ -84,7 +84,7 @@ def find(layer: nn.Module) -> Any:
     return find_sublayers(layer, "look", {"before", "after"}, HIDDEN, DTYPE)
 
 
-def test_the_common_kind_and_nothing_changed():
+def test_sublayers_of_a_common_layer_are_found_without_changing_it():
     layer = Layer()
     before = dict(vars(layer)), dict(layer._modules)
     assert find(layer) == ("before", "after", "think")
@@ -96,7 +96,7 @@ def test_the_common_kind_and_nothing_changed():
 @pytest.mark.parametrize(
     "kind", [Scaled, Clamped, Parallel, InFloat, Tuple, Masked, Uncached, Configured, Demanding]
 )
-def test_other_layers(kind):
+def test_layers_that_compute_otherwise_do_not_match(kind):
     assert find(kind()) is None
 
 
@@ -143,12 +143,12 @@ class Jittered(Block):
         return super().forward(x * 1.01)
 
 
-def test_blocks_of_a_router_and_experts():
+def test_the_router_of_a_plain_moe_block_is_found():
     assert find_router(Block(), "many", HIDDEN, DTYPE) == ("door", (1, HIDDEN))
     assert find_router(Deep(), "many", HIDDEN, DTYPE) == ("door", (1, 1, HIDDEN))
     assert find_router(Block(), "door", HIDDEN, DTYPE) is None
 
 
 @pytest.mark.parametrize("kind", [Shared, Doubled, Weighted, Sorted, Jittered])
-def test_other_blocks(kind):
+def test_blocks_that_compute_otherwise_do_not_match(kind):
     assert find_router(kind(), "many", HIDDEN, DTYPE) is None

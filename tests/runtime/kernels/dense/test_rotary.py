@@ -1,4 +1,4 @@
-"""Tables of positions have the bits of single positions, and what depends on lengths has none."""
+"""Rotary tables have the bits of single positions; unsupported modules get no tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 4.0}, YARN], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_position_has_the_bits_of_the_module(rope, dtype):
+def test_looked_up_positions_have_the_bits_of_the_module(rope, dtype):
     module = rotary(**rope)
     ours = RotaryTables.of(module, {dtype})
     assert ours is not None
@@ -52,7 +52,7 @@ def test_a_position_has_the_bits_of_the_module(rope, dtype):
     assert len(ours._tables) == TABLES  # older tables are dropped
 
 
-def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch):
+def test_the_module_computes_calls_that_tables_do_not_support(monkeypatch):
     module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
@@ -76,46 +76,46 @@ def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch
 
 
 class Odd(Qwen3MoeRotaryEmbedding):
-    """A single position is not what it is among others."""
+    """A rotary embedding whose result for one position differs from that among others."""
 
     def forward(self, x, position_ids):
         cos, sin = super().forward(x, position_ids)
         return cos + (position_ids.numel() == 1), sin
 
 
-def test_who_has_no_tables():
+def test_unsupported_rotary_modules_get_no_tables():
     dynamic = rotary(rope_type="dynamic", factor=2.0)
     assert RotaryTables.of(dynamic, {torch.bfloat16}) is None
     odd = rotary()
     odd.__class__ = Odd
     assert RotaryTables.of(odd, {torch.bfloat16}) is None
     assert RotaryTables.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
-    odd.__class__ = torch.nn.Identity  # what it returns is another thing
+    odd.__class__ = torch.nn.Identity  # it returns one tensor, not two
     assert RotaryTables.of(odd, {torch.bfloat16}) is None
 
 
-def test_a_kind_for_each_type_of_layer_is_the_module_s():
+def test_a_rope_type_per_layer_type_gets_no_tables():
     module = MellumRotaryEmbedding(MellumConfig())
     assert isinstance(module.rope_type, dict)
     assert RotaryTables.of(module, {torch.bfloat16}) is None
 
 
-def test_threads_add_tables_side_by_side():
+def test_threads_can_add_tables_at_the_same_time():
     module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x = torch.zeros(1, 1, 8).bfloat16()
 
-    def ask(seed: int) -> bool:
+    def look_up(seed: int) -> bool:
         starts = torch.randperm(60, generator=torch.Generator().manual_seed(seed)) * ROWS
         with torch.no_grad():
             return all(equal(module, ours, x, start.view(1, 1)) for start in starts)
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, range(4)))
+        assert all(pool.map(look_up, range(4)))
     assert len(ours._tables) == TABLES
 
 
-def test_what_was_made_in_inference_mode_serves_outside():
+def test_tables_made_in_inference_mode_can_be_used_outside():
     module = rotary()
     ours = RotaryTables.of(module, {torch.bfloat16})
     x, ids = torch.zeros(1, 1, 8).bfloat16(), torch.tensor([[900]])

@@ -53,7 +53,7 @@ def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
         (MixtralTopKRouter, MixtralConfig(hidden_size=HIDDEN)),
     ],
 )
-def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
+def test_ids_and_weights_equal_those_of_the_module(cls, config, dtype, monkeypatch):
     module = router_of(cls, config, dtype)
     ours, by_torch = CompiledRouter.of(module, ONE, dtype), []
     assert ours is not None
@@ -86,7 +86,7 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
+def test_equal_scores_and_nan_are_ordered_as_by_torch(compiled, monkeypatch) -> None:
     """Ties for the last place. The products are exact here, so they equal torch's."""
     if not compiled:
         monkeypatch.setattr(ties, "is_supported", lambda number, top_k: False)
@@ -113,7 +113,7 @@ def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("experts", "top_k"), [(64, 8), (128, 8), (60, 4), (512, 10), (8, 2), (5, 3), (3, 1), (72, 17)]
 )
-def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> None:
+def test_equal_scores_are_chosen_in_the_order_of_torch(experts, top_k) -> None:
     ours = CompiledRouter.of(
         router_of(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16
     )
@@ -131,34 +131,34 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
             assert torch.equal(call.ids, expected)
 
 
-def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
-    """Another library may sort otherwise: it shows when it is tried, once for all such routers."""
+def test_another_order_of_ties_in_torch_is_detected(monkeypatch) -> None:
+    """A trial shows that another library sorts otherwise, once for all such routers."""
     monkeypatch.setattr(router, "_TIES", {})
     slow = CompiledRouter.choose_by_torch
 
-    def otherwise(self, products):
+    def choose_last_ties(self, products):
         ids, weights = slow(self, products.flip(-1))
         return len(self.weight) - 1 - ids, weights
 
-    monkeypatch.setattr(CompiledRouter, "choose_by_torch", otherwise)
+    monkeypatch.setattr(CompiledRouter, "choose_by_torch", choose_last_ties)
     assert not CompiledRouter.of(
         router_of(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16
     ).knows_ties
     assert list(router._TIES.values()) == [False]
     monkeypatch.undo()
-    assert not ties.is_supported(512, 8)  # torch keeps a heap
-    assert not ties.is_supported(64, 18)  # and its sort of so many is no insertion
+    assert not ties.is_supported(512, 8)  # torch uses a heap
+    assert not ties.is_supported(64, 18)  # torch sorts so many not by insertion
 
 
 class Biased(Qwen3MoeTopKRouter):
-    """Looks alike, and chooses otherwise."""
+    """A router with the same parts and other gate weights."""
 
     def forward(self, hidden_states):
         logits, weights, ids = super().forward(hidden_states)
         return logits, weights * 1.5, ids
 
 
-def test_routers_of_other_kinds_are_left_alone():
+def test_routers_of_other_kinds_are_not_compiled():
     assert CompiledRouter.of(router_of(Biased, qwen()), ONE, torch.bfloat16) is None
     assert CompiledRouter.of(router_of(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
     assert CompiledRouter.of(router_of(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
@@ -170,7 +170,7 @@ def test_routers_of_other_kinds_are_left_alone():
 
 
 class Scored(Qwen3MoeTopKRouter):
-    """Returns the softmax of all experts."""
+    """A router that returns the softmax of all experts."""
 
     def forward(self, hidden_states):
         logits, weights, ids = super().forward(hidden_states)
@@ -178,7 +178,7 @@ class Scored(Qwen3MoeTopKRouter):
 
 
 @pytest.mark.parametrize("cls", [Qwen3MoeTopKRouter, Scored])
-def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> None:
+def test_the_forward_chooses_the_same_experts_with_and_without_hooks(cls) -> None:
     module = router_of(cls, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     module.forward = ours.forward
@@ -196,7 +196,7 @@ def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> N
 
 
 @pytest.mark.parametrize("change", ["several", "type", "strided", "gradients"])
-def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) -> None:
+def test_other_calls_use_the_forward_of_the_class(change, monkeypatch) -> None:
     module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     monkeypatch.setattr(ours, "_original", lambda module, x: "the class")
@@ -210,7 +210,7 @@ def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) 
         assert ours.forward(x) == "the class"
 
 
-def test_who_changes_or_hears_a_router_gets_the_module():
+def test_a_changed_or_hooked_router_is_called_as_a_module():
     module = router_of(Qwen3MoeTopKRouter, qwen())
     ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.is_unchanged()

@@ -60,7 +60,7 @@ def pair(stored: StoredMatrix, bias: bool = True) -> nn.ModuleList:
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
-def test_the_bits_of_the_expanded_layer(style: Style) -> None:
+def test_an_encoded_layer_has_the_bits_of_the_expanded_layer(style: Style) -> None:
     model = pair(matrix(style))
     stored, expanded = model
     done = accelerate(model, rounded=True)
@@ -78,7 +78,7 @@ def test_the_bits_of_the_expanded_layer(style: Style) -> None:
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q6_k", "int4-float16"])
-def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
+def test_bits_are_equal_in_float16_and_with_any_number_of_threads(name: str) -> None:
     model = pair(matrix(BY_NAME[name], dtype=torch.float16), bias=False)
     accelerate(model, rounded=True)
     x = torch.randn(1, COLUMNS).half()
@@ -88,7 +88,7 @@ def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "int4-float16", "gguf_mxfp4"])
-def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
+def test_unrounded_weights_are_nearer_to_the_values_of_the_format(name: str) -> None:
     stored = matrix(BY_NAME[name])
     wide = StoredMatrix(stored.layout, torch.float32)
     for place, part in zip(wide.allocate(), stored.parts, strict=True):
@@ -101,7 +101,7 @@ def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
     assert distance(model[0](x), expected) < torch.finfo(torch.bfloat16).eps
 
 
-def test_an_embedding_looks_rows_up() -> None:
+def test_an_embedding_looks_up_rows_of_an_encoded_matrix() -> None:
     stored = matrix(BY_NAME["q4_k"])
     module = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16).requires_grad_(False)
     attach_matrix(module, stored)
@@ -147,7 +147,7 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
     assert requests == [(0, 100), (100, 100), (200, 100), (300, 84)]
 
 
-def test_what_does_not_fit_is_torch_s() -> None:
+def test_torch_computes_inputs_that_the_kernel_does_not_support() -> None:
     model = pair(matrix(BY_NAME["q8_0"]), bias=False)
     stored, expanded = model
     accelerate(model, rounded=True)
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_torch_s() -> None:
         (BY_NAME["fp8-float32"], (64, 40), torch.bfloat16, "40 inputs"),
     ],
 )
-def test_what_no_product_reads_is_named(style, shape, dtype, why) -> None:
+def test_the_reason_names_what_no_product_supports(style, shape, dtype, why) -> None:
     assert why in matrix(style, shape, dtype).unsupported_reason
 
 
@@ -182,7 +182,7 @@ def test_what_no_product_reads_is_named(style, shape, dtype, why) -> None:
 
 
 def attention(styles: dict[str, str]) -> tuple[Any, Any]:
-    """One with stored projections, and the same one expanded."""
+    """An attention with encoded projections, and the same attention expanded."""
     config = Qwen3MoeConfig(**SHAPE | {"hidden_size": 256}, head_dim=64)
     one = make(Qwen3MoeAttention, config)
     other = copy.deepcopy(one)
@@ -213,7 +213,7 @@ def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> N
             assert torch.equal(mine, other(x, positions, None, copy.deepcopy(cache))[0])
 
 
-def test_attention_with_weights_as_stored_is_near() -> None:
+def test_attention_with_unrounded_weights_is_near() -> None:
     one, other = attention({"q_proj": "q4_0", "k_proj": "q4_k", "v_proj": "q6_k", "o_proj": "q4_0"})
     accelerate(one, append_token)
     accelerate(other, append_token, rounded=True)

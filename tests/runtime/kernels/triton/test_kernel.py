@@ -40,7 +40,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def small(family: str, dtype: torch.dtype = BF16) -> torch.nn.Module:
-    """Less than a block of outputs in the last program, and a tail of inputs: K is 64 or 128."""
+    """Experts whose sizes are no multiples of a program's outputs and inputs."""
     return experts(family, dtype, hidden=WIDTH, inner=INSIDE)
 
 
@@ -56,7 +56,7 @@ def many(dtype: torch.dtype = BF16, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_as_near_to_eager_as_grouped_mm(family):
+def test_triton_is_as_near_to_eager_as_grouped_mm(family):
     for dtype in (BF16, FP16) if family in ("qwen3_moe", "gpt_oss") else (BF16,):
         module = small(family, dtype)
         layer, places = layer_of(module)
@@ -87,7 +87,7 @@ def test_groups_order_and_slots_do_not_change_a_bit(family):
             assert torch.equal(compute(TritonKernel(), other, slots, *case, groups=groups), want)
 
 
-def test_weights_of_a_token_may_be_of_another_type():
+def test_gate_weights_may_have_another_type():
     module = small("qwen3_moe")
     layer, places = layer_of(module)
     case = some(2, weights_dtype=torch.float32)
@@ -116,7 +116,7 @@ def test_nan_and_infinity_propagate_as_in_eager(bad):
     assert got[0].isfinite().all()
 
 
-def test_float32_is_left_to_eager_and_has_its_bits():
+def test_the_eager_kernel_computes_float32_models():
     module = small("qwen3_moe", torch.float32)
     layer, places = layer_of(module)
     assert "float32" in str(fallback_reason(layer))
@@ -163,7 +163,7 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
 
 
 def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExperts, list[int]]:
-    """The same experts encoded, and expanded by the decoder."""
+    """Make random experts, encoded and as the decoder expands them."""
     torch.manual_seed(4)
     module = experts(family, BF16, hidden=HIDDEN, inner=INNER)
     up = "gate_up_proj"
@@ -201,7 +201,7 @@ def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
         assert distance(got, compute(EagerKernel(), layer, places, *case)) < 2e-3
 
 
-def test_an_encoding_that_is_not_read_here_is_named():
+def test_the_reason_names_an_unsupported_encoding():
     layer, *_ = encoded("qwen3_moe", "int8")
     layout = SlotLayout(
         layer.layout.tensors, layer.layout.nbytes, {"down_proj": "q6_k"}, "bfloat16"
@@ -213,11 +213,11 @@ def test_an_encoding_that_is_not_read_here_is_named():
     assert fallback_reason(layer) == "experts in q6_k"
 
 
-def test_the_kernel_has_a_name():
+def test_make_kernel_makes_the_triton_kernel():
     assert make_kernel("triton").name == "triton"
 
 
-def test_a_group_s_arguments_name_every_address():
+def test_tiles_have_the_offset_and_the_entries_of_each_expert():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
     step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)

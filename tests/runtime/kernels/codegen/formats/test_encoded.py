@@ -1,4 +1,4 @@
-"""The bits of plain experts on the decoder's weights, where those are rounded; near elsewhere."""
+"""Encoded experts have the bits of expanded weights, or are near to unrounded weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sizes(style: Style) -> tuple[int, int]:
 
 
 def check(coded: Coded, tokens: int) -> None:
-    """Same bits as the expanded weights; near where whole numbers are multiplied all the same."""
+    """Compare with expanded weights: equal bits, or near results of integer products."""
     fused, hidden = CpuKernel(float32=True, rounded=True), coded.layer.hidden
     assert not coded.layer.fallback_reason
     case = inputs(coded.dtype, tokens, hidden=hidden, seed=tokens)
@@ -48,7 +48,7 @@ def check(coded: Coded, tokens: int) -> None:
         assert torch.equal(got, want)
 
 
-def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
+def test_only_inexact_encodings_are_rounded_to_the_models_type() -> None:
     for style in STYLES:
         coded = Coded(experts("qwen3_moe", torch.bfloat16, *sizes(style)), style, style)
         for weight in (coded.layer.up_weight, coded.layer.down_weight):
@@ -68,9 +68,11 @@ def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
-def test_the_promise(style: Style) -> None:
-    """No further from eager than twice grouped_mm: eager with the weights as stored, which are
-    rounded for grouped_mm where the model's type does not hold them."""
+def test_results_are_at_most_twice_as_far_from_eager_as_grouped_mm(style: Style) -> None:
+    """Eager has the weights as stored.
+
+    grouped_mm has weights that are rounded to the model's type if it cannot represent them.
+    """
     ours = theirs = rounding = 0.0
     for seed in range(2):
         module = experts("qwen3_moe", torch.bfloat16, 256, 256, seed=seed)
@@ -111,7 +113,9 @@ def test_every_encoding_is_tried():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", STYLES, ids=str)
-def test_bits_of_the_expanded_weights(style: Style, dtype: torch.dtype) -> None:
+def test_encoded_experts_have_the_bits_of_expanded_weights(
+    style: Style, dtype: torch.dtype
+) -> None:
     hidden, inner = sizes(style)
     coded = Coded(experts("qwen3_moe", dtype, hidden, inner), style, style)
     for tokens in TOKENS:
@@ -119,7 +123,7 @@ def test_bits_of_the_expanded_weights(style: Style, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "muse_spark", "gemma4", "hy_v4"])
-def test_every_arithmetic(family: str) -> None:
+def test_every_experts_class_has_the_bits_of_expanded_weights(family: str) -> None:
     """Interleaved rows with biases, no gate, a norm, an activation that is called: all the same."""
     coded = Coded(experts(family, torch.bfloat16, 96, 160), MXFP4, INT4)
     for tokens in TOKENS:
@@ -127,7 +131,9 @@ def test_every_arithmetic(family: str) -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [("q4_k", "q6_k"), ("mxfp4-uint8", None), (None, "q8_0")])
-def test_two_encodings_in_one_expert(up: str | None, down: str | None) -> None:
+def test_two_encodings_in_one_expert_have_the_bits_of_expanded_weights(
+    up: str | None, down: str | None
+) -> None:
     module = experts("qwen3_moe", torch.bfloat16, 256, 256)
     check(Coded(module, BY_NAME.get(up or ""), BY_NAME.get(down or "")), 1)
 
@@ -147,7 +153,9 @@ BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector
 @example(name="int4-float16", hidden=31, inner=17, seed=0, tokens=1)
 @example(name="q4_0", hidden=3, inner=17, seed=0, tokens=1)
 @example(name="q5_0", hidden=3, inner=17, seed=0, tokens=1)
-def test_any_shape(name: str, hidden: int, inner: int, seed: int, tokens: int) -> None:
+def test_experts_of_any_shape_have_the_bits_of_expanded_weights(
+    name: str, hidden: int, inner: int, seed: int, tokens: int
+) -> None:
     style = BY_NAME[name]
     module = experts("qwen3_moe", torch.bfloat16, 32 * hidden, 32 * inner)
     coded = Coded(module, style, style, seed)
@@ -187,14 +195,14 @@ def test_threads_groups_and_batches_do_not_change_a_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [5, 6], ids="{} bits".format)
-def test_int4_scales_that_need_no_rounding(bits: int) -> None:
+def test_int4_scales_without_rounding_change_no_bit(bits: int) -> None:
     """Scales of five significant bits take the way without rounding, six do not: same bits."""
     module = experts("qwen3_moe", torch.bfloat16, 128, 128)
     coded = Coded(module, INT4, INT4, scale_bits=bits)
     check(coded, 1)
 
 
-def test_eager_is_near() -> None:
+def test_the_eager_kernel_is_near_for_encoded_experts() -> None:
     """The decoder's weights in transformers' operations: what `kernels="eager"` computes."""
     for style in (BY_NAME["q4_k"], BY_NAME["int8-float16"]):
         hidden, inner = sizes(style)
@@ -205,8 +213,8 @@ def test_eager_is_near() -> None:
         assert (got - want).norm() <= 0.01 * want.norm()
 
 
-def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
-    """A plain transposed matrix beside an encoded one, and groups that are no multiple of 32."""
+def test_the_eager_kernel_computes_unsupported_layers_as_described() -> None:
+    """Layers have a transposed plain and an encoded matrix, or scale groups of 48."""
     module = experts("gpt_oss", torch.bfloat16, 96, 160)
     mixed = Coded(module, MXFP4, None, flip=False)
     assert "transposed" in mixed.layer.fallback_reason
@@ -235,7 +243,7 @@ def test_one_product_is_compiled_for_both_matrices() -> None:
     assert up.arguments[1] != down.arguments[1]
 
 
-def test_tensors_have_scales_of_their_own() -> None:
-    """The toys are not all alike: a kernel that read another row's scale would be found out."""
+def test_toy_tensors_have_different_scales() -> None:
+    """A kernel that reads the scale of another row must fail the tests."""
     parts = tensors_of(INT4, "w", (8, 64), np.random.default_rng(0))
     assert len(parts["w.scale"].unique()) == 16

@@ -37,8 +37,8 @@ def near(case: Coded, tokens: int, least: float) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
-def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
-    """Inputs of 15 bits beside the largest of 32 neighbours; many rows keep float32."""
+def test_results_are_near_those_of_unrounded_weights(style: Style) -> None:
+    """Few rows are multiplied as integers of 15 bits, many rows in float32."""
     case = coded(style)
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
@@ -48,7 +48,9 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
 
 
 @pytest.mark.parametrize("style", [BY_NAME["int4-float16"], BY_NAME["q6_k"]], ids=str)
-def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_near_on_a_processor_without_integer_products(
+    style: Style, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(codes, "INTEGERS", False)
     case = coded(style)
     near(case, 1, 1e-6)
@@ -83,7 +85,7 @@ def test_weights_of_the_models_type_are_as_near_to_eager(name: str) -> None:
 
 @needs_integers
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_makes_all_outputs_nan(bad: float) -> None:
+def test_an_input_that_is_nan_or_infinite_makes_all_outputs_nan(bad: float) -> None:
     case = coded(BY_NAME["int4-float16"], torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
     args[0][0, 5] = bad
@@ -91,7 +93,7 @@ def test_what_is_no_number_makes_all_outputs_nan(bad: float) -> None:
 
 
 @pytest.mark.parametrize("size", [2.0**-120, 2.0**-60, 2.0**60])
-def test_inputs_of_any_size(size: float) -> None:
+def test_rows_of_small_or_large_inputs_are_equally_precise(size: float) -> None:
     """Neighbours share a power of two: rows that are all small or all large keep their bits."""
     style = BY_NAME["int4-float16"]
     case = coded(style)
@@ -105,18 +107,18 @@ def test_inputs_of_any_size(size: float) -> None:
         assert (got - want).norm() <= 3e-4 * want.norm() + 1e-44
 
 
-def test_a_layer_may_be_computed_by_either() -> None:
+def test_both_cpu_kernels_can_compute_one_layer_in_turn() -> None:
     case = coded(BY_NAME["int8-float16"], torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
     want = compute(CpuKernel(rounded=True), case.plain, case.places, *args)
-    near_by = compute(make_kernel("numba"), case.layer, case.places, *args)
-    assert not torch.equal(near_by, want)
+    unrounded = compute(make_kernel("numba"), case.layer, case.places, *args)
+    assert not torch.equal(unrounded, want)
     assert torch.equal(compute(make_kernel("rounded"), case.layer, case.places, *args), want)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "mxfp4-uint8"])
-def test_a_token_has_the_bits_that_it_has_alone(name: str) -> None:
-    """Few tokens of an expert always, many where it is asked for."""
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
+    """Few tokens of an expert always have them, many under `batch_invariant`."""
     case, fused = coded(BY_NAME[name], torch.bfloat16), CpuKernel()
     x, index, weights = inputs(torch.bfloat16, 12, hidden=case.layer.hidden)
     index = index[:1].expand(12, -1).contiguous()

@@ -1,4 +1,4 @@
-"""In which order a product reads its rows changes no bit."""
+"""The order in which a product reads rows of weights changes no bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def product(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("columns", [5, LANES, 2 * LANES, 64, 8 * LANES + 3])
-def test_rows_side_by_side_and_one_after_the_other(columns: int, monkeypatch) -> None:
+def test_rows_read_side_by_side_and_in_turn_give_the_same_bits(columns: int, monkeypatch) -> None:
     random = np.random.default_rng(0)
     weights = random.integers(0x3C00, 0x4100, (COLUMNS + 1, columns)).astype(np.uint16)
     x = random.standard_normal(columns).astype(np.float32)

@@ -73,7 +73,7 @@ def at(*arrays: np.ndarray) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("n", LENGTHS)
-def test_rows_of_each_kind_and_what_lies_behind_them(n: int) -> None:
+def test_formulas_equal_numpy_and_write_only_to_their_rows(n: int) -> None:
     x, y, pairs = drawn(n), bf16(drawn(n, 1)), drawn(2 * n, 2)
     out, short = np.full(n + 1, PADDING), np.full(n + 1, 7, np.uint16)
     _run_mixed(n, at(x, y, pairs, out, short), np.float32(1.1))
@@ -85,7 +85,7 @@ def test_rows_of_each_kind_and_what_lies_behind_them(n: int) -> None:
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("scale", [1.0, 0.125])
-def test_exponentials_and_their_sum(n: int, scale: float) -> None:
+def test_exponentials_and_their_sum_equal_numpy(n: int, scale: float) -> None:
     x, out = bf16(drawn(n, scale=30)), np.full(n + 1, PADDING)
     total = _run_exponentials(n, *at(x), np.float32(scale), *at(out))
     expected = np.exp(scale * (wide(x).astype(np.float64) - wide(x).max()))
@@ -95,7 +95,7 @@ def test_exponentials_and_their_sum(n: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_a_sum_with_what_is_no_number_or_infinite_is_no_number(odd: float) -> None:
+def test_the_sum_of_exponentials_with_nan_or_infinity_is_nan(odd: float) -> None:
     for place in (0, LANES - 1, LANES + 1):
         x = drawn(LANES + 2)
         x[place] = odd

@@ -47,7 +47,7 @@ def _reduced(name: str, value: Value) -> Value:
 
 
 def _group(form: IntegerProduct, vectors: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """Convert neighbours to (power of two, integers); the power is NaN if one of them is."""
+    """Convert neighbours to (power of two, integers); NaN if one is NaN or infinite."""
     top = 13 if form.order else 14
     largest = zero(vectors[0])
     for v in vectors:
