@@ -198,7 +198,7 @@ def test_a_server_that_is_not_there() -> None:
     ("argv", "said"),
     [
         ((), "give a MODEL to load, or --url"),
-        (("--url", "localhost:8000"), "begins with http"),
+        (("--url", "localhost:8000"), "must begin with http"),
         (("--url", "http://localhost:8000", "--cache", "10%"), "leave them out with --url"),
         (("demo", "--api-key-file", "x"), "--api-key-file needs --url"),
     ],

@@ -129,7 +129,7 @@ def test_what_cannot_be_asked_is_said(serve: Serve) -> None:
     running = serve(thinking(GOES))
     api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0).chat.completions
     unknown: Any = {"type": "function", "function": {"name": "jump"}}
-    with pytest.raises(openai.BadRequestError, match="there is no tool 'jump'"):
+    with pytest.raises(openai.BadRequestError, match="tools has no 'jump'"):
         api.create(model=NAME, messages=ASKED, tools=TOOLS, tool_choice=unknown)
     odd: Any = [told("go", {"type": "object", "properties": {"n": {"type": "color"}}})]
     with pytest.raises(openai.BadRequestError, match="parameters of go is a schema that is not"):

@@ -114,7 +114,7 @@ def test_a_grammar_is_followed(plain: Served) -> None:
     assert text.startswith("abc")
     assert text.endswith("z")
     assert text[3:-1].isdigit()
-    with pytest.raises(UsageError, match=r"^grammar: "):
+    with pytest.raises(UsageError, match="^the grammar is not valid: "):
         plain.ask(draw(5), 4, grammar="start: nothing-that-is-defined")
 
 
@@ -122,13 +122,13 @@ def test_a_grammar_is_followed(plain: Served) -> None:
     ("request_", "error", "said"),
     [
         ({"ids": []}, UsageError, "the prompt is empty"),
-        ({"ids": [5, 9999]}, UsageError, r"token ids that the model does not have \(0 to 319\)"),
-        ({"ids": [-1]}, UsageError, "token ids that the model does not have"),
+        ({"ids": [5, 9999]}, UsageError, "does not have: ids must be from 0 to 319"),
+        ({"ids": [-1]}, UsageError, "a token id that the model does not have"),
         ({"ids": [5], "new": -1}, UsageError, "max_new_tokens must be at least 0, got -1"),
         ({"ids": [5], "timeout_s": 0.0}, UsageError, "timeout_s must be above 0"),
-        ({"ids": [5] * 300}, TooLong, "300 tokens and 8 new ones: there is room for 300"),
-        ({"ids": [5], "new": 1 << 40}, TooLong, "there is room for 300"),
-        ({"ids": [5], "sampling": Sampling(top_p=2.0)}, UsageError, "top_p must be above 0 to 1"),
+        ({"ids": [5] * 300}, TooLong, "300 tokens and the answer may have 8: .* context of 300 tokens"),
+        ({"ids": [5], "new": 1 << 40}, TooLong, "must fit the context of 300 tokens"),
+        ({"ids": [5], "sampling": Sampling(top_p=2.0)}, UsageError, "top_p must be above 0 and at most 1"),
         ({"ids": [5], "top_logprobs": 1000}, UsageError, "top_logprobs must be from 0 to 100"),
         ({"ids": [5], "prompt_logprobs": 101}, UsageError, "prompt_logprobs must be from 0 to 100"),
     ],

@@ -87,7 +87,7 @@ def test_running_answers_get_their_time_and_then_it_is_over(served: Any) -> None
     assert short.end().reason == "length"
     assert long.end().reason == "stopping"
     assert s.engine.state()[0] == "stopping"
-    with pytest.raises(ClosedError, match="the server is stopping"):
+    with pytest.raises(ClosedError, match="the engine is stopping"):
         s.ask(draw(3), 2)
     with pytest.raises(ClosedError, match="detached"):
         s.engine.model.greenroom.resize("50%")

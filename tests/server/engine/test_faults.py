@@ -78,7 +78,7 @@ def test_an_engine_that_breaks_says_so_to_everybody(served: Any, monkeypatch: An
         assert "a bug" in str(finished.error)
     name, _, why = s.engine.state()
     assert (name, why) == ("failed", "a bug")
-    with pytest.raises(ClosedError, match="the server is failed: a bug"):
+    with pytest.raises(ClosedError, match="the engine has failed: a bug"):
         s.ask(draw(4), 5)
 
 

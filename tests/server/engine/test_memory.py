@@ -125,7 +125,7 @@ def test_slots_make_room_for_all_requests_and_come_back(
             "is too small for one context of 100 tokens, which takes 10 KiB: use --kv-memory",
         ),
         ("10%", None, "is a share of the budget: set --memory too, or write"),
-        ("1MiB", 50 << 10, "the budget of 1 MiB leaves only 50 KiB for keys and values"),
+        ("1MiB", 50 << 10, "--memory 1 MiB leaves only 50 KiB for keys and values"),
     ],
 )
 def test_memory_for_keys_and_values_that_cannot_be(given: str, most: Any, said: str) -> None:

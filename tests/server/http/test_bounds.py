@@ -51,7 +51,7 @@ class TestPrompts:
             lambda: limit.check_messages([{"role": "user", "content": "x"}], [LONG]),
             lambda: limit.check_messages([{"role": "user", "content": ""}] * 257),
         ):
-            with pytest.raises(TooLong, match="there is room for 256 tokens"):
+            with pytest.raises(TooLong, match="must fit the context of 256 tokens"):
                 refuses()
         assert tokenizer.chars == 0
         assert count_chars({"ab": ["c", {"de": "fgh"}, 1, None]}) == 8

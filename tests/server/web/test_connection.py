@@ -161,7 +161,7 @@ class TestSmuggling:
     def test_wrong_chunks(self, running: Running, chunks: bytes) -> None:
         found = raw(running, CHUNKED + chunks + self.SECOND)
         assert statuses(found) == [400]
-        assert body_of(found)["error"]["message"] == "not a valid HTTP request"
+        assert body_of(found)["error"]["message"] == "the request is not valid HTTP"
 
     @pytest.mark.parametrize("one_packet", [True, False])
     def test_trailers_are_no_headers(self, serve: Serve, one_packet: bool) -> None:

@@ -135,7 +135,7 @@ class TestKeys:
         with pytest.raises(UsageError, match="Is a directory"):
             read_api_key(str(tmp_path), {})
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
-        with pytest.raises(UsageError, match="is not text"):
+        with pytest.raises(UsageError, match="is not UTF-8 text"):
             read_api_key(str(tmp_path / "binary"), {})
 
 
@@ -237,7 +237,7 @@ class TestBodies:
             (b"[]", "the body: input should be"),
             (b"null", "the body: input should be"),
             (b'"text"', "the body: input should be"),
-            (b"{" + b",".join(b'"k%d":1' % i for i in range(500)) + b"}", "502 mistakes"),
+            (b"{" + b",".join(b'"k%d":1' % i for i in range(500)) + b"}", "502 invalid"),
         ],
         ids=range(13),
     )
@@ -250,7 +250,7 @@ class TestBodies:
             )
             assert response.status_code == 400
             message = response.json()["error"]["message"]
-            assert said in message or (said == "502 mistakes" and "503 mistakes" in message)
+            assert said in message or (said == "502 invalid" and "503 invalid" in message)
         assert running.post("/v1/chat/completions", CHAT).status_code == 200
 
     def test_a_body_that_is_too_large_is_not_read(self, serve: Serve) -> None:

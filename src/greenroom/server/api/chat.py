@@ -35,7 +35,7 @@ from greenroom.server.http.params import (
     Turns,
     tool_choice_validator,
 )
-from greenroom.server.http.routes import new_id
+from greenroom.server.http.route_helpers import new_id
 from greenroom.server.http.service import Service
 
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -56,9 +56,9 @@ class PastToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """One message of a chat completion's request, which may be an earlier answer.
+    """One message of a chat completion's request.
 
-    Earlier answers of the model may be sent back unchanged.
+    Clients may send earlier answers of the model back unchanged.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -79,11 +79,14 @@ class Message(StrictModel):
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
             raise ValueError(f"a {self.role} message has no tool_calls and no reasoning_content")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to a tool message, and every one has it")
+            raise ValueError("messages of the role tool need a tool_call_id, others have none")
         return self
 
     def template_message(self, where: str) -> dict[str, Any]:
-        """Return a chat message in the form that chat templates take."""
+        """Return a chat message in the form that chat templates take.
+
+        `where` is the path of the message in the request, for errors.
+        """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
@@ -117,7 +120,9 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format.json_schema belongs to the type json_schema")
+            raise ValueError(
+                "response_format.json_schema is needed for the type json_schema, and only for it"
+            )
         return self
 
     def form(self) -> JsonForm | None:
@@ -168,7 +173,10 @@ class ChatRequest(CompletionParams, ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's job of a chat request. ApiError if the model does not support it."""
+        """Make the engine's Job of a chat completion request.
+
+        ApiError if the model's chat template does not support the request.
+        """
         return chat_job(
             dialogue,
             [one.template_message(f"messages.{i}") for i, one in enumerate(self.messages)],

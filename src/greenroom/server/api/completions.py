@@ -69,7 +69,7 @@ class CompletionRequest(CompletionParams):
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not supported: leave it out, or send the same value as n")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 needs echo: true; otherwise it must be at least 1")
+            raise ValueError("max_tokens must be at least 1, or 0 with echo: true")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
@@ -191,7 +191,8 @@ class TokenOffsets:
     def next(self, dialogue: Dialogue, token_id: int, text: str | None = None) -> int:
         """Return the character offset of the next token of a prompt or of an answer.
 
-        Special tokens have no length in an answer, or in a text that the tokenizer added them to.
+        `text` is the prompt's text, or None for an answer. Special tokens have no length, unless
+        the prompt's text contains them.
         """
         began, added = self.at, dialogue.tokenizer.added_tokens_decoder.get(token_id)
         special = added is not None and added.special

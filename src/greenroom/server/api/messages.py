@@ -31,7 +31,7 @@ from greenroom.server.http.params import (
     by_type,
     tag,
 )
-from greenroom.server.http.routes import new_id, openapi_body, read_body, record_of
+from greenroom.server.http.route_helpers import new_id, openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
@@ -98,11 +98,14 @@ class Turn(StrictModel):
         mine = {"assistant": {"thinking", "tool_use"}, "user": {"tool_result"}}
         for block in self.content:
             if block.type != "text" and block.type not in mine[self.role]:
-                raise ValueError(f"{block.type} blocks do not belong to the role {self.role}")
+                raise ValueError(f"{block.type} blocks are not allowed in the role {self.role}")
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return Anthropic's messages in the form of chat templates, with separate tool results."""
+        """Return a turn of Anthropic's API as messages in the form of chat templates.
+
+        Each tool result becomes a message of its own, before the text.
+        """
         messages: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
             for block in self.content
@@ -137,7 +140,7 @@ class AnthropicToolChoice(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("tool_choice.name belongs to the type tool")
+            raise ValueError("tool_choice.name is needed for the type tool, and only for it")
         return self
 
     @property
@@ -148,7 +151,7 @@ class AnthropicToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """The thinking parameter of Anthropic's API. Budgets are not supported, and so refused."""
+    """The thinking parameter of Anthropic's API; token budgets of thinking are refused."""
 
     type: Literal["disabled", "adaptive"]
     display: Literal["summarized"] | None = None
@@ -185,9 +188,10 @@ class CountRequest(StrictModel):
     speed: Literal["standard"] | None = None
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
-        """Make the engine's job of a messages request, or raise ApiError.
+        """Make the engine's Job of a request to Anthropic's messages API.
 
-        ApiError if the model does not support the request.
+        `job` has further fields of the Job. ApiError if the model's chat template does not support
+        the request.
         """
         choice = self.tool_choice.choice if self.tool_choice else ToolChoice()
         if choice.forced and not self.tools:
@@ -254,7 +258,10 @@ def router(service: Service) -> APIRouter:
 
 
 def block_of(delta: AnswerDelta) -> dict[str, Any]:
-    """Return the empty content block for a part of an answer, or {}."""
+    """Return the empty content block, in Anthropic's API, for a part of an answer.
+
+    The result is {} if the part has no text, reasoning or tool call.
+    """
     if delta.call:
         name = delta.call.name
         return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
@@ -264,7 +271,10 @@ def block_of(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object, which models need not write."""
+    """Return the arguments of a tool call as an object.
+
+    If the model wrote something else, the object has it under the key "arguments".
+    """
     try:
         value = parse(arguments, unique=False)
     except Malformed:

@@ -1,4 +1,4 @@
-"""HTTP routes for operators: health, metrics, statistics, models, the cache's size."""
+"""HTTP routes for operators: health, metrics, statistics, models, the expert cache's size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 from greenroom.server.api.shared.resizes import CacheResizer
 from greenroom.server.http.errors import ApiError, failure_cause
 from greenroom.server.http.params import StrictModel
-from greenroom.server.http.routes import openapi_body, read_body
+from greenroom.server.http.route_helpers import openapi_body, read_body
 from greenroom.server.http.service import Service
 
 
 class CacheSize(StrictModel):
-    """The expert cache's new size: a share of the experts, or bytes as 2GiB."""
+    """Request body with the expert cache's new size: a share (50%), or bytes (2GiB)."""
 
     cache: Annotated[str, Field(min_length=1, max_length=32)]
 

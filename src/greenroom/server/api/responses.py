@@ -1,4 +1,7 @@
-"""OpenAI's responses: POST /v1/responses. Stateless: each request has its conversation."""
+"""OpenAI's responses: POST /v1/responses.
+
+The server stores no responses: each request contains the entire conversation.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ from greenroom.server.http.params import (
     text_validator,
     tool_choice_validator,
 )
-from greenroom.server.http.routes import new_id
+from greenroom.server.http.route_helpers import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
@@ -132,7 +135,9 @@ class ResponsesFormat(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> ResponsesFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("text.format.schema belongs to the type json_schema")
+            raise ValueError(
+                "text.format.schema is needed for the type json_schema, and only for it"
+            )
         return self
 
     def form(self) -> JsonForm | None:
@@ -184,9 +189,9 @@ class ResponsesRequest(ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's job of a responses request, or raise ApiError.
+        """Make the engine's Job of a request to OpenAI's responses API.
 
-        ApiError if the model does not support the request.
+        ApiError if the model's chat template does not support the request.
         """
         form = self.text.format if self.text else None
         effort = self.reasoning.effort if self.reasoning else None
@@ -295,7 +300,7 @@ class ResponsesBuilder(ResponseBuilder):
         return self._response
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the last event of an answer that failed, in the responses API."""
+        """Return the event response.failed, the last of a stream that failed."""
         message = {"code": "server_error", "message": str(error)}
         response = {**self._response, "status": "failed", "error": message}
         return self.event({"type": "response.failed", "response": response})

@@ -38,7 +38,10 @@ class ChatBackend(Protocol):
     """Answers chat messages with a model in this process, or a remote server."""
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
-        """Answer chat messages. A KeyboardInterrupt ends the answer: its `reason` is cancelled."""
+        """Answer chat messages; `on_delta` gets each part of the answer as it comes.
+
+        A KeyboardInterrupt ends the answer, and the `reason` of its Reply is cancelled.
+        """
 
     def stats(self) -> dict[str, Any]: ...
 

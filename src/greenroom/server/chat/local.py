@@ -1,7 +1,7 @@
 """Chat backend over a model in this process, without HTTP.
 
 backend = LocalBackend(engine, sampling)
-reply = backend.answer(messages, on_delta)     # until it ends, or Ctrl-C ends it
+reply = backend.answer(messages, on_delta)     # returns at the answer's end, or at Ctrl-C
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Events = queue.SimpleQueue[Event]
 
 
 class LocalBackend:
-    """Chat backend over a model in this process, without HTTP."""
+    """Answers chat messages with the serving engine of this process, without HTTP."""
 
     def __init__(self, engine: ContinuousEngine, sampling: SamplingConfig) -> None:
         self._engine, self._sampling = engine, sampling
@@ -99,7 +99,7 @@ class LocalBackend:
 
 
 def wait_until_loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
-    """Wait until the engine has loaded its model, showing progress.
+    """Wait until the serving engine has loaded its model; `show` gets the progress, 0 to 1.
 
     GreenroomError if loading fails.
     """
@@ -110,7 +110,7 @@ def wait_until_loaded(engine: ContinuousEngine, show: Callable[[float], None]) -
         show(progress)
         time.sleep(0.05)
     if state != "ready":
-        raise GreenroomError(why or f"the model is {state}")
+        raise GreenroomError(why or f"the model was not loaded: the engine is {state}")
 
 
 def _last(events: Events) -> Finished:

@@ -20,14 +20,18 @@ WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows t
 
 
 class RemoteBackend:
-    """Chat backend over the server at a URL, Greenroom's or another with OpenAI's API."""
+    """Answers chat messages through a server, Greenroom's or another with OpenAI's API.
+
+    `key` is the server's API key, if it needs one. `model` is by default the first model that the
+    server lists. GreenroomError if the server cannot be reached.
+    """
 
     def __init__(
         self, url: str, key: str | None, sampling: SamplingConfig, model: str | None = None
     ) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
-            raise UsageError(f"--url {url}: a URL begins with http:// or https://")
+            raise UsageError(f"--url {url}: the URL must begin with http:// or https://")
         headers = {"authorization": f"Bearer {key}"} if key is not None else {}
         self._client = httpx2.Client(base_url=base, headers=headers, timeout=WAIT_S)
         self._url, self._sampling = url, sampling
@@ -67,7 +71,7 @@ class RemoteBackend:
     def _first_model(self) -> str:
         models = self._json("GET", "/v1/models").get("data")
         if not (isinstance(models, list) and models and isinstance(models[0], dict)):
-            raise GreenroomError(f"{self._url}: the server lists no model")
+            raise GreenroomError(f"{self._url}: the server has no model in /v1/models")
         return str(models[0].get("id"))
 
     def _body(self, messages: Messages) -> dict[str, Any]:

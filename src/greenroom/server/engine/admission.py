@@ -1,4 +1,4 @@
-"""Admission of waiting requests, and their first keys and values from the prefix cache."""
+"""Admission of waiting requests, and reuse of cached prompt prefixes by admitted ones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ WORTH = 64  # shared tokens for which it pays to wait until another request has 
 
 
 class Admission:
-    """Admits requests in their order of arrival, while there are places and KV-cache memory.
+    """Admits requests in order of arrival, within the limits of batch size and KV-cache memory.
 
-    Each running request reserves the keys and values of its greatest length. The rest of `limit`
-    bytes is for the prefix cache.
+    At most `config.max_batch` requests run at a time. Each running request reserves the bytes of
+    its keys and values at its greatest length: the prompt and the longest answer. The prefix cache
+    gets the rest of `limit` bytes, up to the share `config.prefix_share` of them.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class Admission:
     # ---- admission
 
     def admit(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
-        """Admit waiting requests in order, until the first that cannot begin."""
+        """Admit requests from the front of the queue, until the first that cannot begin.
+
+        Admitted requests leave `waiting`, and their KV-cache memory is reserved.
+        """
         chosen: list[Sequence] = []
         while waiting and self.can_begin(waiting[0], (*running, *chosen)):
             each = waiting.popleft()
@@ -59,7 +63,12 @@ class Admission:
         return chosen
 
     def can_begin(self, sequence: Sequence, running: Many[Sequence]) -> bool:
-        """Is there a place and KV-cache memory for a request? Cached prefixes count as free."""
+        """Can a waiting request begin now? Always, if no request is running.
+
+        Otherwise it needs a place in the batch and KV-cache memory; the memory of cached prefixes
+        counts as free, since they can be evicted. A request also waits while a running request is
+        about to compute a long prefix of its prompt.
+        """
         if len(running) >= self._config.max_batch:
             return False
         if running and self.reserved + sequence.max_kv_bytes > self.limit:
@@ -77,18 +86,20 @@ class Admission:
         return self._cut(min(coming, ids.size - 1)) >= cached + WORTH
 
     def ready_sequences(self, running: Many[Sequence]) -> list[Sequence]:
-        """Return the sequences that the next forward passes compute.
+        """Return the running requests whose tokens the next forward passes compute.
 
-        Prompts that have not begun wait for others for `delay_s`, to be computed together.
+        Prompts that have not begun are left out while `delay_s` is above 0. They wait for other
+        prompts, to be computed in one batch with them.
         """
         if self.delay_s(running) <= 0:
             return list(running)
         return [each for each in running if each.begun]
 
     def delay_s(self, running: Many[Sequence]) -> float:
-        """Return the seconds that new prompts still wait for others to be computed with them.
+        """Return the seconds that new prompts still wait for others, to be batched with them.
 
-        They wait until `--batch-delay` is over, no place is free, or another prompt is under way.
+        The wait ends after `--batch-delay` milliseconds, if `--max-batch` requests run, or if
+        another prompt is being computed. The value is then 0 or negative.
         """
         fresh = [each.admitted or 0.0 for each in running if not each.begun]
         reading = any(each.begun and each.computed < each.prompt for each in running)
@@ -99,7 +110,11 @@ class Admission:
     # ---- keys and values
 
     def prepare(self, sequence: Sequence, running: Many[Sequence]) -> None:
-        """Give a sequence its KV cache, which begins with the longest cached prefix."""
+        """Make an admitted request's KV cache, filled with the longest reusable prefix.
+
+        The prefix comes from the prefix cache or from a running request. An entry of the prefix
+        cache that the prompt contains completely is taken over; otherwise a copy is made.
+        """
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
@@ -124,7 +139,10 @@ class Admission:
             self._journal.events.append(PrefixReuse(sequence.number, best.number, tokens))
 
     def _reuses(self, sequence: Sequence) -> bool:
-        """May a sequence reuse keys and values? They come without logits, which scores need."""
+        """May a request reuse keys and values of other requests?
+
+        They come without logits, which the log-probabilities of a prompt need.
+        """
         return sequence.scores is None and not self._config.no_prefix_reuse
 
     def _sources(self, running: Many[Sequence]) -> Iterator[PrefixEntry]:
@@ -160,7 +178,10 @@ class Admission:
         return tokens // chunk * chunk
 
     def release(self, sequence: Sequence, keep: bool) -> None:
-        """Free the KV-cache memory of a sequence that has ended; keep its prefix for others."""
+        """Free the KV-cache memory that an ended request had reserved.
+
+        With `keep`, its keys and values go to the prefix cache.
+        """
         self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None
         if keep and cache is not None and sequence.computed:

@@ -1,8 +1,8 @@
 """Batch composition: which tokens the next forward passes compute.
 
-Every running answer contributes one token. Prompts fill the pass up with a chunk, so that a long
-prompt is computed while answers go on (chunked prefill), and its experts serve their tokens too.
-The chunk is small while answers run, since they wait for it.
+Every running answer contributes one token. Prompts add a chunk of tokens to the same pass (chunked
+prefill), so that answers go on while a long prompt is computed, and both use the same experts.
+The chunk is small while answers run, since their next tokens wait for it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ Share = tuple[Sequence, int]  # a sequence, and how many of its pending tokens
 
 
 def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share]]:
-    """Divide the pending tokens of running sequences among the next forward passes.
+    """Choose which pending tokens of the running requests the next forward passes compute.
 
-    Each pass computes some tokens of some sequences.
+    A pass is a list of (request, number of tokens). Each request that is being answered gets one
+    token. Prompts share `chunk` tokens in order, or BLOCK tokens if no answer is running.
 
-    With `exact` a prompt is cut into chunks as if it were alone, and has passes of its own.
+    With `exact`, the first prompt is cut into chunks as if it were alone, in a pass of its own.
     """
     singles = [(each, 1) for each in running if each.pending == 1 and each.computed]
     reading = [each for each in running if each.pending > 1 or not each.computed]
@@ -42,12 +43,18 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
 
 
 def to_grid(sequence: Sequence, chunk: int) -> int:
-    """Return how many tokens end a sequence's prefill chunk, or the pending tokens if fewer."""
+    """Return the number of tokens that complete a request's current prefill chunk.
+
+    The result is smaller if fewer tokens are pending. `chunk` is the length of a complete chunk.
+    """
     return min(sequence.pending, chunk - sequence.computed % chunk)
 
 
 def split(passes: list[list[Share]], can_batch: Callable[[Many[int]], bool]) -> list[list[Share]]:
-    """Split forward passes that cannot be batched into one pass for each sequence."""
+    """Split forward passes that cannot be batched into one pass for each request.
+
+    `can_batch` decides by the numbers of tokens of a pass.
+    """
     done: list[list[Share]] = []
     for shares in passes:
         if can_batch([count for _, count in shares]):

@@ -1,11 +1,11 @@
 """Containment of errors: an exception in one request's work ends that request alone.
 
-with contain_errors(): ...                 # leaves as a GreenroomError
-with contain_errors(give_up): ...          # give_up(error) is called instead, and nothing leaves
+with contain_errors(): ...                 # raises a GreenroomError
+with contain_errors(give_up): ...          # calls give_up(error) instead, and raises nothing
 
-A request's own work is its template, tokens, grammar, sampler, the text of its answer, and passes
-without other requests. Libraries raise exceptions of any type there; a panic in Rust is no
-`Exception`.
+A request's own work is its template, tokens, grammar, sampler, the text of its answer, and forward
+passes without other requests. Libraries raise exceptions of any type there; a Rust panic is a
+`BaseException`, but not an `Exception`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ PASSES_THROUGH = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.Cancelle
 
 
 class RequestFailed(GreenroomError):
-    """The work of one request raised an unexpected exception, which is the cause."""
+    """An unexpected exception in the work of one request; `__cause__` is that exception."""
 
 
 def as_error(error: BaseException) -> GreenroomError:
-    """Convert an exception of any type to an error that clients may see."""
+    """Convert an exception of any type to a GreenroomError.
+
+    A GreenroomError is returned unchanged, a MemoryError becomes a DeviceError, and any other
+    exception becomes a RequestFailed whose message has only the exception's type.
+    """
     if isinstance(error, GreenroomError):
         return error
     if isinstance(error, MemoryError):
-        failure: GreenroomError = DeviceError("there is not enough memory for the request")
+        failure: GreenroomError = DeviceError(
+            "there is not enough memory for the request: shorten it"
+        )
     else:
         failure = RequestFailed(f"the request failed in the server ({type(error).__name__})")
     failure.__cause__ = error
@@ -39,7 +45,8 @@ def as_error(error: BaseException) -> GreenroomError:
 def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) -> Iterator[None]:
     """Run the work of one request, and confine its exceptions to that request.
 
-    Exceptions go to `give_up`, or leave as a GreenroomError.
+    An exception is converted by `as_error`, then passed to `give_up`, or raised if there is no
+    `give_up`. KeyboardInterrupt, SystemExit, GeneratorExit and CancelledError are not converted.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Journal of passes: which tokens of which sequences each pass computed.
+"""Journal of forward passes: which tokens of which requests each pass computed.
 
 Equal batches give equal bits, whatever the expert cache holds. `benchmarks/passes.py` checks that:
 it computes the passes of a journal again. A journal holds token ids, and no text.
@@ -13,7 +13,11 @@ from greenroom.server.engine.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixReuse:
-    """A record that a sequence reuses keys and values of another sequence's first tokens."""
+    """A journal record: one request reuses keys and values of another request's first tokens.
+
+    `number` is the sequence number of the reusing request, `source` that of the other, and `tokens`
+    the number of reused tokens.
+    """
 
     number: int
     source: int
@@ -22,9 +26,10 @@ class PrefixReuse:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A record of one forward pass: which tokens of which sequences were computed.
+    """A journal record of one forward pass: which tokens of which requests were computed.
 
-    `shares` has (sequence number, tokens before, tokens computed) of each sequence.
+    `shares` has a tuple for each request: its sequence number, the number of its tokens that were
+    computed before, and the number of tokens that the pass computed.
     """
 
     shares: tuple[tuple[int, int, int], ...]
@@ -32,9 +37,9 @@ class Pass:
 
 @dataclass(slots=True)
 class Journal:
-    """A record of an engine's successful forward passes and its requests, in order.
+    """A record of the serving engine's successful forward passes and prefix reuses, in order.
 
-    `requests` are by sequence number.
+    `requests` maps sequence numbers to requests.
     """
 
     events: list[PrefixReuse | Pass] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Memory for the keys and values of all requests: `--kv-memory`."""
+"""The memory limit of the keys and values of all requests: `--kv-memory`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ SHARE = 0.25  # default share of the memory that the expert cache could use
 
 
 def kv_limit(greenroom: Any, config: ServeConfig) -> int:
-    """Return the limit of all requests' KV caches, in bytes. BudgetError.
+    """Return the byte limit of all requests' KV caches together, from `--kv-memory`.
 
-    They must hold one full context. A request is admitted only if there is room for its greatest
-    length, so that none is ever preempted.
+    The default is `max_batch` full contexts. With `--memory`, the default is at most a quarter of
+    the memory that the expert cache could use, and at least one full context. A request is admitted
+    only if its greatest length fits, so that none is ever preempted.
+
+    BudgetError if the limit is smaller than one full context, larger than `--memory` allows, or a
+    share without `--memory`.
     """
     one = greenroom.setup.keys_values.total_bytes(greenroom.setup.context)
     slot_budget = greenroom.slot_budget
@@ -29,7 +33,8 @@ def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     amount = Amount.parse(config.kv_memory, "--kv-memory")
     if amount.share is not None and budget is None:
         raise BudgetError(
-            "--kv-memory is a share of the budget: set --memory too, or write --kv-memory in bytes"
+            f"--kv-memory {config.kv_memory} is a share of --memory: set --memory too,"
+            " or give --kv-memory in bytes (2GiB)"
         )
     limit = amount.of(budget or 0)
     if limit < one:
@@ -40,7 +45,7 @@ def kv_limit(greenroom: Any, config: ServeConfig) -> int:
         )
     if slot_budget is not None and limit > most:
         raise BudgetError(
-            f"--kv-memory {config.kv_memory}: the budget of {show_bytes(budget or 0)} leaves only"
-            f" {show_bytes(most)} for keys and values"
+            f"--kv-memory {config.kv_memory} is too large: --memory {show_bytes(budget or 0)}"
+            f" leaves only {show_bytes(most)} for keys and values"
         )
     return limit

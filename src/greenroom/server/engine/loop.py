@@ -1,4 +1,4 @@
-"""Continuous batching: one thread computes passes for requests that come and go at any time.
+"""Continuous batching: one thread computes forward passes for requests that come and go.
 
     while there are requests:
         admit waiting requests that have room; reuse cached prefixes
@@ -23,11 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from greenroom.config import ServeConfig, show_bytes
-from greenroom.errors import (
-    ClosedError,
-    GreenroomError,
-    UnsupportedModel,
-)
+from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
@@ -50,7 +46,7 @@ Progress = Callable[[float, str], None]
 
 
 class LoadedModel(NamedTuple):
-    """A model with its tokenizer and expert cache; `summary` describes the use of memory."""
+    """A model with an attached expert cache, its tokenizer, and a text about its memory."""
 
     model: Any
     tokenizer: Any
@@ -65,7 +61,7 @@ log = logging.getLogger(__name__)
 class ContinuousEngine:
     """Answers many requests at once by continuous batching; its public methods are thread-safe.
 
-    `load` runs in the engine's thread; `journal` records every pass."""
+    `load` loads the model in the engine's thread; `journal` records every forward pass."""
 
     def __init__(
         self, load: Load, config: ServeConfig, context: int, journal: Journal | None = None
@@ -94,16 +90,18 @@ class ContinuousEngine:
     # ---- from any thread
 
     def submit(self, request: Request, listener: Listener) -> Sequence:
-        """Queue a request for the engine; return its sequence, which can be cancelled.
+        """Queue a request to the engine; return its Sequence, which can be cancelled.
 
-        Raises Busy, TooLong, UsageError, or ClosedError."""
+        `listener` gets the answer's events, in the engine's thread. Raises Busy, TooLong,
+        UsageError, or ClosedError."""
         self._check_open()
         sequence = self._sequence(request, listener)
         with self._changed:
             self._check_open()
             if len(self._waiting) >= self.config.max_queue + self._free():
                 raise Busy(
-                    f"the queue is full: {len(self._waiting)} requests wait already (--max-queue)",
+                    f"the queue is full: {len(self._waiting)} requests wait already (--max-queue);"
+                    " try again later",
                     self._retry_s(),
                 )
             sequence.number, self._numbers = self._numbers, self._numbers + 1
@@ -120,12 +118,13 @@ class ContinuousEngine:
     def _check_open(self) -> None:
         name, _, why = self._state
         if name == "loading":
-            raise Busy("the model is loading", LOADING_S)
+            raise Busy("the model is loading: try again later", LOADING_S)
         if name != "ready":
-            raise ClosedError(f"the server is {name}" + (f": {why}" if why else ""))
+            what = "has failed" if name == "failed" else "is stopping"
+            raise ClosedError(f"the engine {what}" + (f": {why}" if why else ""))
 
     def _sequence(self, request: Request, listener: Listener) -> Sequence:
-        """Make the engine's state of a request. UsageError or TooLong if it cannot be answered."""
+        """Make the Sequence of a request. UsageError or TooLong if it cannot be answered."""
         vocabulary = self._vocabulary
         request.check(vocabulary, self.context)
         grammar = None if request.grammar is None else self._grammars(request.grammar)
@@ -161,11 +160,11 @@ class ContinuousEngine:
         The states are loading, ready, failed and stopping; the progress is from 0 to 1."""
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
-            return "failed", progress, "its thread has ended"
+            return "failed", progress, "the engine's thread has ended"
         return name, progress, why
 
     def stats(self) -> dict[str, Any]:
-        """Return JSON-ready statistics of the engine; see `snapshot`."""
+        """Return JSON-ready statistics of the engine, as `snapshot` makes them."""
         return snapshot(self)
 
     @property
@@ -177,12 +176,12 @@ class ContinuousEngine:
         return len(self._running)
 
     def resize(self, cache: str | int) -> int:
-        """Resize the expert cache, also while answers run; return its slots. Or BudgetError."""
+        """Resize the expert cache, also while answers run; return its number of slots."""
         self._check_open()
         return int(self.greenroom.resize(cache))
 
     def stop(self, grace_s: float) -> None:
-        """Stop the engine: admit no new requests, and give accepted ones `grace_s` seconds to end.
+        """Refuse new requests, give accepted ones `grace_s` seconds, and wait for the engine's end.
 
         A second call waits too, and may shorten the time."""
         with self._changed:
@@ -212,8 +211,8 @@ class ContinuousEngine:
         config = self.config
         if self.model.config.is_encoder_decoder:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} is an encoder-decoder, which is not served:"
-                " `greenroom run` answers with it"
+                f"{type(self.model).__name__} is an encoder-decoder model, which cannot be served:"
+                " use `greenroom run`"
             )
         self.context = greenroom.setup.context
         self._vocabulary = int(weight_matrix(self.model.get_output_embeddings()).shape[0])
@@ -287,7 +286,7 @@ class ContinuousEngine:
         return True
 
     def _until_next(self) -> float | None:
-        """Return the seconds until the engine's next deadline; None without one."""
+        """Return the seconds until the engine's next deadline; None if there is none."""
         now = time.monotonic()
         times = [each.deadline for each in (*self._waiting, *self._running)]
         if self._stop_by is not None:

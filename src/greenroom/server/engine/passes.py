@@ -1,4 +1,4 @@
-"""Runs the engine's forward passes, repeats failed ones, and counts requests and hits.
+"""Runs batched forward passes, repeats failed ones, and counts expert requests and hits.
 
 A failed pass is tried again. If it fails again, each of its requests is tried alone, so that only
 requests whose experts cannot be read, or whose tokens make a kernel fail, end with an error. Keys
@@ -32,7 +32,9 @@ Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
 class PassRunner:
     """Runs the forward passes of one model, and repeats failed ones.
 
-    `interrupt_if_unwanted` may be called from any thread.
+    `chunk` is the number of tokens of a prefill chunk. `passes` and `tokens` count successful
+    passes and their tokens, `faults` the passes that failed at first. Only `interrupt_if_unwanted`
+    may be called from any thread.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class PassRunner:
                 self._driver.interrupt()
 
     def run(self, shares: Many[Share]) -> Outcome:
-        """Compute tokens of several sequences. Returns logits [V] or an error for each.
+        """Compute tokens of several requests; return their next logits or their errors.
 
-        Sequences whose prompt is not complete yet, and cancelled ones, are left out.
+        Logits are of the request's last token, [vocabulary]. The result leaves out cancelled
+        requests, and requests without an error whose prompt is not complete yet. ClosedError or
+        RequestFailed is raised if the engine cannot compute any more.
         """
         shares = [share for share in shares if not share[0].cancelled]
         outcome = self._attempt(shares)
@@ -73,7 +77,7 @@ class PassRunner:
         return done
 
     def _attempt(self, shares: list[Share]) -> Outcome | GreenroomError:
-        """Run one forward pass; return its error if it fails. ClosedError if all would fail."""
+        """Run one forward pass; return its error if it fails. A ClosedError is raised instead."""
         try:
             return self._run(shares)
         except (ClosedError, *PASSES_THROUGH):
@@ -119,7 +123,7 @@ class PassRunner:
         ]
 
     def _begin(self, sequences: list[Sequence]) -> bool:
-        """Begin a forward pass; False where all of its sequences are cancelled."""
+        """Begin a forward pass; return False if all of its requests are cancelled."""
         with self._lock:
             if all(each.cancelled for each in sequences):
                 return False
@@ -158,7 +162,10 @@ class PassRunner:
 
 
 def _score(share: Share, logits: Tensor) -> Tensor | GreenroomError:
-    """Return the logits [V] after a share's last token; store scores of a scored prompt."""
+    """Return the logits [vocabulary] of a request's last token in a forward pass.
+
+    If the request wants log-probabilities of its prompt, they are stored.
+    """
     sequence, count = share
     if sequence.scores is None:
         return logits

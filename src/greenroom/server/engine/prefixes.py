@@ -3,8 +3,8 @@
 A system prompt or the earlier turns of a conversation need not be computed again, and no experts
 are fetched for them. Each entry is the complete cache of one sequence. A request that continues
 where an entry ends takes the entry over; a request that shares only a part of it, or finds it in
-use, gets a copy of the common part. Copies take memory that shared blocks would not; but the tokens
-of a sequence lie in one run, which attention over one token reads at the speed of memory. The
+use, gets a copy of the common part. Copies take memory that shared blocks would not; but the keys
+and values of a sequence are contiguous, so that attention reads them at memory bandwidth. The
 least recently used entry is evicted first.
 """
 
@@ -24,27 +24,28 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """The tokens of one request, and their keys and values, in the prefix cache.
+    """Entry of the prefix cache: the tokens of one request, and their keys and values.
 
-    `exact` of the tokens were computed in the same chunks as if the request were alone.
+    `cache` is a transformers KV cache of `nbytes` bytes. The first `exact` tokens were computed in
+    the same prefill chunks as if the request were alone.
     """
 
     ids: Ids
     cache: Any
     nbytes: int = 0
     exact: int = 0
-    number: int = -1  # of the sequence that left it
+    number: int = -1  # the sequence number of the request
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
-    """Return the length of two token sequences' common prefix."""
+    """Return the length of the common prefix of two sequences of token ids."""
     n = min(a.size, b.size)
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if differ.size else n
 
 
 class PrefixCache:
-    """LRU cache of the keys and values of prompt prefixes, of at most `limit` bytes.
+    """LRU cache of the keys and values of earlier requests, of at most `limit` bytes.
 
     A limit of 0 turns the cache off.
     """
@@ -62,12 +63,12 @@ class PrefixCache:
         return iter(self._entries)
 
     def touch(self, entry: PrefixEntry) -> None:
-        """Mark a prefix cache's entry as just used."""
+        """Mark an entry of the prefix cache as the most recently used."""
         self._entries.remove(entry)
         self._entries.append(entry)
 
     def pop(self, entry: PrefixEntry) -> Any:
-        """Remove an entry from the prefix cache and return its keys and values."""
+        """Remove an entry from the prefix cache and return the entry's KV cache."""
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes
         return entry.cache
@@ -75,7 +76,8 @@ class PrefixCache:
     def add(self, entry: PrefixEntry) -> bool:
         """Add an entry to the prefix cache; return False if it was refused.
 
-        The entry replaces its own prefixes.
+        Refused are entries of fewer than MIN_TOKENS tokens, entries larger than the cache, and
+        prefixes of another entry. The new entry replaces entries that are prefixes of it.
         """
         if entry.nbytes > self.limit or entry.ids.size < MIN_TOKENS:
             return False
@@ -92,7 +94,7 @@ class PrefixCache:
         return True
 
     def shrink(self, nbytes: int) -> None:
-        """Evict least recently used prefixes until at most `nbytes` are left."""
+        """Evict least recently used entries until the prefix cache has at most `nbytes` bytes."""
         while self._entries and self.nbytes > max(0, nbytes):
             self.pop(self._entries[0])
             self.evicted += 1

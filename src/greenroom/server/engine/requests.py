@@ -1,11 +1,12 @@
-"""Messages between the HTTP side and the engine: requests, tokens, results.
+"""Messages between the HTTP server and the engine's thread: requests, tokens, results.
 
     ticket = engine.submit(request, listener)    # from any thread; Busy, TooLong or ClosedError
     listener(Token(...)), listener(Token(...)), listener(Finished(...))  # from the engine's thread
     (listener(PromptTokens(...)) comes before them where the request has prompt_logprobs)
     ticket.cancel()                              # its place is free within one token
 
-The engine knows tokens only: decoding, stop strings, tools and formats are the HTTP side's work.
+The engine handles tokens only. The HTTP server decodes them to text, and handles stop strings,
+tools and formats.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from greenroom.errors import GreenroomError, ModelError, TooLong, UsageError
 
 
 class Busy(GreenroomError):
-    """The server's queue is full; a place is likely to be free after `retry_after_s` seconds."""
+    """The server cannot take a request now; clients may retry after `retry_after_s` seconds.
+
+    The queue is full, the model is still loading, or too many other requests are being prepared.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -25,12 +29,16 @@ class Busy(GreenroomError):
 
 
 class NotFinite(ModelError):
-    """The model's logits are NaN or infinite, so that no token can be chosen."""
+    """The model's largest logit is NaN or infinite, so that no token can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request. Temperature 0 is greedy; None is the model's default."""
+    """Sampling parameters of one request to the engine.
+
+    Temperature 0 is greedy. None means the value of the model's generation config; a `seed` of None
+    means a random seed.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -66,12 +74,17 @@ class Request:
         return len(self.ids) + self.max_new_tokens
 
     def check(self, vocabulary: int, context: int) -> None:
-        """Raise UsageError or TooLong if a model's vocabulary or context rules the request out."""
+        """Raise UsageError or TooLong if a model cannot answer the request.
+
+        `vocabulary` is the number of the model's tokens. `context` is the greatest number of tokens
+        of a prompt and its answer together.
+        """
         if not self.ids:
             raise UsageError("the prompt is empty")
         if not all(0 <= token < vocabulary for token in self.ids):
             raise UsageError(
-                f"the prompt has token ids that the model does not have (0 to {vocabulary - 1})"
+                "the prompt has a token id that the model does not have: ids must be from 0 to"
+                f" {vocabulary - 1}"
             )
         if self.max_new_tokens < 0:
             raise UsageError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
@@ -79,14 +92,14 @@ class Request:
             raise UsageError(f"timeout_s must be above 0, got {self.timeout_s}")
         if self.length > context:
             raise TooLong(
-                f"{len(self.ids)} tokens and {self.max_new_tokens} new ones: there is room for"
-                f" {context}"
+                f"the prompt has {len(self.ids)} tokens and the answer may have"
+                f" {self.max_new_tokens}: together they must fit the context of {context} tokens"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer or a prompt, with log-probabilities if the request wants them."""
+    """A token of an answer or a prompt, with its log-probabilities if they were requested."""
 
     id: int
     logprob: float | None = None
@@ -95,17 +108,20 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The prompt's tokens with their log-probabilities, for a request that wants them."""
+    """Event of the engine: a prompt's tokens with their log-probabilities, if requested.
+
+    The event comes before the tokens of the answer.
+    """
 
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer, with the answer's counts and times.
+    """Last event of an answer: why the answer ended, its token counts and times in seconds.
 
-    `reason`: stop (an end token, the last Token sent), length, cancelled, timeout, stopping (the
-    server ends before the answer), or error.
+    `reason` is stop (the last token is an end token, or completes the grammar), length, cancelled,
+    timeout, stopping (the server stops before the answer ends), or error.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""State of one request in the engine: tokens, keys and values, times."""
+"""State of one request in the serving engine: tokens, keys and values, times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from greenroom.server.engine.tokens.scores import PromptScores
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of a request in the engine, from arrival to end.
+    """State of one request in the serving engine, from arrival to end.
 
-    Only the engine's thread changes a sequence.
+    Only the engine's thread changes its fields, except `cancelled`.
 
-    `ids` are the prompt and the answer so far. `cache` holds keys and values of its first
-    `computed` tokens, `reused` of them from the prefix cache. `exact` tokens were computed in the
-    same chunks as if the request were alone. Times are of the monotonic clock.
+    `ids` are the tokens of the prompt and of the answer so far. `cache` holds the keys and values
+    of the first `computed` tokens; those of the first `reused` tokens were computed for another
+    request. The first `exact` tokens were computed in the same prefill chunks as if the request
+    were alone. Times are of the monotonic clock.
     """
 
     number: int
@@ -56,12 +57,15 @@ class Sequence:
 
     @property
     def new(self) -> int:
-        """The number of tokens of a request's answer so far."""
+        """The number of tokens in a request's answer so far."""
         return len(self.ids) - self.prompt
 
     @property
     def pending(self) -> int:
-        """The number of a request's tokens to be computed; one while the request is answered."""
+        """The number of a request's tokens whose keys and values are not computed yet.
+
+        The value is 1 while the answer is generated.
+        """
         return len(self.ids) - self.computed
 
     @property
@@ -70,15 +74,18 @@ class Sequence:
         return float("inf") if limit is None else self.arrived + limit
 
     def computed_ids(self) -> Ids:
-        """Return the tokens of a request whose keys and values are computed."""
+        """Return the ids of the tokens of a request whose keys and values are computed."""
         return as_ids(self.ids[: self.computed])
 
     def cancel(self) -> None:
-        """Cancel the request; Finished("cancelled") follows, unless it has finished already."""
+        """Cancel the request; the engine ends its answer within one token.
+
+        The listener gets a Finished event with the reason cancelled, unless the answer ends first.
+        """
         self.on_cancel(self)
 
     def send_scores(self) -> None:
-        """Send the prompt's log-probabilities to the request's listener, if requested."""
+        """Send the prompt's log-probabilities to the request's listener, if they were requested."""
         if self.scores is not None:
             tokens, self.scores = tuple(self.scores.tokens), None
             self.listener(PromptTokens(tokens))
@@ -86,7 +93,7 @@ class Sequence:
     def add_token(self, token: Token) -> str:
         """Append a token to the answer and send it; return why the answer ends.
 
-        The reason is an empty string while the answer goes on.
+        The reason is stop or length, or an empty string while the answer goes on.
         """
         if self.answered is None:
             self.answered = time.monotonic()
@@ -97,7 +104,10 @@ class Sequence:
         return "length" if self.new >= self.request.max_new_tokens else ""
 
     def restart(self, cache: Any) -> None:
-        """Drop all keys and values of a request; all of its tokens are computed again."""
+        """Drop all keys and values of a request; its tokens are computed again.
+
+        `cache` is the new, empty KV cache.
+        """
         self.cache, self.computed, self.exact = cache, 0, 0
         if self.scores is not None:
             self.scores.clear()

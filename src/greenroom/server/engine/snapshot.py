@@ -1,4 +1,4 @@
-"""Statistics of an engine, for `/v1/stats` and `/metrics`."""
+"""Statistics of the serving engine, for `/v1/stats` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ USUAL = 0.2  # weight of the newest answer in the moving average
 
 @dataclass(slots=True)
 class Totals:
-    """Totals of ended requests: counts, tokens, and the usual time of an answer.
+    """Totals of ended requests: counts by reason, tokens, and the average time of an answer.
 
-    `usual_s` is the moving average of the requests' time without the queue.
+    `usual_s` is a moving average of the seconds from admission to end, over requests that got at
+    least one token.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -47,11 +48,12 @@ class Totals:
 
 
 def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
-    """Return JSON-ready statistics of an engine since the model was loaded, in bytes and seconds.
+    """Return JSON-ready statistics of the serving engine, in bytes and seconds.
 
-    state, progress, why; queue; requests (ended, by reason); tokens; and once the model is loaded
-    passes, memory, kv (keys and values), prefixes, experts (layers: requests, hits and misses of
-    each), prefetch and stalls (runtime.stats), links.
+    The keys are `state`, `queue`, `requests` (ended ones, by reason) and `tokens`. Once the model
+    is loaded, the statistics of `model_stats` are added: forward passes, memory, KV caches, the
+    prefix cache, the expert cache and prefetching. They stay at their last values when the engine
+    has stopped.
     """
     name, progress, why = engine.state()
     config = engine.config
@@ -71,7 +73,10 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
 
 
 def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
-    """Return the part of the engine's statistics that needs the attached model."""
+    """Return the statistics of the serving engine that need its loaded model.
+
+    They are of passes, memory, KV caches, the prefix cache, the expert cache and prefetching.
+    """
     greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
     stats, prefixes = greenroom.stats(), admission.prefixes
     return {

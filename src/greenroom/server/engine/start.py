@@ -1,4 +1,4 @@
-"""Start an engine: `start` returns at once, and the model loads in the engine's thread."""
+"""Start the serving engine: `start` returns at once, the engine's thread loads the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 
 
 def overhead_bytes(context: int, serve: ServeConfig) -> int:
-    """Return the bytes that HTTP requests need outside of the model, as part of `--memory`."""
+    """Return the bytes of `--memory` that are set aside for HTTP bodies and prompt texts.
+
+    They include the process that renders chat templates.
+    """
     body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
     text = min(body, context * TEXT_CHARS)
     return WORKER_BYTES + text * TEXT_BYTES + BODIES * body * BODY_BYTES
@@ -28,10 +31,11 @@ def start(
     journal: Journal | None = None,
     verbose: bool = False,
 ) -> ContinuousEngine:
-    """Start an engine that serves the model `source` once its state is "ready".
+    """Start a serving engine for the model `source`, and return before the model is loaded.
 
-    `source` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `journal` records every
-    pass, so that it can be computed again.
+    The engine accepts requests once its state is "ready". `source` is a Hugging Face folder, a GGUF
+    file, a hub id, or `demo`. `journal` records every forward pass, so that the pass can be
+    computed again.
     """
 
     def load_model(progress: Progress) -> LoadedModel:

@@ -38,7 +38,8 @@ LEAVE_S = 5.0  # longest wait for cancelled answers to end
 class Job:
     """A client's request as a job for the engine: `n` answers to each prompt.
 
-    `plain` reads the answers as text alone.
+    Prompts are token ids. Answers to a `plain` job are text, without reasoning and tool calls. With
+    `one_call`, an answer ends after its first tool call.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -54,7 +55,10 @@ class Job:
     one_call: bool = False
 
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> AnswerReader:
-        """Make the reader of the answer with the index `index`."""
+        """Make the AnswerReader for answer number `index`, which converts tokens to text.
+
+        Answers 0 to n - 1 are those to the first prompt.
+        """
         if self.plain or (self.grammar is not None and self.tools is None):
             speaker = ReplyParser(dialogue)
         else:
@@ -67,9 +71,9 @@ class Job:
 async def start_answers(
     service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
 ) -> AnswerStream:
-    """Make an HTTP request's job on a worker thread, and submit it to the engine.
+    """Make an HTTP request's Job on a worker thread, and submit it to the engine.
 
-    Raises Busy, TooLong, UsageError, ApiError.
+    `make` makes the Job. Raises Busy, TooLong, UsageError or ApiError.
     """
     loop = asyncio.get_running_loop()
 
@@ -103,13 +107,14 @@ class AnswerStream:
         self.count = len(job.prompts) * job.n
         if self.count > service.most_answers:
             most = service.most_answers
-            raise ApiError(400, f"{self.count} answers at once: at most {most}", param="n")
+            message = f"the request has {self.count} answers: at most {most} are allowed at a time"
+            raise ApiError(400, message, param="n")
         ends = tuple(service.engine.end_ids)
         self._readers = [job.reader(dialogue, index, ends) for index in range(self.count)]
         self._unfinished = self._delivered = self._tokens = 0
 
     def submit(self) -> None:
-        """Submit all of an HTTP request's answers to the engine, or none."""
+        """Submit all of an HTTP request's answers to the engine; if one is refused, cancel all."""
         try:
             for index in range(self.count):
                 self._tickets.append(
@@ -172,11 +177,10 @@ class AnswerStream:
             yield index, end
 
     async def _next(self) -> tuple[int, Event]:
-        """Return the next event of the answers, and let other tasks run in between.
+        """Return the next event of the answers; let other tasks run after every `TURN` events.
 
-        Other tasks get a turn after every `TURN` events.
-
-        The first choice of a prompt scores it for the others, whose events wait for that.
+        The first choice of a prompt computes the log-probabilities of the prompt. The events of the
+        other choices wait for them.
         """
         self._delivered += 1
         if self._delivered % TURN == 0:
@@ -197,7 +201,7 @@ class AnswerStream:
         self._record.add_answer(finished)
 
     def _check(self, finished: Finished) -> None:
-        """Raise ApiError if an answer ended too early."""
+        """Raise ApiError if an answer failed, timed out, or was stopped before its first token."""
         if finished.reason == "error":
             error = finished.error or GreenroomError("the engine failed")
             self._service.log.log_failure(self._record.id, error)
@@ -214,9 +218,9 @@ class AnswerStream:
             ticket.cancel()
 
     async def cancel_and_wait(self) -> None:
-        """Cancel an HTTP request's answers, and wait until they have ended.
+        """Cancel an HTTP request's answers, and wait up to 5 seconds until they have ended.
 
-        So the log has their counts.
+        The request log needs their token counts.
         """
         self.cancel()
 

@@ -1,4 +1,4 @@
-"""HTTP request bodies: bounded while they are read, then checked against an API's types."""
+"""HTTP request bodies: read within limits of size and time, then checked by Pydantic."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ MISTAKES = {
     "missing": ("missing_required_parameter", "{param} is missing"),
     "none_required": ("unsupported_parameter", "{param} is not supported: leave it out"),
     "literal_error": ("unsupported_value", "{param} must be {expected}"),
-    "union_tag_invalid": ("invalid_value", "{param}: {tag} is not supported here"),
+    "union_tag_invalid": ("invalid_value", "{param}: the type {tag} is not supported"),
     "union_tag_not_found": ("invalid_value", "{param} must be an object with a type"),
 }
 Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read(request: Request, model: type[Body], limit: int, budget: BodyBudget) -> Body:
-    """Read an HTTP request's body, of at most `limit` bytes, or raise ApiError.
+    """Read an HTTP request's body, and parse it as a `model`.
 
-    The body is parsed as a `model`.
-
-    It takes memory of `budget` until the request ends.
+    ApiError if the body is larger than `limit` bytes, takes too long to arrive, or is not valid.
+    The body takes bytes of `budget` until the request ends; Busy if too few are left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -61,7 +60,7 @@ async def read(request: Request, model: type[Body], limit: int, budget: BodyBudg
 
 async def _collect(request: Request, limit: int, budget: BodyBudget) -> bytes:
     too_large = ApiError(
-        413, f"the body is larger than {show_bytes(limit)} (--max-body)", close=True
+        413, f"the body is larger than the limit of {show_bytes(limit)} (--max-body)", close=True
     )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
@@ -79,27 +78,26 @@ async def _collect(request: Request, limit: int, budget: BodyBudget) -> bytes:
 
 
 class BodyBudget:
-    """Budget in bytes for all HTTP request bodies together.
+    """Limits the bytes of all HTTP request bodies together; used only in the event loop.
 
-    Only the event loop uses the budget.
-
-    A body's objects take several times as much while it is parsed, checked and prepared.
+    The limit bounds memory: while a body is parsed, checked and prepared, its Python objects take
+    several times its bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._free = nbytes
 
     def take(self, record: RequestRecord, nbytes: int) -> None:
-        """Take bytes of the budget for a part of a request's body, or raise Busy.
+        """Count `nbytes` more of a request's body, until the request ends.
 
-        The bytes are taken until the request ends.
+        The first 64 KiB of each body are free. Busy if the limit of all bodies is exceeded.
         """
         before = record.body_bytes
         record.body_bytes += nbytes
         nbytes = max(0, record.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
         if nbytes > self._free:
             raise Busy(
-                "the bodies of the requests under way are too large for another one",
+                "the bodies of other requests leave no room for this one: try again later",
                 retry_after_s=1.0,
             )
         self._free -= nbytes
@@ -110,13 +108,13 @@ class BodyBudget:
 
 
 def check_parts(data: bytes) -> None:
-    """Raise ApiError if a JSON text has too many parts to become Python objects."""
+    """Raise ApiError if a JSON text has too many objects, lists or members."""
     if _has_room(data):
         return
     if not _has_room(without_strings(data)):
         raise ApiError(
             400, f"the body has more than {MOST_NESTS:,} objects and lists, or {MOST_MEMBERS:,}"
-            " members of these"
+            " members in them"
         )  # fmt: skip
 
 
@@ -132,7 +130,7 @@ def parse(model: type[Body], data: bytes) -> Body:
         return model.model_validate_json(data)
     except ValidationError as error:
         if (count := error.error_count()) > TOO_MANY:
-            raise ApiError(400, f"the body has {count:,} mistakes") from None
+            raise ApiError(400, f"the body has {count:,} invalid parameters") from None
         first = error.errors(include_url=False, include_input=False)[0]
         raise _mistake(first, model.model_fields) from None
 

@@ -1,4 +1,4 @@
-"""The HTTP route of an API: read a request, run it, send the response."""
+"""`route` makes the POST route of an API: read a request, answer it, send the response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from greenroom.server.http.answers import AnswerStream, start_answers
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.routes import openapi_body, read_body, record_of
+from greenroom.server.http.route_helpers import openapi_body, read_body, record_of
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import EventStream, end_with_error, event, result_or_disconnect
 
@@ -22,11 +22,11 @@ class ResponseBuilder:
         self._model, self._body, self._answers = service.name, body, answers
 
     def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the parts of a streamed response."""
+        """Yield the parts of a streamed response, each as a JSON object."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Any]:
-        """Return the complete response as one object, once all parts are there."""
+        """Return the complete response as one JSON object, after the last of its parts."""
         raise NotImplementedError
 
     def event(self, data: dict[str, Any]) -> bytes:
@@ -56,9 +56,10 @@ class ResponseBuilder:
 def route(
     service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
-    """Make the HTTP route POST `path`, whose body is a `model`.
+    """Make the HTTP route POST `path`, which answers requests with a model's output.
 
-    OpenAPI's document calls the route `name`.
+    `model` is the Pydantic model of the request body, whose method `job` makes the engine's Job.
+    `builder` formats the response. OpenAPI's document calls the route `name`.
     """
     routes = APIRouter()
 

@@ -1,6 +1,6 @@
 """Errors as HTTP clients see them, in the format of the API that they called.
 
-Internal messages may name files: clients get the kind of error, and the log has the rest.
+Internal messages may name files: clients get the kind of error, and the log has the details.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ CLIENT, SERVER = "invalid_request_error", {"openai": "server_error", "anthropic"
 class ApiError(GreenroomError):
     """An error that a client gets as an HTTP response.
 
-    `param` names the wrong parameter, `code` is OpenAI's error code if it has one; `close` ends the
-    connection, so that the rest of the request is not read.
+    `param` names the wrong parameter. `code` is OpenAI's code of the error, or None. Clients may
+    try again after `retry_after_s` seconds. `close` closes the connection, so that the rest of the
+    request is not read.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ApiError(GreenroomError):
         return headers
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """Return an HTTP error response's body, in the format of the API with this path."""
+        """Return the body of the HTTP response, in the format of the API at `path`."""
         if path.startswith(ANTHROPIC_PATH):
             kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
             error = {"type": kind, "message": str(self)}
@@ -85,7 +86,7 @@ def _kind(table: dict[int, str], status: int, server: str) -> str:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Convert any error to the ApiError that a client gets."""
+    """Convert any error to the ApiError that a client gets, without names of files."""
     if isinstance(error, ApiError):
         return error
     message = " ".join(str(error).split())
@@ -98,22 +99,22 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is stopping, or its model has failed", retry_after_s=5)
     if isinstance(error, StoreError):
-        return ApiError(500, "reading a part of the model failed: try again")
+        return ApiError(500, "the server could not read a part of the model: try again")
     if isinstance(error, DeviceError):
-        return ApiError(500, "the device refused memory or a copy: try again")
+        return ApiError(500, "the server's device had no memory, or a copy failed: try again")
     if isinstance(error, RequestFailed | NotFinite):
-        return ApiError(500, f"{message}; the log has more under this request's id")
-    return ApiError(500, "the server failed; its log has more")
+        return ApiError(500, f"{message}; the server's log has details under this request's id")
+    return ApiError(500, "the request failed in the server; the server's log has details")
 
 
 def failure_cause(failure: BaseException | None) -> str:
-    """Describe why the engine failed, in a few words without names of files."""
+    """Describe why the serving engine failed, in a few words without names of files."""
     if failure is None:
-        return "its thread has ended"
+        return "the engine's thread has ended"
     kinds = {
         StoreError: "reading a part of the model failed",
         MemoryError: "there was not enough memory",
-        DeviceError: "the device refused memory or a copy",
+        DeviceError: "the device had no memory, or a copy failed",
         ModelError: "the model is not supported or damaged",
         UsageError: "an option is not valid",
     }

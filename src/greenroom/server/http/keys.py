@@ -13,8 +13,9 @@ VARIABLE = "GREENROOM_API_KEY"
 
 
 def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Read the API key from a file's first line or the environment; None without either.
+    """Read the server's API key from a file's first line, or from the environment.
 
+    Without a `file`, the key is the variable GREENROOM_API_KEY, or None if that is not set.
     UsageError if the file cannot be read, or the key is not valid.
     """
     if file is not None:
@@ -24,8 +25,8 @@ def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) 
         except OSError as error:
             raise UsageError(f"--api-key-file {file}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
-            raise UsageError(f"--api-key-file {file}: is not text") from error
-        return _checked(key.strip(), f"--api-key-file {file}: its first line")
+            raise UsageError(f"--api-key-file {file}: the file is not UTF-8 text") from error
+        return _checked(key.strip(), f"--api-key-file {file}: the first line")
     if VARIABLE not in environment:
         return None
     return _checked(environment[VARIABLE].strip(), VARIABLE)
@@ -33,7 +34,7 @@ def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) 
 
 def _checked(key: str, where: str) -> str:
     if not key:
-        raise UsageError(f"{where} is empty: it must be the API key")
+        raise UsageError(f"{where} is empty, but must be the API key")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UsageError(
             f"{where} is not a valid API key: use ASCII letters, digits and signs, no spaces"
@@ -42,10 +43,11 @@ def _checked(key: str, where: str) -> str:
 
 
 def check_address(host: str, key: str | None) -> None:
-    """Raise UsageError if other machines could reach a server without a key."""
+    """Raise UsageError if other machines could reach a server that has no API key."""
     if key is None and not is_loopback(host):
         raise UsageError(
-            f"--host {host} lets other machines in: set an API key by --api-key-file or {VARIABLE}"
+            f"--host {host} lets other machines use the server:"
+            f" set an API key by --api-key-file or {VARIABLE}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Prometheus metrics: histograms of answers' times, and the engine's statistics.
+"""Prometheus metrics: histograms of answers' times, and the serving engine's statistics.
 
-Names end in their unit. The engine's statistics are read for each scrape.
+Names of metrics end in their unit. The engine's statistics are read for each scrape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Metrics:
         self._registry.register(EngineCollector(engine, model))
 
     def observe_answer(self, finished: Finished) -> None:
-        """Add an answer's times to the histograms. Any thread may call this."""
+        """Add an ended answer's times to the histograms. Any thread may call this method."""
         self._queued.observe(finished.queued_s)
         if finished.ttft_s is not None:
             self._ttft.observe(finished.ttft_s)
@@ -44,12 +44,18 @@ class Metrics:
             self._tpot.observe(tpot)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' format. May wait for the end of a pass."""
+        """Return all metrics in Prometheus' text format.
+
+        The call may wait for the end of a forward pass.
+        """
         return generate_latest(self._registry)
 
 
 class EngineCollector(Collector):
-    """Collects the engine's statistics as Prometheus metrics; missing numbers are left out."""
+    """Collects a serving engine's state and statistics as Prometheus metrics.
+
+    Statistics without a value are left out.
+    """
 
     def __init__(self, engine: ContinuousEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -69,9 +75,9 @@ class EngineCollector(Collector):
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
-    """Yield the Prometheus metrics for which the engine's statistics have values.
+    """Yield the Prometheus metrics for which a serving engine's statistics have values.
 
-    `stats` is a result of `ContinuousEngine.stats`.
+    `stats` is the result of `ContinuousEngine.stats`.
     """
     for kind, name, path, label, text in METRICS:
         family = kind(f"greenroom_{name}", text, labels=[label] if label else [])
@@ -107,7 +113,7 @@ TIMES = (
 METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
     (Gauge, "running_requests", "queue.running", "", "answers that are being computed"),
     (Gauge, "queued_requests", "queue.waiting", "", "requests in the queue"),
-    (Gauge, "budget_bytes", "memory.budget_bytes", "", "--memory"),
+    (Gauge, "budget_bytes", "memory.budget_bytes", "", "memory budget (--memory)"),
     (Gauge, "resident_bytes", "memory.resident_bytes", "", "bytes of the expert cache's slots"),
     (Gauge, "resident_experts", "memory.slots", "", "slots of the expert cache"),
     (Gauge, "process_resident_bytes", "memory.process_bytes", "", "memory of the process"),
@@ -147,7 +153,7 @@ METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
         "layer",
         "requested experts that were not in memory",
     ),
-    (Counter, "link_bytes", "links.bytes", "link", "bytes carried"),
+    (Counter, "link_bytes", "links.bytes", "link", "bytes transferred"),
     (Counter, "link_busy_seconds", "links.busy_s", "link", "seconds in which the link was busy"),
     (Counter, "link_idle_seconds", "links.idle_s", "link", "seconds in which the link was idle"),
     (Counter, "answers", "requests", "reason", "answers by finish reason"),

@@ -1,4 +1,4 @@
-"""Request parameters that several APIs share, so strictly typed that none is silently ignored.
+"""Request parameters that several APIs share; unknown or unsupported ones are errors.
 
 A parameter that this server does not support accepts its neutral value only: `None`, or a literal.
 Labels of a request (user, metadata) change no answer, and are accepted.
@@ -89,11 +89,9 @@ LogitBias = Annotated[
 
 
 def text_validator(types: tuple[str, ...]) -> Any:
-    """Make a validator of a string, or of a list of text parts.
+    """Make a validator that joins a list of text parts with newlines, and passes strings.
 
-    The text parts are joined.
-
-    `types` are the API's names of text parts.
+    `types` are the values of "type" that the API gives text parts. Other parts are a ValueError.
     """
 
     def joined(value: Any) -> Any:
@@ -107,10 +105,10 @@ def text_validator(types: tuple[str, ...]) -> Any:
 def _part(part: Any, types: tuple[str, ...]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in types:
-        name = kind if isinstance(kind, str) else "such"
-        raise ValueError(f"{name[:40]} parts are not supported: this server takes text only")
+        what = f"{kind[:40]} parts" if isinstance(kind, str) else "parts without a type"
+        raise ValueError(f"{what} are not supported: this server takes text only")
     if not isinstance(part.get("text"), str):
-        raise ValueError(f"a {kind} part needs a text")
+        raise ValueError(f"a {kind} part must have a string as its text")
     harmless = {"type", "text", "cache_control", "annotations", "citations", "logprobs"}
     if unknown := sorted(set(part) - harmless):
         raise ValueError(f"{unknown[0][:40]} of a {kind} part is not supported")
@@ -118,7 +116,7 @@ def _part(part: Any, types: tuple[str, ...]) -> str:
 
 
 def text_schema(types: tuple[str, ...]) -> dict[str, Any]:
-    """Return the JSON schema of what `text_validator` accepts."""
+    """Return the JSON schema of a string or a list of text parts (see `text_validator`)."""
     part = {
         "type": "object",
         "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
@@ -133,12 +131,18 @@ Text = Annotated[str, BeforeValidator(text_validator(_TEXT)), WithJsonSchema(tex
 
 
 def tag(name: str) -> Tag:
-    """Tag one type of a Pydantic union (see `by_type`). Errors do not show tags."""
+    """Make the tag of one type in a Pydantic union that `by_type` discriminates.
+
+    Error messages do not show tags.
+    """
     return Tag(TAG + name)
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Make a discriminator that distinguishes the types of a Pydantic union by "type"."""
+    """Make a discriminator of a Pydantic union, by the field "type" of its values.
+
+    `default` is the type of values without that field.
+    """
 
     def tag_of(value: Any) -> str | None:
         kind = value.get("type", default) if isinstance(value, dict) else None
@@ -149,7 +153,7 @@ def by_type(default: str | None = None) -> Discriminator:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The choice of tools: by the model (auto), none, any required, or one named."""
+    """A request's choice of tools: by the model (auto), none, required, or one named tool."""
 
     kind: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
@@ -163,7 +167,7 @@ class ToolChoice:
 def tool_choice_validator(named: Any) -> PlainValidator:
     """Make a validator of the parameter tool_choice of OpenAI's APIs.
 
-    `named` is the API's form of a function.
+    `named` is the Pydantic model with which the API names one function.
     """
     form = Literal["auto", "none", "required"] | named
     adapter: TypeAdapter[Any] = TypeAdapter(form)
@@ -207,7 +211,7 @@ class SamplingParams(StrictModel):
 
 
 class OpenAIRequest(SamplingParams):
-    """Parameters that requests of all of OpenAI's APIs have."""
+    """Request parameters that all of OpenAI's APIs have."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -218,7 +222,7 @@ class OpenAIRequest(SamplingParams):
 
 
 class CompletionParams(OpenAIRequest):
-    """Parameters that both completions and chat completions have."""
+    """Request parameters that both OpenAI's completions and chat completions have."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
@@ -232,7 +236,7 @@ class CompletionParams(OpenAIRequest):
 
 
 class ConversationParams(OpenAIRequest):
-    """Parameters that both chat completions and responses have."""
+    """Request parameters that both OpenAI's chat completions and responses have."""
 
     tools: Any = None
     tool_choice: Any = None

@@ -19,7 +19,7 @@ QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The record of one HTTP request, for the request log."""
+    """The record of one HTTP request and its answers, for the request log."""
 
     id: str
     method: str
@@ -76,13 +76,16 @@ class RequestRecord:
 
 
 def tokens_per_s(finished: Finished) -> float | None:
-    """Return an answer's decoded tokens per second, without the prompt."""
+    """Return an answer's decoded tokens per second, without the prompt's time.
+
+    None if the answer has fewer than two tokens.
+    """
     tpot = tpot_s(finished)
     return 1 / tpot if tpot else None
 
 
 def tpot_s(finished: Finished) -> float | None:
-    """Return the mean time between an answer's tokens; None with fewer than two."""
+    """Return the mean seconds between an answer's tokens; None if it has fewer than two."""
     if finished.ttft_s is None or finished.new_tokens < 2:
         return None
     return max(0.0, finished.duration_s - finished.ttft_s) / (finished.new_tokens - 1)
@@ -91,7 +94,8 @@ def tpot_s(finished: Finished) -> float | None:
 class RequestLog:
     """Writes one log line for each HTTP request, as text or JSON.
 
-    The default of `write` writes to standard error.
+    Successful health checks and scrapes of metrics are left out. `write` gets each line; by default
+    lines go to standard error.
     """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
@@ -122,7 +126,7 @@ class RequestLog:
 
 
 class LogForwarder(logging.Handler):
-    """Forwards Greenroom's log records to the request log, in the same format."""
+    """Logging handler that writes Greenroom's warnings and errors to the request log."""
 
     def __init__(self, log: RequestLog) -> None:
         super().__init__(logging.WARNING)

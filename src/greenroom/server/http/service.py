@@ -1,4 +1,4 @@
-"""The service that all HTTP requests share: one engine with its limits, metrics and log."""
+"""The service that all HTTP requests share: one serving engine, its limits, metrics, log."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """An engine with its limits, metrics and log, for all HTTP requests.
+    """A serving engine with its limits, metrics and log, for all HTTP requests.
 
-    `key` is the API key of clients, if any.
+    `name` is the model's name for clients, `key` the API key that they must send, or None.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class Service:
         record: RequestRecord,
         discard: Callable[[Result], object] = lambda result: None,
     ) -> Result:
-        """Run a request's preparation `make` on a worker thread. Busy if too many requests wait.
+        """Run `make`, which prepares a request, on a worker thread.
 
-        ApiError 503 while the model loads, 504 if the request's time is over. Tokenizers and
-        grammars take long over large requests; neither the event loop nor small requests wait for
-        them. Cancelled work is not begun; `discard` is called with a result that comes too late.
+        Tokenizers and grammars take long for large requests; neither the event loop nor small
+        requests wait for them. If the caller is cancelled, `discard` gets a result that comes
+        later. Busy if too many requests are being prepared, ApiError 503 while the model loads, 504
+        if the request's time is over.
         """
         if self._preparing >= self.most_answers:
             raise Busy("too many requests are being prepared: try again", retry_after_s=1.0)
@@ -99,7 +100,8 @@ class Service:
         return max(0.001, record.began + self.config.timeout - time.monotonic())
 
     def too_slow(self) -> ApiError:
-        return ApiError(504, f"the answer took longer than {self.config.timeout:g} seconds")
+        most = f"{self.config.timeout:g} seconds"
+        return ApiError(504, f"the answer took longer than the limit of {most} (--timeout)")
 
     def _contained(self, make: Callable[[Dialogue], Result]) -> Result:
         with contain_errors():

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """Encode one server-sent event."""
+    """Encode JSON-ready data as one server-sent event, with an optional event name."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
@@ -75,7 +75,10 @@ async def end_with_error(
     record: RequestRecord,
     error_event: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events; if they fail, the last one is an error."""
+    """Yield server-sent events; if an exception ends them, the last event is the error.
+
+    `error_event` encodes the error in the API's format.
+    """
     broken: list[GreenroomError] = []
     with contain_errors(broken.append):
         async for data in events:
@@ -89,7 +92,7 @@ async def end_with_error(
 
 
 class EventStream(StreamingResponse):
-    """Streams server-sent events to a client; at any end the stream cancels the answers."""
+    """HTTP response of server-sent events, which cancels unfinished answers at its end."""
 
     def __init__(
         self, events: AsyncIterator[bytes], answers: AnswerStream, record: RequestRecord

@@ -20,7 +20,7 @@ from greenroom import __version__
 from greenroom.errors import GreenroomError
 from greenroom.server.api import chat, completions, messages, operations, responses
 from greenroom.server.http.errors import ApiError, as_api_error
-from greenroom.server.http.routes import REF
+from greenroom.server.http.route_helpers import REF
 from greenroom.server.http.service import Service
 from greenroom.server.web.middleware import (
     CheckMiddleware,
@@ -34,7 +34,7 @@ APIS = (chat, completions, responses, messages, operations)
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Make the ASGI app: all routes, behind the key check, request ids and the log."""
+    """Make the ASGI app of a service: all routes, the key check, request ids and the log."""
     app: ASGIApp = CheckMiddleware(api(service), KeyCheck(service.key, service.config.host))
     if service.config.allowed_origins is not None:
         origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
@@ -45,7 +45,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def api(service: Service) -> FastAPI:
-    """Make the routes of one API, with errors in that API's format."""
+    """Make the FastAPI app: routes of all APIs, errors in each API's format."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,7 +68,10 @@ def api(service: Service) -> FastAPI:
 async def _answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         path = request.url.path[:80]
-        texts = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
+        texts = {
+            404: f"the server has no path {path}",
+            405: f"{path} does not accept the method {request.method}",
+        }
         error = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
     api_error = as_api_error(error)
     if api_error.status >= 500 and api_error is not error and isinstance(error, GreenroomError):

@@ -3,8 +3,9 @@
 uvicorn's protocol bounds neither a head nor trailers, parses every pipelined request at once, and
 resets the connection of a client that still writes when its response is complete. Here bytes go to
 the parser in parts that end where a head or a body ends. So heads are counted to the byte, and one
-request is parsed at a time. llhttp, the parser, refuses what request smuggling is made of: both
-lengths, two lengths, folded lines, bare line feeds, spaces before colons.
+request is parsed at a time. llhttp, the parser, refuses the forms that request smuggling uses:
+Content-Length with Transfer-Encoding, two Content-Lengths, folded lines, bare line feeds, spaces
+before colons.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ END = b"\r\n\r\n"  # of heads and of trailers
 
 
 class LingeringTransport:
-    """A transport that reads on after `close`, so that clients get the response.
+    """A socket transport that reads on after `close`, so that clients get the response.
 
     A socket that is closed with unread bytes is reset, and the client loses the response. So the
     response is followed by the end of the stream, and further input is discarded, within
-    `LINGER_BYTES` and `seconds` (nginx calls this lingering_close). A second `close` is final.
+    `LINGER_BYTES` and `seconds` (nginx calls this lingering_close). A second `close` closes the
+    socket at once.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class LingeringTransport:
         self.discard_rest()
 
     def discard_rest(self) -> None:
-        """Discard a connection's further input, within the bounds of bytes and time."""
+        """Read and discard a connection's further input, within bounds of bytes and time."""
         self._transport.resume_reading()
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._seconds, self.abort)
@@ -80,7 +82,7 @@ class LingeringTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's HTTP/1.1 connection; the app gets requests whose head is within bounds."""
+    """One client's HTTP/1.1 connection, with limits on the bytes and time of requests."""
 
     head_s, slow_s, linger_s = HEAD_S, SLOW_S, LINGER_S
     transport: LingeringTransport  # type: ignore[assignment]
@@ -164,7 +166,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             return  # the upgrade is ignored: the next request follows
         except httptools.HttpParserError:
-            self._refuse(self._refusal or ApiError(400, "not a valid HTTP request"))
+            self._refuse(self._refusal or ApiError(400, "the request is not valid HTTP"))
             return
         if self._framing > HEAD_BYTES:
             most = show_bytes(HEAD_BYTES)
@@ -219,7 +221,7 @@ class Connection(HttpToolsProtocol):
         if url.host is None:
             return
         if url.schema.lower() not in (b"http", b"https") or url.userinfo is not None:
-            self._refusal = ApiError(400, "the target of the request must be a path")
+            self._refusal = ApiError(400, "the request's target must be a path or an http URL")
             raise self._refusal
         host = b"[%b]" % url.host if b":" in url.host else url.host
         host += b":%d" % url.port if url.port is not None else b""

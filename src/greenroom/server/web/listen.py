@@ -1,4 +1,4 @@
-"""Listening socket and server: uvicorn with our `Connection`, ended by a signal."""
+"""Listening socket and HTTP server: uvicorn with `Connection`, ended by a signal."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which lets the engine end running answers at a signal."""
+    """uvicorn's server, whose shutdown also stops the serving engine."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more requests; give running answers the grace period, then end them."""
+        """Accept no more requests; end running answers after the grace period (`--grace`)."""
         engine, grace = self._service.engine, self._service.config.grace
         stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop, grace))
         await super().shutdown(sockets)
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle SIGINT and SIGTERM: they end the server; a second SIGINT ends it at once.
 
-        While the model loads, SIGINT goes to the process's own handler.
+        While the model loads, SIGINT also goes to the handler that was installed before.
         """
         before: dict[int, Any] = {}
 
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(service: Service) -> Server:
-    """Make uvicorn's server for the app; it does not run yet."""
+    """Make the HTTP server of a service, without starting the server."""
     config = uvicorn.Config(
         create_app(service),
         loop="asyncio",

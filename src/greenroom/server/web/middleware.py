@@ -23,7 +23,7 @@ OPEN = ("/health",)  # paths that need no key, for process supervisors
 
 
 class LoggingMiddleware:
-    """Gives every HTTP request an id and a log line, and answers unexpected errors."""
+    """Gives every HTTP request an id and a log line; answers unexpected errors with 500."""
 
     def __init__(self, app: ASGIApp, log: RequestLog) -> None:
         self._app, self._log = app, log
@@ -51,7 +51,8 @@ class LoggingMiddleware:
         except Exception as error:
             self._log.log_failure(record.id, error)
             if not begun:
-                failed = ApiError(500, "the server failed; its log has more")
+                message = "the request failed in the server; the server's log has details"
+                failed = ApiError(500, message)
                 await answer(failed, scope, receive, sending)
             record.status = 500
         finally:
@@ -80,26 +81,26 @@ def head_error(scope: Scope) -> ApiError | None:
     """
     headers, version = Headers(scope=scope), scope["http_version"]
     if len(headers) > MOST_FIELDS:
-        return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
+        most = f"at most {MOST_FIELDS} are allowed"
+        return ApiError(431, f"the request has {len(headers)} headers: {most}", close=True)
     if version not in ("1.0", "1.1"):
         return ApiError(505, f"HTTP/{version} is not supported: use HTTP/1.1", close=True)
     hosts = headers.getlist("host")
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        return ApiError(400, f"a request has one Host header, got {len(hosts)}", close=True)
+        return ApiError(400, f"a request must have one Host header, got {len(hosts)}", close=True)
     coding = headers.get("transfer-encoding")
     if coding is not None and version == "1.0":
-        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding", close=True)
+        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding: use HTTP/1.1", close=True)
     if coding is not None and coding.lower() != "chunked":
-        return ApiError(501, "Transfer-Encoding can only be chunked", close=True)
+        return ApiError(501, "Transfer-Encoding must be chunked", close=True)
     return None
 
 
 class KeyCheck:
-    """Checks the API key of HTTP requests, or without a key, their Host header.
+    """Checks the API key of HTTP requests; if the server has none, the Host header.
 
-    Without a key, only a Host header that names this machine is accepted.
-
-    Foreign web pages reach servers on loopback under other host names (DNS rebinding).
+    Without a key, only a Host header that names this machine is accepted: foreign web pages can
+    reach a server on loopback under their own host names (DNS rebinding). /health needs no key.
     """
 
     def __init__(self, key: str | None, host: str) -> None:
@@ -114,7 +115,10 @@ class KeyCheck:
             host = headers.get("host")  # HTTP/1.0 may have none; web pages do not use it
             if host is not None and not self._is_ours(host):
                 return ApiError(
-                    403, "the Host header must be localhost, or set an API key", close=True
+                    403,
+                    "the Host header must be localhost: for other names, start the server with an"
+                    " API key (--api-key-file)",
+                    close=True,
                 )
             return None
         key = headers.get("x-api-key")
@@ -147,7 +151,7 @@ async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) ->
 
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:
-    """Make an HTTP error response in the API's format; record it for the log."""
+    """Make an HTTP error response in the format of the called API; record the error."""
     record: RequestRecord = scope["state"]["record"]
     record.error = str(error)
     return JSONResponse(error.body(scope["path"], record.id), error.status, error.headers)

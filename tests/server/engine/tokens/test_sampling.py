@@ -124,7 +124,7 @@ def test_a_seed_is_a_sequence() -> None:
     [
         ({"temperature": -0.1}, "temperature must be from 0 to 100, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be from 0 to 100, got nan"),
-        ({"top_p": 0.0}, "top_p must be above 0 to 1, got 0.0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_k": -1}, "top_k must be from 0"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1"),
         ({"seed": 1 << 63}, "seed must be from"),
@@ -133,7 +133,7 @@ def test_a_seed_is_a_sequence() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty must be from 0.01"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias must be from -100 to 100"),
-        ({"logit_bias": ((5, 1.0),)}, r"logit_bias: the model has no token 5 \(0 to 4\)"),
+        ({"logit_bias": ((5, 1.0),)}, "logit_bias: the model has no token 5: ids must be from 0 to 4"),
         ({"top": 6}, "top_logprobs must be from 0 to 5, got 6"),
     ],
 )  # fmt: skip

@@ -27,20 +27,21 @@ def tool_call_grammar(
     choice: ToolChoice,
     strict: Collection[str],
 ) -> str | None:
-    """Make the grammar of an answer's tool calls; None if the answer is free.
+    """Make the llguidance grammar of an answer's tool calls; None if the answer is free.
 
-    `strict`: names of the tools whose calls follow their schema also if the model chooses. ApiError
-    if the model's template has another format of calls, or a schema is not supported.
+    `strict` has the names of tools whose calls follow their schema even if no call is required.
+    ApiError if no tool has the required name, the call format of the model's chat template is not
+    supported, or a schema is not supported.
     """
     if not choice.forced and not strict:
         return None
     named = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not named:
-        raise ApiError(400, f"tool_choice: there is no tool {choice.name!r}", param="tool_choice")
+        raise ApiError(400, f"tool_choice: tools has no {choice.name!r}", param="tool_choice")
     form = find_call_format(dialogue, prompt, named)
     if form is None or not (choice.forced or form.free):
         param = "tool_choice" if choice.forced else "tools"
-        what = "tool_choice that asks for a call" if choice.forced else "strict of tools"
+        what = "tool_choice that requires a call" if choice.forced else "strict in tools"
         raise ApiError(400, f"{what} is not supported by this model's chat template", param=param,
                        code="unsupported_parameter")  # fmt: skip
     return _grammar(dialogue, form, named, None if choice.forced else strict)

@@ -1,4 +1,4 @@
-"""Responses of chat completions and completions: one object, or a stream of chunks."""
+"""Responses of OpenAI's chat completions and completions: one object, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greenroom.server.engine.tokens.reader import AnswerEnd
 from greenroom.server.http.answers import AnswerStream
 from greenroom.server.http.endpoints import ResponseBuilder
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.routes import new_id
+from greenroom.server.http.route_helpers import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import DONE, event
 
@@ -18,8 +18,8 @@ from greenroom.server.http.streams import DONE, event
 class ChunkBuilder(ResponseBuilder):
     """Builds the common parts of OpenAI's chat completions and completions.
 
-    `kind` and `chunk_kind` are the types of objects, `prefix` that of ids, and `content_key` the
-    key of a chunk's content.
+    `kind` and `chunk_kind` are the values of "object" in complete and streamed responses, `prefix`
+    is the beginning of their ids, and `content_key` the key of a chunk's content.
     """
 
     prefix = kind = chunk_kind = content_key = ""

@@ -1,4 +1,4 @@
-"""Conversations in the form of chat templates, and the engine's job for an answer."""
+"""Conversations in the form of chat templates, and the engine's Job for an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Messages = list[dict[str, Any]]
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """Parse a tool call's arguments to an object, as chat templates need it."""
+    """Parse a tool call's arguments to an object, as chat templates need it.
+
+    ApiError, which names the parameter `param`, if they are not a JSON object.
+    """
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -28,22 +31,23 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
 
 
 def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
-    """Make an earlier tool call of the model, in the form of chat templates."""
+    """Return an earlier tool call of the model in the form that chat templates take."""
     function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": call_id, "function": function}
 
 
 def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
-    """Raise ApiError if the model's chat template or call parser knows no tools."""
+    """Raise ApiError if the model's chat template or tool-call parser does not support tools."""
     if not dialogue.supports_tools:
         raise ApiError(400, f"{param} is not supported by this model's chat template", param=param,
                        code="unsupported_parameter")  # fmt: skip
 
 
 def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, Any]:
-    """Return the chat template's options for the reasoning effort. ApiError if it has none.
+    """Return the options of a chat template for a reasoning effort.
 
-    "none" switches reasoning off; other efforts are passed to the template.
+    The effort "none" switches reasoning off; other efforts are passed to the template. ApiError if
+    the template has no option for that.
     """
     if effort is None or (effort == "none" and not dialogue.supports_reasoning):
         return {}
@@ -58,7 +62,8 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
 class JsonForm(NamedTuple):
     """The JSON format that a client requests for an answer: a schema, or any object.
 
-    `param` is the parameter that requests it, `where` the path of the schema.
+    `param` is the request parameter that selects the format, and `where` the path of the schema in
+    the request. Both are for errors.
     """
 
     param: str
@@ -78,13 +83,14 @@ def chat_job(
     resume: bool = False,
     **job: Any,
 ) -> Job:
-    """Make the engine's job of a conversation. ApiError if the model does not support it.
+    """Make the engine's Job of a conversation. ApiError if the model does not support it.
 
     tools:   functions that the answer may call, subject to `choice`
+    form:    the JSON format of the answer, or None for text
     options: further options of the chat template
-    calls:   the API's term for messages that are calls or their results, for errors
-    resume:  continue the last message
-    job:     further fields of the job
+    calls:   the API's term for messages that are tool calls or their results, for errors
+    resume:  continue the last message instead of beginning a new one
+    job:     further fields of the Job
     """
     choice = choice or ToolChoice()
     if any(message["role"] == "tool" or "tool_calls" in message for message in messages):
@@ -94,8 +100,8 @@ def chat_job(
     if usable:
         check_tools(dialogue)
         if form is not None:
-            raise ApiError(400, "tools cannot be called in JSON mode: send one of tools and"
-                           f" {form.param}", param=form.param)  # fmt: skip
+            raise ApiError(400, f"tools and {form.param} exclude each other: send one of them",
+                           param=form.param)  # fmt: skip
     if (form is not None or choice.forced) and dialogue.template_uses("enable_thinking"):
         options = options or {"enable_thinking": False}  # the grammar leaves no room for reasoning
     ids = tuple(dialogue.chat(messages, usable, resume, **options))

@@ -16,7 +16,10 @@ STRICT: Any = {"whitespace_flexible": False}
 
 
 def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
-    """Make the grammar of a JSON schema, or of any JSON object. ApiError names `param`."""
+    """Make the llguidance grammar of a JSON schema; None means any JSON object.
+
+    ApiError, which names the parameter `param`, if the schema is not supported.
+    """
     check_schema(schema, param)
     try:
         text = json.dumps(schema or {"type": "object"})
@@ -30,7 +33,7 @@ def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    """Raise ApiError if JSON schemas are too large for a grammar."""
+    """Raise ApiError if a JSON schema, or a list of schemas, is too large."""
     if wrong := schema_error(schema):
         raise _refused(param, wrong)
 

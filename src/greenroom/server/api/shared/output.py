@@ -1,6 +1,6 @@
-"""The output of OpenAI's responses API: items, and the events of their growth.
+"""The output of OpenAI's responses API: items, and the streamed events that build them.
 
-An item is a message, reasoning or a function call; deltas of one kind in a row are one item.
+An item is a message, reasoning or a function call. Consecutive parts of one type form one item.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.usage import logprobs
 from greenroom.server.engine.tokens.reader import AnswerDelta, AnswerEnd
-from greenroom.server.http.routes import new_id
+from greenroom.server.http.route_helpers import new_id
 
 # By type of item: (prefix of its id, type of its part, further fields of the item, of the part).
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {

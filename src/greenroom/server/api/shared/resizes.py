@@ -1,7 +1,7 @@
 """Resizes of the expert cache by clients, rate-limited.
 
-A resize waits for a step to end and evicts experts that answers need again. So at most one is under
-way and one waits, with a pause of `REST_S` between two of them.
+A resize holds up running answers and evicts experts that they need again. So at most one resize
+runs at a time, with a pause of `REST_S` seconds after each.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ REST_S = 1.0  # from the end of a resize to the beginning of the next
 
 
 class CacheResizer:
-    """Resizes the expert cache for all clients; the latest size wins.
+    """Resizes the expert cache for all clients, one resize at a time; the latest size wins.
 
-    Used from one event loop.
-
-    A caller whose size was superseded while it waited gets the slots of the later size. An error
-    goes only to the caller of the invalid size.
+    Sizes that arrive during a resize wait for its end. Then only the latest of them is applied, and
+    all waiting callers get its number of slots. An invalid size raises an error in its own caller
+    only. All callers must be in one event loop.
     """
 
     def __init__(self, resize: Callable[[str], int]) -> None:

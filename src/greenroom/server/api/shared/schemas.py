@@ -1,7 +1,7 @@
 """Bounds of the JSON schemas that clients send, checked before a grammar is compiled.
 
-Without bounds a schema of 1 MB takes half a minute to compile. Within them it takes less than 0.3 s
-and a few MiB; OpenAI has similar bounds.
+Without bounds, a schema of 1 MB takes half a minute to compile. Within the bounds, a schema takes
+less than 0.3 s and a few MiB. OpenAI has similar bounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Return why a JSON schema, or a list of schemas, is refused; None if accepted."""
+    """Return why a JSON schema, or a list of schemas, is refused; None if it is accepted."""
     counts: Counter[str] = Counter()
     try:
         for depth, key, value in _walk(schema):

@@ -13,7 +13,10 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
-    """Return the token usage of all choices of a response together."""
+    """Return OpenAI's `usage` object for all choices of a response together.
+
+    `prompt_tokens` is the number of tokens of all prompts; `ends` has the end of each answer.
+    """
     ends = list(ends)
     new = sum(end.finished.new_tokens for end in ends)
     return {
@@ -26,12 +29,12 @@ def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
 
 
 def reused(ends: Iterable[AnswerEnd]) -> int:
-    """Return the number of prompt tokens whose keys and values came from the prefix cache."""
+    """Return the greatest number of prompt tokens that one of the answers reused."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 
 
 def logprobs(dialogue: Dialogue, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Return one log-probability entry a token, in the form of chat completions and responses."""
+    """Return the log-probabilities of tokens, in the form of OpenAI's chat and responses APIs."""
     return [
         {
             **_logprob(dialogue, token.id, token.logprob),
@@ -48,4 +51,5 @@ def _logprob(dialogue: Dialogue, token_id: int, logprob: float | None) -> dict[s
 
 
 def finite(logprob: float | None) -> float:
+    """Return a log-probability, but at least -9999, since JSON has no infinity."""
     return LEAST if logprob is None else max(LEAST, logprob)

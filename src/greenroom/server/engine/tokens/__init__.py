@@ -1,1 +1,1 @@
-"""Sampling of tokens from logits, and reading of tokens as an answer's text."""
+"""Sampling of tokens from logits, and conversion of an answer's tokens to text."""

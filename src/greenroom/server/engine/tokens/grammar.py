@@ -1,4 +1,4 @@
-"""Grammars for answers, by llguidance: masks of the tokens that may come next."""
+"""Grammars that answers must follow, by llguidance: masks of the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def limits() -> Any:
 
 
 def reason(error: str) -> str:
-    """Shorten an error of llguidance to one line, without the state of its parser."""
+    """Shorten an error message of llguidance to one line, without its parser's state."""
     for state in ("<state>", "<non-verbose/>"):
         error = error.partition(state)[0]
-    return " ".join(error.split())[:300] or "it cannot be followed"
+    return " ".join(error.split())[:300] or "the grammar cannot be followed"
 
 
 class Grammars:
-    """Compiles llguidance grammars over one model's tokens.
+    """Compiles llguidance grammars over one model's tokens, and caches the last few.
 
-    The vocabulary is read at first use.
+    The tokenizer's vocabulary is read at the first use, or by `prepare`.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> None:
@@ -53,14 +53,19 @@ class Grammars:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Read the tokenizer's vocabulary, which takes seconds of all threads where it is large."""
+        """Read the tokenizer's vocabulary before the first grammar is compiled.
+
+        A large vocabulary takes seconds. Errors are ignored: the first request with a grammar
+        raises them.
+        """
         with contextlib.suppress(UsageError, ImportError):  # the first request gets this error
             self._tokens()
 
     def __call__(self, grammar: str) -> Grammar:
-        """Compile a grammar. UsageError if the grammar is not valid, or llguidance is missing.
+        """Compile a grammar, and return its state for one answer.
 
-        Also a UsageError if llguidance cannot read the tokenizer.
+        UsageError if the grammar is not valid, llguidance is not installed, or llguidance cannot
+        read the tokenizer.
         """
         if find_spec("llguidance") is None:
             raise UsageError("grammars need llguidance: pip install 'greenroom[serve]'")
@@ -71,7 +76,7 @@ class Grammars:
 
         matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            raise UsageError(f"grammar: {reason(matcher.get_error())}")
+            raise UsageError(f"the grammar is not valid: {reason(matcher.get_error())}")
         self._check_begins(matcher)
         return matcher
 
@@ -81,7 +86,7 @@ class Grammars:
             Grammar(matcher.deep_copy(), self._vocabulary).allowed(self._vocabulary)
         except UsageError:
             raise UsageError(
-                "grammar: it allows no answer: it contradicts itself, or refers only to itself"
+                "the grammar allows no answer: it contradicts itself, or refers only to itself"
             ) from None
 
     def _tokens(self) -> Any:
@@ -95,7 +100,8 @@ class Grammars:
                     )
                 except (TypeError, ValueError, AssertionError) as error:
                     raise UsageError(
-                        f"grammars: llguidance cannot read this tokenizer: {error}"
+                        "this model has no grammars and JSON formats, because llguidance cannot"
+                        f" read its tokenizer: {error}"
                     ) from error
             return self._vocabulary_trie
 
@@ -108,13 +114,17 @@ class Grammar:
         self._bits = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def allowed(self, count: int) -> Tensor:
-        """Return a mask [count] of the tokens that a grammar allows next. UsageError if none."""
+        """Return a boolean mask [count] of the tokens that a grammar allows next.
+
+        UsageError if the grammar allows no token.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:count].astype(bool)
         mask = np.zeros(count, bool)
         mask[: bits.size] = bits
         if self._matcher.is_error() or not mask.any():
-            raise UsageError(f"grammar: no token can follow: {reason(self._matcher.get_error())}")
+            why = reason(self._matcher.get_error())
+            raise UsageError(f"the grammar allows no further token: {why}")
         return torch.from_numpy(mask)
 
     def take(self, token: int) -> None:
@@ -123,5 +133,5 @@ class Grammar:
 
     @property
     def over(self) -> bool:
-        """Is the answer's grammar complete, so that nothing can follow?"""
+        """Is the answer complete by its grammar, so that no token can follow?"""
         return bool(self._matcher.is_stopped())

@@ -1,4 +1,4 @@
-"""Reads an answer's tokens: complete characters, stop strings, reasoning, tool calls."""
+"""Converts an answer's tokens to text, reasoning and tool calls, up to a stop string."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # the chat with a remote server needs no transformers
 
 
 class ReplyDecoder(Protocol):
-    """Turns an answer's tokens into text, reasoning and tool calls.
+    """Interface: turns an answer's tokens into text, reasoning and tool calls.
 
-    See `Dialogue.reply_parser`.
+    `Dialogue.reply_parser` makes the implementation for a model.
     """
 
     def feed(self, token_id: int) -> list[ReplyPart]: ...
@@ -25,20 +25,24 @@ class ReplyDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """The next part of an answer: its text, reasoning or tool call, and its tokens."""
+    """The next part of an answer: its text, reasoning or tool call, and its tokens.
+
+    `prompt` has the prompt's tokens if their log-probabilities were requested.
+    """
 
     text: str = ""
     reasoning: str = ""
     call: ToolCall | None = None
     tokens: tuple[Token, ...] = ()
-    prompt: tuple[Token, ...] = ()  # with log-probabilities, if requested; comes first
+    prompt: tuple[Token, ...] = ()  # only in the first part
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
     """The end of an answer: why the answer ended, and its stop string.
 
-    `reason` is stop, length, or tool_calls; `stop` is the stop string.
+    `reason` is stop, length or tool_calls, or that of `finished` if the answer was cancelled, ran
+    out of time or failed. `stop` is the stop string that ended the answer, if one did.
     """
 
     reason: str
@@ -48,9 +52,10 @@ class AnswerEnd:
 
 
 class AnswerReader:
-    """Reads one answer's tokens as parts for clients.
+    """Converts one answer's tokens to the parts that clients get.
 
-    Once `stopped`, further tokens are not needed.
+    `stops` are stop strings, and `end_ids` tokens that are not part of the answer. With `one_call`
+    the first tool call ends the answer. Once `stopped` is true, further tokens are ignored.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class AnswerReader:
         self.stopped = False
 
     def feed(self, token: Token) -> list[AnswerDelta]:
-        """Return the parts of an answer that a token adds; an ending token adds none."""
+        """Return the parts of an answer that its next token completes."""
         if self.stopped:
             return []
         if token.id not in self._end_ids:
@@ -77,7 +82,7 @@ class AnswerReader:
         return self._deltas(self._speaker.feed(token.id))
 
     def end(self, finished: Finished) -> tuple[list[AnswerDelta], AnswerEnd]:
-        """Return the parts of an answer that were held back, and how the answer ended."""
+        """Return the parts of an answer that were held back, and the answer's end."""
         deltas = [] if self.stopped else self._deltas(self._speaker.end())
         if not self.stopped:
             deltas += self._show(self._stops.flush())
@@ -132,7 +137,10 @@ class StopMatcher:
         self._pending = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the answer's text that may be shown, and a stop string that follows it."""
+        """Return the text that may be shown, and the stop string after it or None.
+
+        Text that could begin a stop string is held back until further text decides.
+        """
         text = self._pending + text
         matches = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if matches:
@@ -150,6 +158,6 @@ class StopMatcher:
 
 
 def partial_match(text: str, stop: str) -> int:
-    """Return how many characters at a text's end begin the string `stop`."""
+    """Return the length of the longest text suffix that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

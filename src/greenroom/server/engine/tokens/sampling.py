@@ -29,7 +29,7 @@ LEAST_PENALTY = 0.01  # of repetition; a smaller one makes every repeated token 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sampling settings of a request, completed by the model's generation config.
+    """Sampling settings of one request, completed by the model's generation config.
 
     Temperature 0 is greedy.
     """
@@ -42,9 +42,10 @@ class Settings:
 
     @classmethod
     def of(cls, requested: Sampling, defaults: Any) -> Settings:
-        """Combine requested settings with `defaults`, the model's generation config.
+        """Complete requested settings with `defaults`, the model's generation config.
 
-        UsageError for invalid values.
+        Without do_sample in `defaults`, only its repetition_penalty is used, and the answer is
+        greedy unless a temperature is requested. UsageError for invalid values.
         """
         check(requested)
         samples = bool(getattr(defaults, "do_sample", False))
@@ -92,14 +93,15 @@ def _within(
 ) -> None:
     if value is None or ((low < value or (low == value and not above)) and value <= high):
         return
-    raise UsageError(f"{name} must be {'above' if above else 'from'} {low} to {high}, got {value}")
+    allowed = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    raise UsageError(f"{name} must be {allowed}, got {value}")
 
 
 class Sampler:
     """Chooses the tokens of one request from the model's logits.
 
-    `defaults` is the model's generation config, `vocabulary` the number of logits. UsageError for
-    an invalid setting.
+    `defaults` is the model's generation config, `vocabulary` the number of logits. If there is a
+    `grammar`, the tokens follow it. UsageError for an invalid setting.
     """
 
     def __init__(
@@ -127,7 +129,12 @@ class Sampler:
             self._repeats[list(request.ids)] = True
 
     def __call__(self, logits: Tensor) -> Token:
-        """Sample a token from logits [V]. Log-probabilities are of the unchanged logits."""
+        """Sample the next token from logits [vocabulary].
+
+        The token's log-probabilities are those of the logits before penalties, bias, grammar and
+        temperature. NotFinite if the largest logit is NaN or infinite, UsageError if the grammar
+        allows no token.
+        """
         logits = logits.float().cpu()
         _check_finite(logits)
         changed = self._changed(logits)
@@ -143,7 +150,7 @@ class Sampler:
 
     @property
     def over(self) -> bool:
-        """Is the request's grammar complete, so that nothing can follow?"""
+        """Is the answer complete by its grammar, so that no token can follow?"""
         return self._grammar is not None and self._grammar.over
 
     def _token(self, chosen: int, logits: Tensor) -> Token:
@@ -213,8 +220,8 @@ def _check_finite(logits: Tensor) -> None:
     """Raise NotFinite if the logits leave no token to choose. A token of -inf is excluded."""
     largest = float(logits.max())  # NaN if any of them is
     if not math.isfinite(largest):
-        what = "NaN" if math.isnan(largest) else f"{largest:+} as the largest"
-        raise NotFinite(f"the model gave {what} among its logits: no token can be chosen")
+        what = "NaN" if math.isnan(largest) else f"{largest:+}"
+        raise NotFinite(f"the largest of the model's logits is {what}: no token can be chosen")
 
 
 def _sparse(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor] | None:
@@ -227,4 +234,6 @@ def _sparse(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor] | None:
 def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
     for token in ids:
         if not 0 <= token < vocabulary:
-            raise UsageError(f"{name}: the model has no token {token} (0 to {vocabulary - 1})")
+            raise UsageError(
+                f"{name}: the model has no token {token}: ids must be from 0 to {vocabulary - 1}"
+            )

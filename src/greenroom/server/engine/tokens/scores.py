@@ -22,8 +22,9 @@ MOST = 100  # likeliest tokens of each place
 class PromptScores:
     """Collects the log-probabilities of one prompt's tokens, over several forward passes.
 
-    `vocabulary` logits of `itemsize` bytes follow each token; `top` is the number of likeliest
-    tokens at each place. UsageError if `top` is out of range.
+    `ids` is the prompt. At each position, the `top` likeliest tokens are stored too; UsageError if
+    `top` is above 100. `pass_tokens` is the greatest number of tokens of a pass, so that their
+    logits, `vocabulary` values of `itemsize` bytes each, take at most 64 MiB.
     """
 
     def __init__(self, ids: Sequence[int], top: int, vocabulary: int, itemsize: int) -> None:
@@ -35,13 +36,13 @@ class PromptScores:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all log-probabilities of the prompt."""
+        """Drop all log-probabilities of the prompt, because its tokens are computed again."""
         self.tokens = [Token(self._ids[0])]  # has no score
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add the logits [tokens, V] of the prompt's tokens from `first` on.
+        """Add the logits [tokens, vocabulary] of the prompt's tokens from position `first` on.
 
-        ModelError if they are not finite.
+        ModelError if the largest logit of a token is NaN or infinite.
         """
         following = self._ids[first + 1 : first + 1 + len(logits)]
         for at in range(0, len(following), ROWS):
@@ -49,7 +50,7 @@ class PromptScores:
             rows = logits[at : at + len(ids)].float()
             if not bool(rows.amax(-1).isfinite().all()):
                 raise ModelError(
-                    "the model's logits are not finite numbers: the prompt cannot be scored"
+                    "the model's logits are not finite numbers: the prompt has no log-probabilities"
                 )
             self._add(rows.log_softmax(-1), ids)
 

@@ -1,4 +1,4 @@
-"""Helpers of the HTTP routes of all APIs."""
+"""Small functions that handlers of HTTP routes call: body, log record, ids, OpenAPI."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return OpenAPI's description of a route whose body is a `model`."""
+    """Return OpenAPI's description of a route whose request body is a `model`."""
     schema = {"$ref": REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, service: Service, model: type[Body]) -> Body:
-    """Read and check an HTTP request's body; ApiError if the request names another model."""
+    """Read an HTTP request's body as a `model`, and check its field "model".
+
+    ApiError if the body is not valid, or names a model that is not served.
+    """
     body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
         service.check_model(name)
@@ -31,9 +34,11 @@ async def read_body(request: Request, service: Service, model: type[Body]) -> Bo
 
 
 def record_of(request: Request) -> RequestRecord:
+    """Return the log record of an HTTP request."""
     record: RequestRecord = request.state.record
     return record
 
 
 def new_id(prefix: str) -> str:
+    """Return a random id for a response or a part of it."""
     return f"{prefix}{secrets.token_hex(12)}"
