@@ -1,4 +1,4 @@
-"""A server on a real socket over a fake engine, and the tokenizers that its models have."""
+"""A server on a real socket over a fake engine, and tokenizers for fake models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "tiny"
 
 @cache
 def demo_tokenizer() -> Any:
-    """Byte-level, with a plain chat template."""
+    """The demo model's tokenizer: byte-level, with a plain chat template."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(DEMO)
@@ -35,7 +35,7 @@ def demo_tokenizer() -> Any:
 
 @cache
 def thinker_tokenizer() -> Any:
-    """The same with a template of a model that reasons and calls tools, as Qwen3's does."""
+    """The demo model's tokenizer with a template for reasoning and tools, as Qwen3 has."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -57,19 +57,19 @@ def thinker_tokenizer() -> Any:
 
 
 def speaking(text: str, tokenizer: Any = None, end: str | None = "<|end|>") -> list[int]:
-    """The tokens of an answer, and the one that ends it."""
+    """Return the tokens of an answer, and its end token."""
     tokenizer = tokenizer or demo_tokenizer()
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
 
 
 def saying(text: str, **options: Any) -> FakeEngine:
-    """An engine that always says this."""
+    """Make an engine whose every answer is `text`."""
     return FakeEngine(demo_tokenizer(), speaking(text), end_ids=(1,), **options)
 
 
 def thinking(text: str, **options: Any) -> FakeEngine:
-    """The same by a model that reasons and calls tools."""
+    """Make an engine whose every answer is `text`, with reasoning and tools."""
     tokenizer = thinker_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     script = speaking(text, tokenizer, "<|im_end|>")
@@ -102,7 +102,7 @@ class Running:
         return httpx2.get(self.url + path, timeout=100, **options)
 
     def line(self, count: int = 1) -> str:
-        """The last line of the log, once there are so many."""
+        """Return the last line of the log, once it has `count` lines."""
         wait_for(lambda: len(self.lines) >= count)
         return self.lines[-1]
 
@@ -112,10 +112,10 @@ class Running:
         assert not self.thread.is_alive()
 
 
-def wait_for(true: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Until it is so; AssertionError where it does not become so."""
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait until `condition` is true; AssertionError after `seconds`."""
     until = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < until, "did not happen in time"
         time.sleep(0.005)
 
@@ -131,26 +131,26 @@ def launch(
     linger_s: float | None = None,
     **options: Any,
 ) -> Running:
-    """A running server; `options` are ServeConfig's."""
+    """Start a server in a thread; `options` are those of ServeConfig."""
     config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
     lines: list[str] = []
     log = RequestLog(config.log_format, lines.append)
     service = Service(engine, config, NAME, key, log)
     sock = open_socket(config.host, config.port)
-    made = make_server(service)
+    http_server = make_server(service)
     limits = {"head_s": head_s, "slow_s": slow_s, "linger_s": linger_s}
     if limits := {name: value for name, value in limits.items() if value is not None}:
-        made.config.http = type("Impatient", (Connection,), limits)
-    made.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-    thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
+        http_server.config.http = type("Impatient", (Connection,), limits)
+    http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    thread = threading.Thread(target=http_server.run, args=([sock],), daemon=True)
     thread.start()
-    wait_for(lambda: made.started)
-    return Running(service, made, url_of(sock), thread, lines)
+    wait_for(lambda: http_server.started)
+    return Running(service, http_server, url_of(sock), thread, lines)
 
 
 @pytest.fixture
 def serve(no_threads_left: None) -> Iterator[Serve]:
-    """`serve(engine, ...)`: a server of this test's own (see `launch`)."""
+    """`serve(engine, ...)` starts a server for one test (see `launch`)."""
     running: list[Running] = []
 
     def start(engine: FakeEngine, **options: Any) -> Running:
@@ -165,7 +165,7 @@ def serve(no_threads_left: None) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """A server that always says Hi, for all tests of a file."""
-    found = launch(saying("Hi"))
-    yield found
-    found.stop()
+    """A server whose every answer is Hi, for all tests of a file."""
+    instance = launch(saying("Hi"))
+    yield instance
+    instance.stop()

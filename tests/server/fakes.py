@@ -1,4 +1,4 @@
-"""An engine without a model: it says what its script says, when it is told to."""
+"""A fake engine without a model: its script decides the tokens of each answer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Script = Callable[[Request], Iterable[int]]
 
 @dataclass
 class FakeTicket:
-    """One request, answered by a thread of its own."""
+    """One request, which its own thread answers."""
 
     request: Request
     listener: Listener
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    told: int = 0
+    sent_tokens: int = 0
     stopping: bool = False
 
     def cancel(self) -> None:
@@ -85,14 +85,14 @@ class FakeEngine:
         for token in self.script(request):
             if ticket.cancelled.is_set():
                 break
-            if self.failing is not None and ticket.told >= self.fail_after:
+            if self.failing is not None and ticket.sent_tokens >= self.fail_after:
                 reason = "error"
                 break
-            if ticket.told >= request.max_new_tokens:
+            if ticket.sent_tokens >= request.max_new_tokens:
                 reason = "length"
                 break
             first = first or time.monotonic() - began
-            ticket.told += 1
+            ticket.sent_tokens += 1
             ticket.listener(self._token(request, token))
             ticket.cancelled.wait(self.delay_s)
             if request.timeout_s and time.monotonic() - began > request.timeout_s:
@@ -104,13 +104,15 @@ class FakeEngine:
         ticket.done.set()
         took = time.monotonic() - began
         prompt = len(request.ids)
-        found = Finished(reason, prompt, self.reused, ticket.told, 0.0, first, took, 0.75, error)
+        finished = Finished(
+            reason, prompt, self.reused, ticket.sent_tokens, 0.0, first, took, 0.75, error
+        )
         with self._lock:
-            self.totals.add(found)
-        ticket.listener(found)
+            self.totals.add(finished)
+        ticket.listener(finished)
 
     def _scored(self, request: Request, token: int) -> Token:
-        """Its log-probability names the token; two others are likelier."""
+        """Return a prompt token whose log-probability is minus its id."""
         top = tuple((token + i, -1.0 - i) for i in range(1, (request.prompt_logprobs or 0) + 1))
         return Token(token, -float(token), top)
 

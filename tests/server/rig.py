@@ -1,4 +1,4 @@
-"""An engine over a tiny model, whose reads can be slow or fail, and somebody who listens."""
+"""An engine over a tiny model whose reads can fail, and a recorder of answers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PATIENCE = 100.0  # seconds
 GREEDY = Sampling(temperature=0.0)
 
 
-class Heard:
-    """What a listener was told."""
+class AnswerRecorder:
+    """A listener that records the events of one answer."""
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []
@@ -49,23 +49,23 @@ class Heard:
         self._end = threading.Event()
         self.on_token: Callable[[Token], None] = lambda token: None
 
-    def __call__(self, told: Event) -> None:
-        assert self.finished is None, "told of something after the end"
-        if isinstance(told, Finished):
-            self.finished = told
+    def __call__(self, event: Event) -> None:
+        assert self.finished is None, "an event came after the end"
+        if isinstance(event, Finished):
+            self.finished = event
             self.first.set()
             self._end.set()
-        elif isinstance(told, PromptTokens):
+        elif isinstance(event, PromptTokens):
             assert self.prompt is None
             assert not self.tokens
-            self.prompt = told.tokens
+            self.prompt = event.tokens
         else:
-            self.tokens.append(told)
+            self.tokens.append(event)
             self.first.set()
-            self.on_token(told)
+            self.on_token(event)
 
     def cancel(self) -> None:
-        """Give it up; its ticket may be known a moment after its first token."""
+        """Cancel the request; its ticket may be set a moment after its first token."""
         until = time.monotonic() + PATIENCE
         while self.ticket is None and time.monotonic() < until:
             time.sleep(0.001)
@@ -93,8 +93,8 @@ class Served:
         capacity: int = 8,
         context: int = 300,
         journal: Journal | None = None,
-        leaving: int | None = None,
-        parts: dict[str, Any] | None = None,
+        slots_at_full_context: int | None = None,
+        setup_options: dict[str, Any] | None = None,
         store: dict[str, Any] | None = None,
         **serve: Any,
     ) -> None:
@@ -104,22 +104,22 @@ class Served:
             progress(0.0, "loading")
             skeleton = ModelSkeleton.of(folder)
             sizes = kv_bytes(skeleton.model, block=512, room=context)
-            made = ModelSetup(
+            setup = ModelSetup(
                 skeleton.catalog,
                 capacity=capacity,
                 context=context,
                 keys_values=sizes,
-                **(parts or {}),
+                **(setup_options or {}),
             )
             self.store = FakeStore(DiskStore(skeleton.catalog), **(store or {}))
             model: Any = skeleton.load()
-            model.greenroom = Greenroom(model, made, store=self.store)
-            if leaving is not None:
+            model.greenroom = Greenroom(model, setup, store=self.store)
+            if slots_at_full_context is not None:
                 slot_budget = SlotBudget(
                     1 << 40, MemoryNeeds(0, 0, 0, 0, 0), skeleton.catalog, sizes,
                     Workspace(0, 0, 0, 0), context=context, min_slots=1,
                 )  # fmt: skip
-                model.greenroom.use_slot_budget(slot_budget.for_slots(leaving))
+                model.greenroom.use_slot_budget(slot_budget.for_slots(slots_at_full_context))
             return LoadedModel(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)
@@ -133,29 +133,29 @@ class Served:
         ids: Many[int],
         new: int = 8,
         *,
-        heard: Heard | None = None,
+        recorder: AnswerRecorder | None = None,
         ends: tuple[int, ...] | None = (),
         sampling: Sampling = GREEDY,
         **request: Any,
-    ) -> Heard:
-        heard = heard or Heard()
-        heard.ticket = self.engine.submit(
-            Request(tuple(ids), new, sampling=sampling, end_ids=ends, **request), heard
+    ) -> AnswerRecorder:
+        recorder = recorder or AnswerRecorder()
+        recorder.ticket = self.engine.submit(
+            Request(tuple(ids), new, sampling=sampling, end_ids=ends, **request), recorder
         )
-        return heard
+        return recorder
 
     def close(self) -> None:
         self.engine.stop(0.0)
 
 
 def draw(count: int, seed: int = 0) -> list[int]:
-    """Random tokens."""
+    """Return random token ids."""
     return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def greedy(model: Any, ids: Many[int], new: int) -> list[int]:
-    """What transformers' own `generate` answers."""
-    given = torch.tensor([list(ids)])
+    """Return the greedy answer of transformers' `generate`."""
+    input_ids = torch.tensor([list(ids)])
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}  # it never ends
-    out = model.generate(given, attention_mask=torch.ones_like(given), **options)
+    out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
     return out[0, len(ids) :].tolist()

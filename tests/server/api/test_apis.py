@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import NAME, Running, Serve, saying, thinking
 
-ASKED: Any = [{"role": "user", "content": "Hello"}]
+QUESTION: Any = [{"role": "user", "content": "Hello"}]
 PARAMETERS: Any = {"type": "object", "properties": {"place": {"type": "string"}}}
 CALLED = '<think>Hm.</think>I look.<tool_call>{"name": "look", "arguments": {"place": "here"}}'
 CALLED += "</tool_call>"
@@ -25,17 +25,17 @@ def by_anthropic(running: Running) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=100)
 
 
-def told(running: Running, index: int = -1) -> str:
-    found: str = running.engine.tokenizer.decode(running.engine.tickets[index].request.ids)
-    return found
+def prompt_text(running: Running, index: int = -1) -> str:
+    text: str = running.engine.tokenizer.decode(running.engine.tickets[index].request.ids)
+    return text
 
 
 class TestCompletions:
-    def test_whole_and_streamed(self, serve: Serve) -> None:
+    def test_complete_and_streamed(self, serve: Serve) -> None:
         api = by_openai(serve(saying(" there 🎉"))).completions
-        whole = api.create(model=NAME, prompt="Hello", max_tokens=50)
-        assert whole.choices[0].text == " there 🎉"
-        assert whole.choices[0].finish_reason == "stop"
+        complete = api.create(model=NAME, prompt="Hello", max_tokens=50)
+        assert complete.choices[0].text == " there 🎉"
+        assert complete.choices[0].finish_reason == "stop"
         options: Any = {"include_usage": True}
         chunks = list(
             api.create(
@@ -43,40 +43,40 @@ class TestCompletions:
             )
         )
         assert "".join(c.choices[0].text for c in chunks if c.choices) == " there 🎉"
-        assert chunks[-1].usage == whole.usage
+        assert chunks[-1].usage == complete.usage
 
     def test_a_template_is_not_applied(self, serve: Serve) -> None:
         running = serve(saying("x"))
         by_openai(running).completions.create(model=NAME, prompt="Hello")
-        assert told(running) == "<|begin|>Hello"
+        assert prompt_text(running) == "<|begin|>Hello"
         assert running.engine.tickets[0].request.max_new_tokens == 16
 
     def test_several_prompts_in_text_or_ids(self, serve: Serve) -> None:
         running = serve(saying("x"))
         api = by_openai(running).completions
-        found = api.create(model=NAME, prompt=["a", "b"], n=2)
-        assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+        response = api.create(model=NAME, prompt=["a", "b"], n=2)
+        assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
         api.create(model=NAME, prompt=[40, 41])
         assert running.engine.tickets[-1].request.ids == (40, 41)
         api.create(model=NAME, prompt=[[42], [43]])
         assert sorted(t.request.ids for t in running.engine.tickets[-2:]) == [(42,), (43,)]
 
-    def test_echo_gives_the_prompt_back(self, serve: Serve) -> None:
+    def test_echo_returns_the_prompt(self, serve: Serve) -> None:
         api = by_openai(serve(saying(" there"))).completions
-        whole = api.create(model=NAME, prompt="Hello", echo=True)
-        assert whole.choices[0].text == "Hello there"
+        complete = api.create(model=NAME, prompt="Hello", echo=True)
+        assert complete.choices[0].text == "Hello there"
         chunks = api.create(model=NAME, prompt="Hello", echo=True, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there"
 
     def test_logprobs_have_the_place_of_each_token(self, serve: Serve) -> None:
         api = by_openai(serve(saying("one two"))).completions
-        found = api.create(model=NAME, prompt="Hello", logprobs=2).choices[0]
-        assert found.logprobs is not None
-        assert "".join(found.logprobs.tokens or ()) == "one two<|end|>"  # it was chosen too
-        assert found.logprobs.text_offset is not None
-        assert found.logprobs.text_offset[0] == 0
-        assert found.logprobs.token_logprobs == [-0.5] * len(found.logprobs.tokens or ())
-        assert all(found.logprobs.top_logprobs or ())
+        response = api.create(model=NAME, prompt="Hello", logprobs=2).choices[0]
+        assert response.logprobs is not None
+        assert "".join(response.logprobs.tokens or ()) == "one two<|end|>"  # it was chosen too
+        assert response.logprobs.text_offset is not None
+        assert response.logprobs.text_offset[0] == 0
+        assert response.logprobs.token_logprobs == [-0.5] * len(response.logprobs.tokens or ())
+        assert all(response.logprobs.top_logprobs or ())
 
     def test_stop_strings(self, serve: Serve) -> None:
         api = by_openai(serve(saying("one STOP two"))).completions
@@ -86,17 +86,19 @@ class TestCompletions:
 class TestResponses:
     def test_whole(self, serve: Serve) -> None:
         running = serve(saying("Hello wörld", reused=3))
-        found = by_openai(running).responses.create(
+        response = by_openai(running).responses.create(
             model=NAME, input="Hi", instructions="Be kind.", metadata={"a": "b"}
         )
-        assert found.output_text == "Hello wörld"
-        assert found.status == "completed"
-        assert found.usage is not None
-        assert found.usage.input_tokens_details.cached_tokens == 3
-        assert found.metadata == {"a": "b"}
-        assert told(running).startswith("<|begin|><|system|>Be kind.<|end|><|user|>Hi<|end|>")
+        assert response.output_text == "Hello wörld"
+        assert response.status == "completed"
+        assert response.usage is not None
+        assert response.usage.input_tokens_details.cached_tokens == 3
+        assert response.metadata == {"a": "b"}
+        assert prompt_text(running).startswith(
+            "<|begin|><|system|>Be kind.<|end|><|user|>Hi<|end|>"
+        )
 
-    def test_the_events_of_a_stream_tell_the_same(self, serve: Serve) -> None:
+    def test_streamed_events_give_the_same_answer(self, serve: Serve) -> None:
         api = by_openai(serve(saying("Hello wörld"))).responses
         events = list(api.create(model=NAME, input="Hi", stream=True))
         kinds = [event.type for event in events]
@@ -122,17 +124,17 @@ class TestResponses:
         tool: Any = {"type": "function", "name": "look", "parameters": PARAMETERS, "strict": False}
         with by_openai(running).responses.stream(model=NAME, input="Hi", tools=[tool]) as stream:
             kinds = [event.type for event in stream]
-            found = stream.get_final_response()
-        assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
+            response = stream.get_final_response()
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
         assert "response.reasoning_text.delta" in kinds
         assert "response.function_call_arguments.done" in kinds
-        call: Any = found.output[2]
+        call: Any = response.output[2]
         assert json.loads(call.arguments) == {"place": "here"}
         history: Any = [
             {"role": "user", "content": "Hi"},
             *(
                 item.model_dump(exclude_none=True, exclude={"parsed_arguments"})
-                for item in found.output
+                for item in response.output
             ),
             {"type": "function_call_output", "call_id": call.call_id, "output": "a wall"},
         ]
@@ -140,32 +142,32 @@ class TestResponses:
             for part in item.get("content", ()) if isinstance(item.get("content"), list) else ():
                 part.pop("parsed", None)
         by_openai(running).responses.create(model=NAME, input=history, tools=[tool])
-        assert "<think>Hm.</think>I look.<tool_call>" in told(running)
-        assert "a wall" in told(running)
+        assert "<think>Hm.</think>I look.<tool_call>" in prompt_text(running)
+        assert "a wall" in prompt_text(running)
 
     def test_cut_short(self, serve: Serve) -> None:
-        found = by_openai(serve(saying("one two three"))).responses.create(
+        response = by_openai(serve(saying("one two three"))).responses.create(
             model=NAME, input="Hi", max_output_tokens=2
         )
-        assert found.status == "incomplete"
-        assert found.incomplete_details is not None
-        assert found.incomplete_details.reason == "max_output_tokens"
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
 
     def test_json_by_a_schema(self, serve: Serve) -> None:
         running = serve(saying("{}"))
         form: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
-        found = by_openai(running).responses.create(model=NAME, input="Hi", text=form)
-        assert found.output_text == "{}"
+        response = by_openai(running).responses.create(model=NAME, input="Hi", text=form)
+        assert response.output_text == "{}"
         assert running.engine.tickets[0].request.grammar is not None
 
     def test_logprobs(self, serve: Serve) -> None:
-        found: Any = by_openai(serve(saying("one two"))).responses.create(
+        response: Any = by_openai(serve(saying("one two"))).responses.create(
             model=NAME, input="Hi", include=["message.output_text.logprobs"], top_logprobs=1
         )
-        logprobs = found.output[0].content[0].logprobs
+        logprobs = response.output[0].content[0].logprobs
         assert "".join(token.token for token in logprobs) == "one two"
 
-    def test_nothing_is_kept(self, serve: Serve) -> None:
+    def test_stored_responses_are_refused(self, serve: Serve) -> None:
         api = by_openai(serve(saying("x"))).responses
         with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
             api.create(model=NAME, input="Hi", previous_response_id="resp_1")
@@ -177,31 +179,31 @@ class TestResponses:
 class TestMessages:
     def test_whole(self, serve: Serve) -> None:
         running = serve(saying("Hello wörld", reused=4))
-        found = by_anthropic(running).messages.create(
-            model=NAME, max_tokens=50, system="Be kind.", messages=ASKED,
+        response = by_anthropic(running).messages.create(
+            model=NAME, max_tokens=50, system="Be kind.", messages=QUESTION,
             extra_body={"temperature": 0.5, "top_k": 3},
         )  # fmt: skip
-        block: Any = found.content[0]
+        block: Any = response.content[0]
         assert block.text == "Hello wörld"
-        assert found.stop_reason == "end_turn"
-        assert found.usage.cache_read_input_tokens == 4
+        assert response.stop_reason == "end_turn"
+        assert response.usage.cache_read_input_tokens == 4
         prompt = running.engine.tickets[0].request
-        assert found.usage.input_tokens + 4 == len(prompt.ids)
+        assert response.usage.input_tokens + 4 == len(prompt.ids)
         assert (prompt.sampling.temperature, prompt.sampling.top_k) == (0.5, 3)
-        assert told(running).startswith("<|begin|><|system|>Be kind.<|end|>")
+        assert prompt_text(running).startswith("<|begin|><|system|>Be kind.<|end|>")
 
-    def test_the_events_of_a_stream_tell_the_same(self, serve: Serve) -> None:
+    def test_streamed_events_give_the_same_answer(self, serve: Serve) -> None:
         api = by_anthropic(serve(saying("Hello wörld"))).messages
-        with api.stream(model=NAME, max_tokens=50, messages=ASKED) as stream:
+        with api.stream(model=NAME, max_tokens=50, messages=QUESTION) as stream:
             kinds = [event.type for event in stream]
-            found = stream.get_final_message()
-        assert found.content[0].text == "Hello wörld"  # type: ignore[union-attr]
-        assert found.stop_reason == "end_turn"
+            response = stream.get_final_message()
+        assert response.content[0].text == "Hello wörld"  # type: ignore[union-attr]
+        assert response.stop_reason == "end_turn"
         assert kinds[0] == "message_start"
         assert kinds[-1] == "message_stop"
 
     def test_the_raw_stream_names_its_events(self, serve: Serve) -> None:
-        body = {"model": NAME, "max_tokens": 5, "messages": ASKED, "stream": True}
+        body = {"model": NAME, "max_tokens": 5, "messages": QUESTION, "stream": True}
         text = serve(saying("Hi")).post("/v1/messages", body).text
         for line in text.split("\n\n")[:-1]:
             name, data = line.split("\n")
@@ -209,23 +211,23 @@ class TestMessages:
 
     def test_stop_sequences_and_limits(self, serve: Serve) -> None:
         api = by_anthropic(serve(saying("one STOP two"))).messages
-        found = api.create(model=NAME, max_tokens=50, messages=ASKED, stop_sequences=["STOP"])
-        assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "STOP")
-        assert found.content[0].text == "one "  # type: ignore[union-attr]
-        assert api.create(model=NAME, max_tokens=1, messages=ASKED).stop_reason == "max_tokens"
+        response = api.create(model=NAME, max_tokens=50, messages=QUESTION, stop_sequences=["STOP"])
+        assert (response.stop_reason, response.stop_sequence) == ("stop_sequence", "STOP")
+        assert response.content[0].text == "one "  # type: ignore[union-attr]
+        assert api.create(model=NAME, max_tokens=1, messages=QUESTION).stop_reason == "max_tokens"
 
     def test_thinking_and_tools(self, serve: Serve) -> None:
         running = serve(thinking(CALLED))
         api = by_anthropic(running).messages
         tool: Any = {"name": "look", "input_schema": PARAMETERS}
-        with api.stream(model=NAME, max_tokens=90, messages=ASKED, tools=[tool]) as stream:
-            found = stream.get_final_message()
-        whole = api.create(model=NAME, max_tokens=90, messages=ASKED, tools=[tool])
-        for message in (found, whole):
+        with api.stream(model=NAME, max_tokens=90, messages=QUESTION, tools=[tool]) as stream:
+            response = stream.get_final_message()
+        complete = api.create(model=NAME, max_tokens=90, messages=QUESTION, tools=[tool])
+        for message in (response, complete):
             assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
             assert message.stop_reason == "tool_use"
             assert message.content[2].input == {"place": "here"}  # type: ignore[union-attr]
-        use: Any = whole.content[2]
+        use: Any = complete.content[2]
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "a wall"}
         content = [
             {"type": "thinking", "thinking": "Hm.", "signature": ""},
@@ -233,46 +235,46 @@ class TestMessages:
             {"type": "tool_use", "id": use.id, "name": use.name, "input": use.input},
         ]
         history: Any = [
-            *ASKED,
+            *QUESTION,
             {"role": "assistant", "content": content},
             {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
         ]
         api.create(model=NAME, max_tokens=9, messages=history, tools=[tool])
-        assert "<think>Hm.</think>I look.<tool_call>" in told(running)
-        assert "<|im_start|>tool\na wall" in told(running)
-        assert "<|im_start|>user\nAnd?" in told(running)
+        assert "<think>Hm.</think>I look.<tool_call>" in prompt_text(running)
+        assert "<|im_start|>tool\na wall" in prompt_text(running)
+        assert "<|im_start|>user\nAnd?" in prompt_text(running)
 
-    def test_an_answer_that_has_begun_goes_on(self, serve: Serve) -> None:
+    def test_a_started_answer_is_continued(self, serve: Serve) -> None:
         running = serve(saying(" is blue"))
-        begun: Any = [*ASKED, {"role": "assistant", "content": "The sky"}]
+        begun: Any = [*QUESTION, {"role": "assistant", "content": "The sky"}]
         by_anthropic(running).messages.create(model=NAME, max_tokens=9, messages=begun)
-        assert told(running).endswith("<|assistant|>The sky")
+        assert prompt_text(running).endswith("<|assistant|>The sky")
 
     def test_tokens_are_counted(self, serve: Serve) -> None:
         running = serve(saying("x"))
         api = by_anthropic(running).messages
-        count = api.count_tokens(model=NAME, messages=ASKED, system="Be kind.").input_tokens
-        api.create(model=NAME, max_tokens=9, messages=ASKED, system="Be kind.")
+        count = api.count_tokens(model=NAME, messages=QUESTION, system="Be kind.").input_tokens
+        api.create(model=NAME, max_tokens=9, messages=QUESTION, system="Be kind.")
         assert count == len(running.engine.tickets[0].request.ids)
 
-    def test_thinking_is_switched_off_where_the_template_can(self, serve: Serve) -> None:
+    def test_thinking_can_be_switched_off_by_the_template(self, serve: Serve) -> None:
         running = serve(thinking("Hi"))
         off: Any = {"type": "disabled"}
         by_anthropic(running).messages.create(
-            model=NAME, max_tokens=9, messages=ASKED, thinking=off
+            model=NAME, max_tokens=9, messages=QUESTION, thinking=off
         )
-        assert told(running).endswith("</think>\n\n")
+        assert prompt_text(running).endswith("</think>\n\n")
 
     def test_json_by_a_schema(self, serve: Serve) -> None:
         running = serve(saying("{}"))
         config: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
         by_anthropic(running).messages.create(
-            model=NAME, max_tokens=9, messages=ASKED, output_config=config
+            model=NAME, max_tokens=9, messages=QUESTION, output_config=config
         )
         assert running.engine.tickets[0].request.grammar is not None
 
 
-def test_models_are_listed_to_both(serve: Serve) -> None:
+def test_models_are_listed_for_both_apis(serve: Serve) -> None:
     running = serve(saying("x"))
     for client in (by_openai(running), by_anthropic(running)):
         assert [model.id for model in client.models.list()] == [NAME]  # type: ignore[attr-defined]

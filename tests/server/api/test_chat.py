@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import NAME, Running, Serve, saying, thinking, wait_for
 
-ASKED: Any = [{"role": "user", "content": "Hello"}]
+QUESTION: Any = [{"role": "user", "content": "Hello"}]
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -27,22 +27,25 @@ def client(running: Running, key: str = "none") -> openai.OpenAI:
 
 
 def streamed(chunks: Any) -> tuple[str, list[Any]]:
-    found = list(chunks)
-    text = "".join(c.choices[0].delta.content or "" for c in found if c.choices)
-    return text, found
+    chunk_list = list(chunks)
+    text = "".join(c.choices[0].delta.content or "" for c in chunk_list if c.choices)
+    return text, chunk_list
 
 
-def test_whole_and_streamed_say_the_same(serve: Serve) -> None:
+def test_complete_and_streamed_answers_are_equal(serve: Serve) -> None:
     api = client(serve(saying("Hello wörld 🎉!", reused=2))).chat.completions
-    whole = api.create(model=NAME, messages=ASKED)
-    assert whole.choices[0].message.content == "Hello wörld 🎉!"
-    assert whole.choices[0].finish_reason == "stop"
-    assert whole.object == "chat.completion"
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens_details is not None
-    assert whole.usage.prompt_tokens_details.cached_tokens == 2
-    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    text, chunks = streamed(api.create(model=NAME, messages=ASKED, stream=True))
+    complete = api.create(model=NAME, messages=QUESTION)
+    assert complete.choices[0].message.content == "Hello wörld 🎉!"
+    assert complete.choices[0].finish_reason == "stop"
+    assert complete.object == "chat.completion"
+    assert complete.usage is not None
+    assert complete.usage.prompt_tokens_details is not None
+    assert complete.usage.prompt_tokens_details.cached_tokens == 2
+    assert (
+        complete.usage.total_tokens
+        == complete.usage.prompt_tokens + complete.usage.completion_tokens
+    )
+    text, chunks = streamed(api.create(model=NAME, messages=QUESTION, stream=True))
     assert text == "Hello wörld 🎉!"
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -50,30 +53,30 @@ def test_whole_and_streamed_say_the_same(serve: Serve) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_ends_with_done_and_has_its_usage_where_it_is_asked_for(serve: Serve) -> None:
+def test_a_stream_ends_with_done_and_usage_on_request(serve: Serve) -> None:
     running = serve(saying("Hi"))
     options: Any = {"include_usage": True}
     _, chunks = streamed(
         client(running).chat.completions.create(
-            model=NAME, messages=ASKED, stream=True, stream_options=options
+            model=NAME, messages=QUESTION, stream=True, stream_options=options
         )
     )
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == running.engine.tickets[0].told
-    body = {"model": NAME, "messages": ASKED, "stream": True}
+    assert chunks[-1].usage.completion_tokens == running.engine.tickets[0].prompt_text
+    body = {"model": NAME, "messages": QUESTION, "stream": True}
     raw = running.post("/v1/chat/completions", body)
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.text.endswith("data: [DONE]\n\n")
 
 
-def test_stop_strings_never_show_and_end_the_computing(serve: Serve) -> None:
+def test_stop_strings_are_not_shown_and_end_the_answer(serve: Serve) -> None:
     running = serve(saying("one two STOP three " * 20, delay_s=0.005))
     api = client(running).chat.completions
-    whole = api.create(model=NAME, messages=ASKED, stop=["STOP"])
-    assert whole.choices[0].message.content == "one two "
-    assert whole.choices[0].finish_reason == "stop"
+    complete = api.create(model=NAME, messages=QUESTION, stop=["STOP"])
+    assert complete.choices[0].message.content == "one two "
+    assert complete.choices[0].finish_reason == "stop"
     assert running.engine.tickets[0].cancelled.is_set()
-    text, _ = streamed(api.create(model=NAME, messages=ASKED, stop="o STOP", stream=True))
+    text, _ = streamed(api.create(model=NAME, messages=QUESTION, stop="o STOP", stream=True))
     assert text == "one tw"
 
 
@@ -81,38 +84,38 @@ def test_max_tokens_cut_an_answer(serve: Serve) -> None:
     running = serve(saying("one two three four"))
     for name in ("max_tokens", "max_completion_tokens"):
         options: Any = {name: 2}
-        cut = client(running).chat.completions.create(model=NAME, messages=ASKED, **options)
+        cut = client(running).chat.completions.create(model=NAME, messages=QUESTION, **options)
         assert cut.choices[0].finish_reason == "length"
         assert cut.usage is not None
         assert cut.usage.completion_tokens == 2
 
 
-def test_an_answer_has_as_many_tokens_as_there_is_room_for(serve: Serve) -> None:
+def test_an_answer_may_fill_the_context(serve: Serve) -> None:
     running = serve(saying("Hi", context=64), max_tokens=20)
-    prompt = len(running.engine.tokenizer.apply_chat_template(ASKED)["input_ids"]) + 1
-    body = {"model": NAME, "messages": ASKED}
+    prompt = len(running.engine.tokenizer.apply_chat_template(QUESTION)["input_ids"]) + 1
+    body = {"model": NAME, "messages": QUESTION}
     running.post("/v1/chat/completions", body)
     running.post("/v1/chat/completions", {**body, "max_tokens": 1000})
     assert [t.request.max_new_tokens for t in running.engine.tickets] == [20, 20]
     assert prompt < 44
 
 
-def test_several_choices_have_seeds_of_their_own(serve: Serve) -> None:
+def test_choices_have_different_seeds(serve: Serve) -> None:
     running = serve(saying("Hi"))
-    found = client(running).chat.completions.create(model=NAME, messages=ASKED, n=3, seed=7)
-    assert [choice.index for choice in found.choices] == [0, 1, 2]
-    assert {choice.message.content for choice in found.choices} == {"Hi"}
+    response = client(running).chat.completions.create(model=NAME, messages=QUESTION, n=3, seed=7)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in response.choices} == {"Hi"}
     assert sorted(t.request.sampling.seed for t in running.engine.tickets) == [7, 8, 9]
     chunks = list(
-        client(running).chat.completions.create(model=NAME, messages=ASKED, n=2, stream=True)
+        client(running).chat.completions.create(model=NAME, messages=QUESTION, n=2, stream=True)
     )
     assert {chunk.choices[0].index for chunk in chunks} == {0, 1}
 
 
-def test_sampling_goes_to_the_engine(serve: Serve) -> None:
+def test_sampling_settings_reach_the_engine(serve: Serve) -> None:
     running = serve(saying("Hi"))
     client(running).chat.completions.create(
-        model=NAME, messages=ASKED, temperature=0.5, top_p=0.9, seed=-1, presence_penalty=1,
+        model=NAME, messages=QUESTION, temperature=0.5, top_p=0.9, seed=-1, presence_penalty=1,
         frequency_penalty=-1, logit_bias={"5": -100},
         extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
     )  # fmt: skip
@@ -125,29 +128,29 @@ def test_sampling_goes_to_the_engine(serve: Serve) -> None:
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.1, ((5, -100.0),))
 
 
-def test_logprobs_of_each_token_with_its_bytes(serve: Serve) -> None:
+def test_logprobs_have_the_bytes_of_each_token(serve: Serve) -> None:
     api = client(serve(saying("a 🎉"))).chat.completions
-    found = api.create(model=NAME, messages=ASKED, logprobs=True, top_logprobs=2)
-    logprobs = found.choices[0].logprobs
+    response = api.create(model=NAME, messages=QUESTION, logprobs=True, top_logprobs=2)
+    logprobs = response.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     data = [bytes(token.bytes or ()) for token in logprobs.content]
     assert b"".join(data).decode() == "a 🎉"
     assert all(token.logprob == -0.5 for token in logprobs.content)
     assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
-    chunks = api.create(model=NAME, messages=ASKED, logprobs=True, stream=True)
-    told = [
+    chunks = api.create(model=NAME, messages=QUESTION, logprobs=True, stream=True)
+    streamed_tokens = [
         t for c in chunks for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else ())
     ]
-    assert [bytes(token.bytes or ()) for token in told] == data
-    assert api.create(model=NAME, messages=ASKED).choices[0].logprobs is None
+    assert [bytes(token.bytes or ()) for token in streamed_tokens] == data
+    assert api.create(model=NAME, messages=QUESTION).choices[0].logprobs is None
 
 
-def test_tools_are_told_called_and_answered(serve: Serve) -> None:
+def test_tools_are_described_called_and_answered(serve: Serve) -> None:
     running = serve(thinking(CALLED))
     api = client(running).chat.completions
-    found = api.create(model=NAME, messages=ASKED, tools=[TOOL], tool_choice="auto")
-    choice = found.choices[0]
+    response = api.create(model=NAME, messages=QUESTION, tools=[TOOL], tool_choice="auto")
+    choice = response.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "I look."
     assert choice.message.reasoning_content == "Hm."  # type: ignore[attr-defined]
@@ -158,51 +161,53 @@ def test_tools_are_told_called_and_answered(serve: Serve) -> None:
     decode = running.engine.tokenizer.decode
     assert '"name": "look"' in decode(running.engine.tickets[0].request.ids)
     history = [
-        *ASKED,
+        *QUESTION,
         choice.message.model_dump(),
         {"role": "tool", "tool_call_id": call.id, "content": "a wall"},
     ]
     chunks = list(api.create(model=NAME, messages=history, tools=[TOOL], stream=True))
-    told = decode(running.engine.tickets[1].request.ids)
-    assert '{"name": "look", "arguments": {"place": "here"}}' in told
-    assert "a wall" in told
-    assert "<think>Hm.</think>" in told
+    prompt_text = decode(running.engine.tickets[1].request.ids)
+    assert '{"name": "look", "arguments": {"place": "here"}}' in prompt_text
+    assert "a wall" in prompt_text
+    assert "<think>Hm.</think>" in prompt_text
     calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
     assert [(c.index, c.function.name) for c in calls] == [(0, "look")]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_tool_choice_none_tells_of_no_tools(serve: Serve) -> None:
+def test_tool_choice_none_hides_the_tools(serve: Serve) -> None:
     running = serve(thinking("Hi"))
     client(running).chat.completions.create(
-        model=NAME, messages=ASKED, tools=[TOOL], tool_choice="none"
+        model=NAME, messages=QUESTION, tools=[TOOL], tool_choice="none"
     )
     assert "look" not in running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
 
 
-def test_one_call_at_a_time_where_that_is_asked_for(serve: Serve) -> None:
+def test_parallel_tool_calls_false_gives_one_call(serve: Serve) -> None:
     running = serve(thinking(CALLED * 3, delay_s=0.002))
-    found = client(running).chat.completions.create(
-        model=NAME, messages=ASKED, tools=[TOOL], parallel_tool_calls=False
+    response = client(running).chat.completions.create(
+        model=NAME, messages=QUESTION, tools=[TOOL], parallel_tool_calls=False
     )
-    assert len(found.choices[0].message.tool_calls or ()) == 1
+    assert len(response.choices[0].message.tool_calls or ()) == 1
     assert running.engine.tickets[0].cancelled.is_set()
 
 
-def test_a_call_that_is_no_json_is_text_and_no_error(serve: Serve) -> None:
+def test_a_call_with_invalid_json_is_text(serve: Serve) -> None:
     running = serve(thinking("So: <tool_call>{nonsense}</tool_call> well"))
-    found = client(running).chat.completions.create(model=NAME, messages=ASKED, tools=[TOOL])
-    assert found.choices[0].finish_reason == "stop"
-    assert "{nonsense}" in (found.choices[0].message.content or "")
+    response = client(running).chat.completions.create(model=NAME, messages=QUESTION, tools=[TOOL])
+    assert response.choices[0].finish_reason == "stop"
+    assert "{nonsense}" in (response.choices[0].message.content or "")
 
 
-def test_reasoning_can_be_switched_off_where_the_template_can(serve: Serve) -> None:
+def test_reasoning_can_be_switched_off_by_the_template(serve: Serve) -> None:
     running = serve(thinking("Hi"))
-    client(running).chat.completions.create(model=NAME, messages=ASKED, reasoning_effort="none")
-    told = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
-    assert told.endswith("<think>\n\n</think>\n\n")
+    client(running).chat.completions.create(model=NAME, messages=QUESTION, reasoning_effort="none")
+    prompt_text = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
+    assert prompt_text.endswith("<think>\n\n</think>\n\n")
     with pytest.raises(openai.BadRequestError, match="reasoning_effort 'high' is not supported"):
-        client(running).chat.completions.create(model=NAME, messages=ASKED, reasoning_effort="high")
+        client(running).chat.completions.create(
+            model=NAME, messages=QUESTION, reasoning_effort="high"
+        )
 
 
 def test_json_mode_is_a_grammar_for_the_engine(serve: Serve) -> None:
@@ -214,10 +219,10 @@ def test_json_mode_is_a_grammar_for_the_engine(serve: Serve) -> None:
         {"type": "text"},
     ]
     for form in forms:
-        found = client(running).chat.completions.create(
-            model=NAME, messages=ASKED, response_format=form
+        response = client(running).chat.completions.create(
+            model=NAME, messages=QUESTION, response_format=form
         )
-        assert found.choices[0].message.content == '{"a":1}'
+        assert response.choices[0].message.content == '{"a":1}'
     grammars = [ticket.request.grammar for ticket in running.engine.tickets]
     assert grammars[0] is not None
     assert grammars[1] is not None
@@ -225,38 +230,38 @@ def test_json_mode_is_a_grammar_for_the_engine(serve: Serve) -> None:
     assert grammars[2] is None
 
 
-def test_parts_of_text_are_joined(serve: Serve) -> None:
+def test_text_parts_are_joined(serve: Serve) -> None:
     running = serve(saying("Hi"))
     parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages: Any = [{"role": "developer", "content": "Be."}, {"role": "user", "content": parts}]
     client(running).chat.completions.create(model=NAME, messages=messages)
-    told = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
-    assert "<|system|>Be.<|end|><|user|>one\ntwo<|end|>" in told
+    prompt_text = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
+    assert "<|system|>Be.<|end|><|user|>one\ntwo<|end|>" in prompt_text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_place_at_once(serve: Serve, stream: bool) -> None:
+def test_a_disconnected_client_frees_its_place(serve: Serve, stream: bool) -> None:
     running = serve(saying("word " * 400, delay_s=0.02))
     with client(running) as api:
         if stream:
-            chunks = api.chat.completions.create(model=NAME, messages=ASKED, stream=True)
+            chunks = api.chat.completions.create(model=NAME, messages=QUESTION, stream=True)
             for _ in range(3):
                 next(iter(chunks))
             chunks.close()
         else:
             with pytest.raises(openai.APITimeoutError):
-                api.chat.completions.create(model=NAME, messages=ASKED, timeout=2.0)
+                api.chat.completions.create(model=NAME, messages=QUESTION, timeout=2.0)
     ticket = running.engine.tickets[0]
     wait_for(ticket.done.is_set, 2)
-    assert ticket.told < 100
+    assert ticket.prompt_text < 100
     line = running.line()
     assert " 499 " in line
     assert "cancelled" in line
 
 
-def test_requests_run_beside_each_other(serve: Serve) -> None:
+def test_requests_run_concurrently(serve: Serve) -> None:
     running = serve(saying("one two three", delay_s=0.03))
     api = client(running).chat.completions
-    streams = [api.create(model=NAME, messages=ASKED, stream=True) for _ in range(4)]
+    streams = [api.create(model=NAME, messages=QUESTION, stream=True) for _ in range(4)]
     wait_for(lambda: len(running.engine.tickets) == 4)
     assert {streamed(each)[0] for each in streams} == {"one two three"}

@@ -42,11 +42,13 @@ def joined(tokens: list[str]) -> str:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_the_prompt_s_tokens_come_before_the_answer_s(serve: Serve, as_ids: bool) -> None:
+def test_echoed_prompt_tokens_come_before_the_answer(serve: Serve, as_ids: bool) -> None:
     ids, begin = ids_of(HELLO), [] if as_ids else [0]
     running = serve(saying(" you"))
-    found = complete(running, prompt=ids if as_ids else HELLO, echo=True, logprobs=2, max_tokens=9)
-    (choice,) = found["choices"]
+    response = complete(
+        running, prompt=ids if as_ids else HELLO, echo=True, logprobs=2, max_tokens=9
+    )
+    (choice,) = response["choices"]
     assert choice["text"] == HELLO + " you"
     logprobs, ids = choice["logprobs"], begin + ids
     assert joined(logprobs["tokens"]) == BEGIN * len(begin) + HELLO + " you<|end|>"
@@ -54,26 +56,26 @@ def test_the_prompt_s_tokens_come_before_the_answer_s(serve: Serve, as_ids: bool
     assert set(logprobs["token_logprobs"][len(ids) :]) == {-0.5}
     assert logprobs["top_logprobs"][0] is None
     assert all(2 <= len(each) <= 3 for each in logprobs["top_logprobs"][1:])
-    for tokens, own, top in zip(*(logprobs[name][1:] for name in (
+    for tokens, logprob, top in zip(*(logprobs[name][1:] for name in (
         "tokens", "token_logprobs", "top_logprobs")), strict=True):  # fmt: skip
-        assert top[tokens] == own  # the token itself is always there
+        assert top[tokens] == logprob  # the token itself is always there
     (ticket,) = running.engine.tickets
     assert (ticket.request.prompt_logprobs, ticket.request.top_logprobs) == (2, 2)
-    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert response["usage"]["prompt_tokens"] == len(ids)
 
 
 def test_each_token_begins_at_its_offset(serve: Serve) -> None:
-    found = complete(serve(saying(" you")), prompt=HELLO, echo=True, logprobs=0)
-    (choice,) = found["choices"]
+    response = complete(serve(saying(" you")), prompt=HELLO, echo=True, logprobs=0)
+    (choice,) = response["choices"]
     places = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
-    whole = [(token, at) for token, at in places if not token.startswith("bytes:")][:-1]
-    assert len(whole) > 5
-    assert whole.pop(0) == (BEGIN, 0)  # it is no part of the text
-    for token, at in whole:
+    text_tokens = [(token, at) for token, at in places if not token.startswith("bytes:")][:-1]
+    assert len(text_tokens) > 5
+    assert text_tokens.pop(0) == (BEGIN, 0)  # it is no part of the text
+    for token, at in text_tokens:
         assert choice["text"].startswith(token, at)
 
 
-def test_special_tokens_that_a_tokenizer_adds_have_no_place_in_the_text() -> None:
+def test_added_special_tokens_have_no_length_in_the_text() -> None:
     dialogue, offsets = Dialogue(demo_tokenizer()), TokenOffsets()
     ids = [0, *ids_of("ab cd")]
     assert [offsets.next(dialogue, each, "ab cd") for each in ids][:2] == [0, 0]
@@ -81,12 +83,12 @@ def test_special_tokens_that_a_tokenizer_adds_have_no_place_in_the_text() -> Non
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
-def test_nothing_but_the_prompt(serve: Serve, logprobs: int | None) -> None:
+def test_max_tokens_0_returns_only_the_prompt(serve: Serve, logprobs: int | None) -> None:
     running = serve(saying(" you"))
-    found = complete(running, prompt="Hello", echo=True, max_tokens=0, logprobs=logprobs)
-    (choice,) = found["choices"]
+    response = complete(running, prompt="Hello", echo=True, max_tokens=0, logprobs=logprobs)
+    (choice,) = response["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
-    assert found["usage"]["completion_tokens"] == 0
+    assert response["usage"]["completion_tokens"] == 0
     if logprobs is None:
         assert choice["logprobs"] is None
     else:
@@ -101,7 +103,7 @@ def test_without_echo_no_prompt_is_scored(serve: Serve) -> None:
     assert [each.request.prompt_logprobs for each in running.engine.tickets] == [None, None]
 
 
-def test_of_several_choices_one_scores_the_prompt(serve: Serve) -> None:
+def test_one_of_several_choices_scores_the_prompt(serve: Serve) -> None:
     """The others may have their first tokens earlier."""
 
     def script(request: Request) -> list[int]:
@@ -118,12 +120,12 @@ def test_of_several_choices_one_scores_the_prompt(serve: Serve) -> None:
     engine._answer = slow_where_scored  # type: ignore[method-assign]
     running = serve(engine)
     body = {"prompt": ["one two", "three"], "echo": True, "logprobs": 1, "n": 3, "best_of": 3}
-    found = complete(running, **body)
-    texts = [choice["text"] for choice in found["choices"]]
+    response = complete(running, **body)
+    texts = [choice["text"] for choice in response["choices"]]
     assert texts == ["one two you"] * 3 + ["three you"] * 3
-    asked = [each.request.prompt_logprobs for each in running.engine.tickets]
-    assert asked == [1, None, None] * 2
-    for choice in found["choices"]:
+    requested = [each.request.prompt_logprobs for each in running.engine.tickets]
+    assert requested == [1, None, None] * 2
+    for choice in response["choices"]:
         assert joined(choice["logprobs"]["tokens"]) == BEGIN + choice["text"]
 
     streamed = [""] * 6
@@ -137,7 +139,7 @@ def test_of_several_choices_one_scores_the_prompt(serve: Serve) -> None:
         offsets[at] += choice["logprobs"]["text_offset"]
     assert streamed == texts
     assert ["".join(each) for each in tokens] == [BEGIN + text for text in texts]
-    assert offsets == [choice["logprobs"]["text_offset"] for choice in found["choices"]]
+    assert offsets == [choice["logprobs"]["text_offset"] for choice in response["choices"]]
 
 
 def _chunks(running: Running, **body: Any) -> list[Any]:
@@ -147,7 +149,7 @@ def _chunks(running: Running, **body: Any) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_client_that_leaves_while_choices_wait_for_the_prompt(serve: Serve) -> None:
+def test_a_client_may_disconnect_while_choices_wait(serve: Serve) -> None:
     engine = saying(" you")
     answer = engine._answer
 
@@ -169,15 +171,15 @@ class TestHarness:
     """The requests of lm_eval's local-completions, and what it reads of the answers."""
 
     def ask(self, running: Running, prompts: list[list[int]], ctxlens: list[int]) -> Any:
-        found = complete(running, prompt=prompts, temperature=0, max_tokens=1, logprobs=1,
+        response = complete(running, prompt=prompts, temperature=0, max_tokens=1, logprobs=1,
                          seed=1234, echo=True)  # fmt: skip
         results = []
-        choices = sorted(found["choices"], key=lambda choice: choice["index"])
+        choices = sorted(response["choices"], key=lambda choice: choice["index"])
         for choice, ctxlen in zip(choices, ctxlens, strict=True):
-            own = choice["logprobs"]["token_logprobs"][ctxlen:-1]
+            logprob = choice["logprobs"]["token_logprobs"][ctxlen:-1]
             top = choice["logprobs"]["top_logprobs"][ctxlen:-1]
-            greedy = all(one == max(each.values()) for one, each in zip(own, top, strict=True))
-            results.append((sum(own), greedy))
+            greedy = all(one == max(each.values()) for one, each in zip(logprob, top, strict=True))
+            results.append((sum(logprob), greedy))
         return results
 
     @pytest.mark.parametrize("answer", [" you", ""])
@@ -185,7 +187,7 @@ class TestHarness:
         """One token is chosen after the prompt, which may be the end."""
         prompts = [ids_of("one two three"), ids_of("four five")]
         running = serve(saying(answer))
-        found = self.ask(running, prompts, [2, 1])
-        assert found == [
+        response = self.ask(running, prompts, [2, 1])
+        assert response == [
             (-float(sum(prompts[0][2:])), False), (-float(sum(prompts[1][1:])), False)
         ]  # fmt: skip

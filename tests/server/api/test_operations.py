@@ -62,49 +62,49 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_metrics_count_what_was_answered(serve: Serve) -> None:
+def test_metrics_count_answers(serve: Serve) -> None:
     running = serve(saying("one two three", reused=2, delay_s=0.002))
-    own = running.engine.stats
-    running.engine.stats = lambda: {**STATS, **own()}  # type: ignore[method-assign]
+    engine_stats = running.engine.stats
+    running.engine.stats = lambda: {**STATS, **engine_stats()}  # type: ignore[method-assign]
     running.post("/v1/chat/completions", CHAT)
     running.post("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream": True})
-    told = [ticket.told for ticket in running.engine.tickets]
+    sent_tokens = [ticket.sent_tokens for ticket in running.engine.tickets]
     response = running.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    found = samples(response.text)
+    metrics = samples(response.text)
     prompt = sum(len(ticket.request.ids) for ticket in running.engine.tickets)
-    assert found["greenroom_answers_total", (("reason", "stop"),)] == 1
-    assert found["greenroom_answers_total", (("reason", "length"),)] == 1
-    assert found["greenroom_tokens_total", (("kind", "prompt"),)] == prompt
-    assert found["greenroom_tokens_total", (("kind", "reused"),)] == 4
-    assert found["greenroom_tokens_total", (("kind", "new"),)] == sum(told)
-    assert found["greenroom_ttft_seconds_count", ()] == 2
-    assert found["greenroom_tpot_seconds_count", ()] == 2
-    assert found["greenroom_up", ()] == 1
-    assert found["greenroom_model_info", (("model", NAME),)] == 1
+    assert metrics["greenroom_answers_total", (("reason", "stop"),)] == 1
+    assert metrics["greenroom_answers_total", (("reason", "length"),)] == 1
+    assert metrics["greenroom_tokens_total", (("kind", "prompt"),)] == prompt
+    assert metrics["greenroom_tokens_total", (("kind", "reused"),)] == 4
+    assert metrics["greenroom_tokens_total", (("kind", "new"),)] == sum(sent_tokens)
+    assert metrics["greenroom_ttft_seconds_count", ()] == 2
+    assert metrics["greenroom_tpot_seconds_count", ()] == 2
+    assert metrics["greenroom_up", ()] == 1
+    assert metrics["greenroom_model_info", (("model", NAME),)] == 1
 
 
-def test_metrics_of_what_is_not_exact() -> None:
-    lesser = {"precision": "int4", "low_below": 0.4, "seats": 9, "low": 3, "left_out": 1,
+def test_metrics_count_approximate_experts() -> None:
+    approximations = {"precision": "int4", "low_below": 0.4, "seats": 9, "low": 3, "left_out": 1,
               "substituted": 0, "low_hits": 2, "joined": 4, "low_share": 0.3}  # fmt: skip
-    found = {
+    metrics = {
         tuple(sample.labels.values()): sample.value
-        for family in engine_metrics({**STATS, "lesser": lesser})
+        for family in engine_metrics({**STATS, "lesser": approximations})
         for sample in family.samples
         if sample.name == "greenroom_inexact_evaluations_total"
     }
-    assert found == {("low",): 3, ("left_out",): 1, ("substituted",): 0}
+    assert metrics == {("low",): 3, ("left_out",): 1, ("substituted",): 0}
 
 
-def test_metrics_of_misses_that_are_shared_out() -> None:
+def test_metrics_count_misses_by_where_they_are_computed() -> None:
     both = {"moved": 7, "on_host": 3, "adopted": 2, "host_s": 0.25, "on_host_share": 0.3}
-    found = {
+    metrics = {
         (sample.name, *sample.labels.values()): sample.value
         for family in engine_metrics({**STATS, "co_compute": both})
         for sample in family.samples
         if sample.name.startswith(("greenroom_miss_", "greenroom_host_"))
     }
-    assert found == {
+    assert metrics == {
         ("greenroom_miss_evaluations_total", "moved"): 7,
         ("greenroom_miss_evaluations_total", "on_host"): 3,
         ("greenroom_host_computed_seconds_total",): 0.25,
@@ -112,69 +112,69 @@ def test_metrics_of_misses_that_are_shared_out() -> None:
 
 
 def test_metrics_of_the_engine() -> None:
-    found = {
+    metrics = {
         (sample.name, tuple(sample.labels.values())): sample.value
         for family in engine_metrics(STATS)
         for sample in family.samples
     }
-    assert found["greenroom_expert_misses_total", ("0",)] == 1
-    assert found["greenroom_expert_hits_total", ("2",)] == 4
-    assert found["greenroom_queued_requests", ()] == 2
-    assert found["greenroom_running_requests", ()] == 3
-    assert found["greenroom_link_bytes_total", ("disk",)] == 1000
-    assert found["greenroom_link_busy_seconds_total", ("disk",)] == 0.5
-    assert found["greenroom_stall_seconds_total", ("demand",)] == 1.5
-    assert found["greenroom_resident_bytes", ()] == 4096
-    assert {labels for name, labels in found if name == "greenroom_prefetches_total"} == {
+    assert metrics["greenroom_expert_misses_total", ("0",)] == 1
+    assert metrics["greenroom_expert_hits_total", ("2",)] == 4
+    assert metrics["greenroom_queued_requests", ()] == 2
+    assert metrics["greenroom_running_requests", ()] == 3
+    assert metrics["greenroom_link_bytes_total", ("disk",)] == 1000
+    assert metrics["greenroom_link_busy_seconds_total", ("disk",)] == 0.5
+    assert metrics["greenroom_stall_seconds_total", ("demand",)] == 1.5
+    assert metrics["greenroom_resident_bytes", ()] == 4096
+    assert {labels for name, labels in metrics if name == "greenroom_prefetches_total"} == {
         ("began",), ("useful",), ("late",), ("wasted",),
     }  # fmt: skip
-    assert ("greenroom_budget_bytes", ()) not in found
+    assert ("greenroom_budget_bytes", ()) not in metrics
 
 
 def test_metrics_while_loading_and_after_a_failure(serve: Serve) -> None:
     running = serve(saying("Hi"))
     running.engine.now = ("loading", 0.5, "")
     running.engine.stats = lambda: {"queue": STATS["queue"]}  # type: ignore[method-assign]
-    found = samples(running.get("/metrics").text)
-    assert (found["greenroom_up", ()], found["greenroom_load_progress", ()]) == (0, 0.5)
+    metrics = samples(running.get("/metrics").text)
+    assert (metrics["greenroom_up", ()], metrics["greenroom_load_progress", ()]) == (0, 0.5)
 
 
 def test_statistics_name_no_files(serve: Serve) -> None:
     running = serve(saying("Hi"))
     running.engine.stats = lambda: STATS  # type: ignore[method-assign]
-    found = running.get("/v1/stats").json()
-    assert found["queue"] == STATS["queue"]
-    assert "secret" not in json.dumps(found)
+    response = running.get("/v1/stats").json()
+    assert response["queue"] == STATS["queue"]
+    assert "secret" not in json.dumps(response)
 
 
-def test_a_line_a_request(serve: Serve) -> None:
+def test_the_log_has_a_line_for_each_request(serve: Serve) -> None:
     running = serve(saying("one two three", reused=2, delay_s=0.002))
     response = running.post("/v1/chat/completions", CHAT)
     line = running.line()
     ticket = running.engine.tickets[0]
     assert response.headers["x-request-id"] in line
     assert "POST /v1/chat/completions 200" in line
-    assert f"{len(ticket.request.ids)} prompt (2 reused) + {ticket.told} new tokens" in line
+    assert f"{len(ticket.request.ids)} prompt (2 reused) + {ticket.sent_tokens} new tokens" in line
     for part in ("TTFT", "tokens/s", "hit ratio 75.0%", "stop"):
         assert part in line
     assert len(running.lines) == 1
 
 
-def test_a_line_in_json(serve: Serve) -> None:
+def test_log_lines_can_be_json(serve: Serve) -> None:
     running = serve(saying("one two three", delay_s=0.002), log_format="json")
     running.post("/v1/chat/completions", {**CHAT, "n": 2, "max_tokens": 3})
-    found = json.loads(running.line())
-    assert list(found) == [
+    response = json.loads(running.line())
+    assert list(response) == [
         "time", "id", "method", "path", "status", "duration_s", "prompt_tokens", "reused_tokens",
         "new_tokens", "queued_s", "ttft_s", "tokens_per_s", "hit_ratio", "finish_reason",
     ]  # fmt: skip
-    assert (found["new_tokens"], found["finish_reason"]) == (6, "length")
+    assert (response["new_tokens"], response["finish_reason"]) == (6, "length")
     running.post("/v1/chat/completions", {**CHAT, "n": 0})
-    found = json.loads(running.line(2))
-    assert (found["status"], "n:" in found["error"]) == (400, True)
+    response = json.loads(running.line(2))
+    assert (response["status"], "n:" in response["error"]) == (400, True)
 
 
-def test_those_who_watch_leave_no_lines(serve: Serve) -> None:
+def test_health_checks_and_scrapes_are_not_logged(serve: Serve) -> None:
     running = serve(saying("Hi"), key="k")
     running.get("/health")
     running.get("/metrics", headers={"x-api-key": "k"})
@@ -185,7 +185,7 @@ def test_those_who_watch_leave_no_lines(serve: Serve) -> None:
     assert len(running.lines) == 1
 
 
-def test_what_clients_write_cannot_forge_a_line(serve: Serve) -> None:
+def test_clients_cannot_forge_log_lines(serve: Serve) -> None:
     running = serve(saying("Hi"))
     running.get("/v1/%0a%0dforged%20line")
     line = running.line()
@@ -200,7 +200,7 @@ def test_rates_are_of_decoding() -> None:
     assert tokens_per_s(Finished("cancelled", 3, 0, 0, 0.0, None, 1.0, None)) is None
 
 
-def test_errors_are_logged_whole() -> None:
+def test_errors_are_logged_with_tracebacks() -> None:
     lines: list[str] = []
     for form in ("text", "json"):
         RequestLog(form, lines.append).log_failure("req_1", ValueError("why"))
@@ -209,7 +209,7 @@ def test_errors_are_logged_whole() -> None:
     assert lines[-1].endswith(" s")
 
 
-def test_what_the_rest_logs_has_the_same_form() -> None:
+def test_records_of_logging_have_the_format_of_the_log() -> None:
     for form in ("text", "json"):
         lines: list[str] = []
         log = logging.getLogger("greenroom.server.tests")
@@ -224,63 +224,63 @@ def test_what_the_rest_logs_has_the_same_form() -> None:
                 log.exception("failed")
         finally:
             log.removeHandler(handler)
-        said = [json.loads(line) for line in lines] if form == "json" else lines
-        assert "greenroom: a warning" in str(said[0])
-        assert "ValueError: why" in str(said[2])
+        logged = [json.loads(line) for line in lines] if form == "json" else lines
+        assert "greenroom: a warning" in str(logged[0])
+        assert "ValueError: why" in str(logged[2])
 
 
 class TestTheEnd:
     def test_running_answers_end_in_the_grace_period(self, serve: Serve) -> None:
         running = serve(saying("word " * 20, delay_s=0.02), grace=10.0)
-        found: list[Any] = []
+        response: list[Any] = []
         thread = threading.Thread(
-            target=lambda: found.append(running.post("/v1/chat/completions", CHAT))
+            target=lambda: response.append(running.post("/v1/chat/completions", CHAT))
         )
         thread.start()
         wait_for(lambda: running.engine.tickets)
         running.stop()
         thread.join()
-        assert found[0].status_code == 200
-        assert found[0].json()["choices"][0]["finish_reason"] == "stop"
+        assert response[0].status_code == 200
+        assert response[0].json()["choices"][0]["finish_reason"] == "stop"
         assert running.engine.stopped_after == 10.0
 
     @staticmethod
     def _stopped(running: Any, path: str, body: Any, begun: Callable[[Any], Any]) -> Any:
         """The response to a request during which the server stops, once it has `begun`."""
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(running.post(path, body)))
+        response: list[Any] = []
+        thread = threading.Thread(target=lambda: response.append(running.post(path, body)))
         thread.start()
         wait_for(lambda: running.engine.tickets and begun(running.engine.tickets[-1]))
         began = time.monotonic()
         running.stop()
         thread.join()
         assert time.monotonic() - began < 8
-        return found[0]
+        return response[0]
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses",
                                       "/v1/messages"])  # fmt: skip
-    def test_others_end_with_what_is_there(self, serve: Serve, path: str, stream: bool) -> None:
+    def test_longer_answers_end_with_their_text_so_far(
+        self, serve: Serve, path: str, stream: bool
+    ) -> None:
         running = serve(saying("word " * 400, delay_s=0.02), grace=0.3)
         body = {**PATHS[path], "stream": stream}
-        found = self._stopped(running, path, body, lambda ticket: ticket.told > 5)
-        assert found.status_code == 200
-        assert "word" in found.text
+        response = self._stopped(running, path, body, lambda ticket: ticket.sent_tokens > 5)
+        assert response.status_code == 200
+        assert "word" in response.text
         cut = {"/v1/responses": '"reason":"max_output_tokens"', "/v1/messages": '"max_tokens"'}
-        assert cut.get(path, '"finish_reason":"length"') in found.text
-        assert "stopping" not in found.text
+        assert cut.get(path, '"finish_reason":"length"') in response.text
+        assert "stopping" not in response.text
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_those_without_a_token_are_told_that_the_server_stops(
-        self, serve: Serve, stream: bool
-    ) -> None:
+    def test_answers_without_a_token_get_an_error(self, serve: Serve, stream: bool) -> None:
         running = serve(saying("word", first_s=60), grace=0.3)
         body = {**CHAT, "stream": stream}
-        found = self._stopped(running, "/v1/chat/completions", body, lambda ticket: True)
-        assert "the server is stopping" in found.text
-        assert found.status_code == (200 if stream else 503)
+        response = self._stopped(running, "/v1/chat/completions", body, lambda ticket: True)
+        assert "the server is stopping" in response.text
+        assert response.status_code == (200 if stream else 503)
 
-    def test_no_more_are_taken(self, serve: Serve) -> None:
+    def test_a_stopped_server_accepts_no_connections(self, serve: Serve) -> None:
         import httpx2
 
         running = serve(saying("Hi"))
@@ -290,13 +290,13 @@ class TestTheEnd:
 
 
 def test_the_document_describes_every_body(running: Running) -> None:
-    found = running.get("/openapi.json").json()
-    schemas = found["components"]["schemas"]
+    response = running.get("/openapi.json").json()
+    schemas = response["components"]["schemas"]
     for path in ("chat/completions", "completions", "responses", "messages", "admin/cache"):
-        body = found["paths"][f"/v1/{path}"]["post"]["requestBody"]
+        body = response["paths"][f"/v1/{path}"]["post"]["requestBody"]
         name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         assert schemas[name]["additionalProperties"] is False
     references = {
-        part.split('"')[0] for part in json.dumps(found).split("#/components/schemas/")[1:]
+        part.split('"')[0] for part in json.dumps(response).split("#/components/schemas/")[1:]
     }
     assert references <= schemas.keys()

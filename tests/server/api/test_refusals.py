@@ -1,4 +1,4 @@
-"""What clients get wrong: a status and the parameter's name, in the format of the API."""
+"""Wrong requests get a status and the parameter's name, in the API's format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from greenroom.errors import ClosedError, DeviceError, StoreError
 from tests.server.conftest import NAME, Running, Serve, saying, thinking, wait_for
 
-ASKED: Any = [{"role": "user", "content": "Hello"}]
-CHAT = {"model": NAME, "messages": ASKED}
+QUESTION: Any = [{"role": "user", "content": "Hello"}]
+CHAT = {"model": NAME, "messages": QUESTION}
 TEXT = {"model": NAME, "prompt": "Hello"}
 RESPONSE = {"model": NAME, "input": "Hello"}
-MESSAGE = {"model": NAME, "max_tokens": 5, "messages": ASKED}
+MESSAGE = {"model": NAME, "max_tokens": 5, "messages": QUESTION}
 PATHS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
@@ -43,11 +43,11 @@ def check_anthropic(body: Any) -> Any:
 
 
 def refused(running: Running, path: str, body: Any, status: int = 400, **options: Any) -> Any:
-    """The error of a request that is answered with this status."""
+    """Send a request that must fail with `status`; return its error."""
     response = running.post(path, body, **options)
     assert response.status_code == status, response.text
-    found = response.json()
-    return check_anthropic(found) if path == "/v1/messages" else check_openai(found, status)
+    answer = response.json()
+    return check_anthropic(answer) if path == "/v1/messages" else check_openai(answer, status)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def refused(running: Running, path: str, body: Any, status: int = 400, **options
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ],
 )  # fmt: skip
-def test_the_parameter_is_named(
+def test_errors_name_the_parameter(
     running: Running, path: str, change: dict[str, Any], param: str | None
 ) -> None:
     if param is None:  # a text that has tokens all the same: the tokenizer adds one
@@ -150,7 +150,7 @@ def test_the_parameter_is_named(
         ),
     ],
 )
-def test_the_parameter_is_named_to_anthropics_clients(
+def test_errors_name_the_parameter_in_anthropics_api(
     running: Running, change: dict[str, Any], named: str
 ) -> None:
     error = refused(running, "/v1/messages", {**MESSAGE, **change})
@@ -159,7 +159,7 @@ def test_the_parameter_is_named_to_anthropics_clients(
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-def test_an_image_is_not_dropped_in_silence(running: Running, kind: str) -> None:
+def test_parts_that_are_not_text_are_refused(running: Running, kind: str) -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "x"}}]
     body = {**CHAT, "messages": [{"role": "user", "content": content}]}
     error = refused(running, "/v1/chat/completions", body)
@@ -167,13 +167,13 @@ def test_an_image_is_not_dropped_in_silence(running: Running, kind: str) -> None
     assert error["param"] == "messages.0.content"
 
 
-def test_another_model_is_not_loaded(running: Running) -> None:
+def test_another_models_name_is_404(running: Running) -> None:
     for path, body in PATHS.items():
         error = refused(running, path, {**body, "model": "Qwen/Qwen3-30B-A3B"}, 404)
         assert "does not exist" in error["message"]
 
 
-def test_a_schema_that_cannot_be_followed(running: Running) -> None:
+def test_an_unsupported_schema_is_refused(running: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": "http://elsewhere/x.json"}}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     error = refused(running, "/v1/chat/completions", {**CHAT, "response_format": form})
@@ -186,20 +186,22 @@ def test_tools_and_json_exclude_each_other(serve: Serve) -> None:
     assert error["param"] == "response_format"
 
 
-def test_results_of_tools_need_a_model_that_knows_tools(running: Running) -> None:
+def test_tool_results_need_a_template_with_tools(running: Running) -> None:
     result = {"role": "tool", "tool_call_id": "c", "content": "x"}
-    body = {**CHAT, "messages": [*ASKED, result]}
+    body = {**CHAT, "messages": [*QUESTION, result]}
     assert "tool" in refused(running, "/v1/chat/completions", body)["message"]
 
 
 def test_a_prompt_without_room_is_too_long(serve: Serve) -> None:
     running = serve(saying("Hi", context=8))
-    error = refused(running, "/v1/chat/completions", CHAT | {"messages": ASKED * 8})
+    error = refused(running, "/v1/chat/completions", CHAT | {"messages": QUESTION * 8})
     assert error["code"] == "context_length_exceeded"
-    assert "room" in refused(running, "/v1/messages", {**MESSAGE, "messages": ASKED * 8})["message"]
+    assert (
+        "room" in refused(running, "/v1/messages", {**MESSAGE, "messages": QUESTION * 8})["message"]
+    )
 
 
-def test_a_full_queue_says_when_to_come_again(serve: Serve) -> None:
+def test_a_full_queue_is_429_with_retry_after(serve: Serve) -> None:
     running = serve(saying("Hi", places=0))
     for path, body in PATHS.items():
         response = running.post(path, body)
@@ -210,14 +212,14 @@ def test_a_full_queue_says_when_to_come_again(serve: Serve) -> None:
         client.completions.create(model=NAME, prompt="x")
 
 
-def test_all_choices_or_none_have_a_place(serve: Serve) -> None:
+def test_choices_that_do_not_all_fit_are_refused(serve: Serve) -> None:
     running = serve(saying("word " * 50, places=2, delay_s=0.01))
     assert running.post("/v1/chat/completions", {**CHAT, "n": 3}).status_code == 429
     assert len(running.engine.tickets) == 2
     assert all(ticket.cancelled.is_set() for ticket in running.engine.tickets)
 
 
-def test_loading_stopping_failed(serve: Serve) -> None:
+def test_a_server_that_is_not_ready_is_503(serve: Serve) -> None:
     running = serve(saying("Hi"))
     running.engine.failure = StoreError("/secret/path is damaged")
     for state, progress in (("loading", 0.25), ("failed", 1.0), ("stopping", 1.0)):
@@ -251,13 +253,13 @@ def _loading(running: Running) -> str:
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
-def test_an_error_in_the_middle_is_told_without_paths(
+def test_errors_in_an_answer_name_no_files(
     serve: Serve, error: Any, status: int, path: str
 ) -> None:
     running = serve(saying("one two three"))
     running.engine.failing, running.engine.fail_after = error, 2
-    found = refused(running, path, PATHS[path], status)
-    assert "secret" not in json.dumps(found)
+    error = refused(running, path, PATHS[path], status)
+    assert "secret" not in json.dumps(error)
     wait_for(lambda: any("/secret" in line for line in running.lines))
     body = {**PATHS[path], "stream": True}
     text = running.post(path, body).text
@@ -273,19 +275,19 @@ def test_a_broken_stream_raises_in_the_clients(serve: Serve) -> None:
     running.engine.failing, running.engine.fail_after = StoreError("x"), 2
     by_openai = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
     with pytest.raises(openai.APIError, match="try again"):
-        list(by_openai.chat.completions.create(model=NAME, messages=ASKED, stream=True))
+        list(by_openai.chat.completions.create(model=NAME, messages=QUESTION, stream=True))
     by_anthropic = anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0)
     with pytest.raises(anthropic.APIError, match="try again"):
         list(by_anthropic.messages.create(**MESSAGE, stream=True))  # type: ignore[call-overload]
 
 
-def test_an_answer_that_takes_too_long(serve: Serve) -> None:
+def test_a_late_answer_is_504(serve: Serve) -> None:
     running = serve(saying("word " * 50, delay_s=0.05), timeout=0.2)
     assert "0.2 seconds" in refused(running, "/v1/chat/completions", CHAT, 504)["message"]
     assert refused(running, "/v1/messages", MESSAGE, 504)["type"] == "timeout_error"
 
 
-def test_an_error_that_nobody_expected_is_500_and_the_next_request_is_answered(
+def test_an_unexpected_error_is_500_and_the_server_goes_on(
     serve: Serve,
 ) -> None:
     running = serve(saying("Hi"))
@@ -298,7 +300,7 @@ def test_an_error_that_nobody_expected_is_500_and_the_next_request_is_answered(
     assert running.post("/v1/chat/completions", CHAT).status_code == 200
 
 
-def test_the_same_connection_goes_on_after_an_error(serve: Serve) -> None:
+def test_a_connection_is_reused_after_an_error(serve: Serve) -> None:
     import httpx2
 
     running = serve(saying("Hi"))
@@ -311,16 +313,16 @@ def test_the_same_connection_goes_on_after_an_error(serve: Serve) -> None:
         assert len(pool.connections) == 1
 
 
-def test_two_requests_with_the_same_id_of_the_clients(running: Running) -> None:
+def test_request_ids_of_clients_are_not_used(running: Running) -> None:
     headers = {"x-request-id": "same"}
-    found = [running.post("/v1/chat/completions", CHAT, headers=headers) for _ in range(2)]
-    ids = [response.headers["x-request-id"] for response in found]
-    assert [response.status_code for response in found] == [200, 200]
+    responses = [running.post("/v1/chat/completions", CHAT, headers=headers) for _ in range(2)]
+    ids = [response.headers["x-request-id"] for response in responses]
+    assert [response.status_code for response in responses] == [200, 200]
     assert len(set(ids)) == 2
     assert all(re.fullmatch(r"req_[0-9a-f]{16}", each) for each in ids)
 
 
-def test_paths_and_methods_that_do_not_exist(running: Running) -> None:
+def test_unknown_paths_and_methods_are_errors(running: Running) -> None:
     assert check_openai(running.get("/v1/nothing").json(), 404)["type"] == "not_found_error"
     assert running.get("/v1/chat/completions").status_code == 405
     assert check_anthropic(running.get("/v1/messages").json())["type"] == "invalid_request_error"

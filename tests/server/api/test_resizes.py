@@ -1,4 +1,4 @@
-"""A storm of resizes is little work, and everybody gets an answer."""
+"""Many requests to resize cause few resizes, and each caller gets an answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT: Any = {"model": NAME, "prompt": "Hello"}
 
 
 class Cache:
-    """Notes the sizes that it is given; `open` lets a resize end."""
+    """A fake cache that records sizes; a resize ends when `open` is set."""
 
     def __init__(self) -> None:
         self.sizes: list[str] = []
@@ -41,19 +41,19 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache()
 
 
-async def begun(cache: Cache, count: int) -> None:
+async def wait_for_resizes(cache: Cache, count: int) -> None:
     while len(cache.sizes) < count:
         await asyncio.sleep(0.001)
 
 
 def storm(cache: Cache, sizes: list[str]) -> list[Any]:
-    """The first is under way while the others come."""
+    """Resize to all sizes at once; the others come during the first."""
 
     async def run() -> list[Any]:
         resize = CacheResizer(cache.resize)
         cache.open.clear()
         tasks = [asyncio.ensure_future(resize(sizes[0]))]
-        await begun(cache, 1)
+        await wait_for_resizes(cache, 1)
         tasks += [asyncio.ensure_future(resize(size)) for size in sizes[1:]]
         await asyncio.sleep(0.01)
         cache.open.set()
@@ -62,37 +62,37 @@ def storm(cache: Cache, sizes: list[str]) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_one_is_under_way_and_the_latest_of_the_others_follows(cache: Cache) -> None:
-    found = storm(cache, ["50%", *(f"{10 + i % 80}%" for i in range(1500)), "25%"])
+def test_only_the_latest_waiting_size_is_applied(cache: Cache) -> None:
+    results = storm(cache, ["50%", *(f"{10 + i % 80}%" for i in range(1500)), "25%"])
     assert cache.sizes == ["50%", "25%"]
-    assert found == [50] + [25] * 1501
+    assert results == [50] + [25] * 1501
 
 
-def test_a_size_that_is_refused_is_refused_for_its_own_caller(cache: Cache) -> None:
-    found = storm(cache, ["50%", "20%", "30%", "0%", "00%"])
+def test_an_invalid_size_is_an_error_only_for_its_caller(cache: Cache) -> None:
+    results = storm(cache, ["50%", "20%", "30%", "0%", "00%"])
     assert cache.sizes == ["50%", "00%", "0%", "30%"]
-    assert found[:3] == [50, 30, 30]
-    assert [str(each) for each in found[3:]] == ["cache is 0%", "cache is 00%"]
+    assert results[:3] == [50, 30, 30]
+    assert [str(each) for each in results[3:]] == ["cache is 0%", "cache is 00%"]
 
 
-def test_a_caller_that_leaves_harms_no_other(cache: Cache) -> None:
+def test_a_cancelled_caller_does_not_affect_others(cache: Cache) -> None:
     async def run() -> int:
         resize = CacheResizer(cache.resize)
         cache.open.clear()
-        gone = [asyncio.ensure_future(resize("50%"))]
-        await begun(cache, 1)
-        gone += [asyncio.ensure_future(resize(size)) for size in ("20%", "0%")]
-        stays = asyncio.ensure_future(resize("30%"))
+        cancelled = [asyncio.ensure_future(resize("50%"))]
+        await wait_for_resizes(cache, 1)
+        cancelled += [asyncio.ensure_future(resize(size)) for size in ("20%", "0%")]
+        remaining = asyncio.ensure_future(resize("30%"))
         await asyncio.sleep(0.01)
-        for each in gone:
+        for each in cancelled:
             each.cancel()
         cache.open.set()
-        return await stays
+        return await remaining
 
     assert asyncio.run(run()) == 30
 
 
-def test_answers_have_a_rest_between_two(cache: Cache) -> None:
+def test_resizes_are_separated_by_a_pause(cache: Cache) -> None:
     async def run() -> float:
         resize, loop = CacheResizer(cache.resize), asyncio.get_running_loop()
         began = loop.time()
@@ -111,12 +111,12 @@ def test_a_storm_over_http(serve: Serve, cache: Cache) -> None:
     cache.open.clear()
     body = {"cache": "30%"}
     with ThreadPoolExecutor(20) as pool:
-        found = [
+        responses = [
             pool.submit(running.post, "/v1/admin/cache", body, headers=HEADERS) for _ in range(20)
         ]
         wait_for(lambda: cache.sizes and len(running.server.server_state.tasks) == 20)
         # Those that wait hold no thread that others need.
         assert running.post("/v1/completions", TEXT, headers=HEADERS).status_code == 200
         cache.open.set()
-    assert [each.result().json() for each in found] == [{"slots": 30}] * 20
+    assert [each.result().json() for each in responses] == [{"slots": 30}] * 20
     assert len(cache.sizes) <= 5

@@ -35,12 +35,12 @@ KEY = "k"
 def document() -> dict[str, Any]:
     """The server's, in which the model's name is the one that there is: others are all 404."""
     service = Service(saying("Hi"), ServeConfig(), NAME)
-    found = api(service).openapi()
+    openapi_document = api(service).openapi()
     service.close()
-    for schema in found["components"]["schemas"].values():
+    for schema in openapi_document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"const": NAME, "type": "string"}
-    return found
+    return openapi_document
 
 
 SCHEMA = schemathesis.openapi.from_dict(document())
@@ -50,9 +50,9 @@ SCHEMA = schemathesis.openapi.from_dict(document())
 def guarded() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resizes, "REST_S", 0.0)  # a second between two resizes is for answers
-        found = launch(saying("Hi there", context=256), key=KEY)
-        yield found
-        found.stop()
+        openapi_document = launch(saying("Hi there", context=256), key=KEY)
+        yield openapi_document
+        openapi_document.stop()
 
 
 def send(running: Running, method: str, path: str, mode: GenerationMode, examples: int) -> None:
@@ -83,19 +83,19 @@ def send(running: Running, method: str, path: str, mode: GenerationMode, example
 
 
 @pytest.mark.parametrize(("method", "path"), SERVED)
-def test_nothing_right_breaks_it(guarded: Running, method: str, path: str) -> None:
+def test_valid_requests_do_not_break_the_server(guarded: Running, method: str, path: str) -> None:
     send(guarded, method, path, GenerationMode.POSITIVE, examples=8)
 
 
 @pytest.mark.parametrize(("method", "path"), BODIES)
-def test_nothing_wrong_breaks_it(guarded: Running, method: str, path: str) -> None:
+def test_invalid_requests_do_not_break_the_server(guarded: Running, method: str, path: str) -> None:
     send(guarded, method, path, GenerationMode.NEGATIVE, examples=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), BODIES)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_nor_does_much_more_of_it(
+def test_many_more_requests_do_not_break_the_server(
     guarded: Running, method: str, path: str, mode: GenerationMode
 ) -> None:
     send(guarded, method, path, mode, examples=400)

@@ -1,4 +1,4 @@
-"""Engines over a tiny model, and what transformers itself answers."""
+"""Engines over a tiny model, and the same model in transformers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def model(folder: Any) -> Any:
 
 @pytest.fixture
 def served(folder: Any, no_threads_left: None) -> Iterator[Any]:
-    made: list[Served] = []
+    engines: list[Served] = []
 
     def make(**options: Any) -> Served:
-        made.append(Served(folder, **options))
-        return made[-1]
+        engines.append(Served(folder, **options))
+        return engines[-1]
 
     yield make
-    for each in made:
+    for each in engines:
         each.close()
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Any) -> Iterator[Served]:
-    made = Served(folder)
-    yield made
-    made.close()
+    engine = Served(folder)
+    yield engine
+    engine.close()

@@ -1,4 +1,4 @@
-"""Several requests at once: what they get, and what is refused."""
+"""Several requests at once: their answers, and requests that are refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.server.engine.conftest import MIXED
 from tests.server.rig import PATIENCE, Served, draw, greedy
 
 
-def test_several_at_once_get_what_transformers_answers_each_alone(served: Any, model: Any) -> None:
+def test_batched_answers_equal_those_of_transformers(served: Any, model: Any) -> None:
     s = served(prefill_chunk=16, max_batch=4)
-    asked = [(draw(prompt, seed), new) for seed, (prompt, new) in enumerate(MIXED)]
-    heard = [s.ask(ids, new) for ids, new in asked]
-    for each, (ids, new) in zip(heard, asked, strict=True):
+    requests = [(draw(prompt, seed), new) for seed, (prompt, new) in enumerate(MIXED)]
+    recorders = [s.ask(ids, new) for ids, new in requests]
+    for each, (ids, new) in zip(recorders, requests, strict=True):
         finished = each.end()
         assert each.ids == greedy(model, ids, new)
         assert (finished.reason, finished.new_tokens) == ("length", new)
@@ -40,17 +40,17 @@ def test_several_at_once_get_what_transformers_answers_each_alone(served: Any, m
     assert stats["kv"]["reserved_bytes"] == 0
 
 
-def test_one_token_of_each_is_one_step_of_the_experts(served: Any) -> None:
+def test_answers_share_forward_passes(served: Any) -> None:
     s = served(journal=Journal())
-    heard = [s.ask(draw(4, seed), 6) for seed in range(3)]
-    for each in heard:
+    recorders = [s.ask(draw(4, seed), 6) for seed in range(3)]
+    for each in recorders:
         each.end()
     passes = [event for event in s.engine.journal.events if isinstance(event, Pass)]
     assert max(len(event.shares) for event in passes) == 3
     assert s.engine.stats()["passes"]["count"] == len(passes)
 
 
-def test_a_long_prompt_is_read_beside_answers_that_go_on(served: Any) -> None:
+def test_a_long_prompt_is_computed_in_chunks_while_answers_go_on(served: Any) -> None:
     s = served(prefill_chunk=16, journal=Journal(), no_prefix_reuse=True)
     answers = s.ask(draw(4), 200)
     assert answers.first.wait(PATIENCE)
@@ -66,86 +66,96 @@ def test_a_long_prompt_is_read_beside_answers_that_go_on(served: Any) -> None:
         assert numbers != {1} or answers.finished is not None  # never without the answer's token
 
 
-def test_the_first_of_a_prompt_is_whole_where_nobody_waits(served: Any) -> None:
+def test_a_prompt_is_one_pass_if_no_answer_runs(served: Any) -> None:
     s = served(prefill_chunk=16, journal=Journal())
     s.ask(draw(150), 1).end()
     assert s.engine.journal.events[0] == Pass(((0, 0, 150),))
 
 
-def test_an_end_token_ends_an_answer_and_is_told(plain: Served, model: Any) -> None:
+def test_an_end_token_ends_an_answer_and_is_sent(plain: Served, model: Any) -> None:
     ids = draw(9, 3)
-    wanted = greedy(model, ids, 12)
-    heard = plain.ask(ids, 12, ends=(wanted[4],))
-    assert heard.end().reason == "stop"
-    assert heard.ids == wanted[: wanted.index(wanted[4]) + 1]
+    expected = greedy(model, ids, 12)
+    recorder = plain.ask(ids, 12, ends=(expected[4],))
+    assert recorder.end().reason == "stop"
+    assert recorder.ids == expected[: expected.index(expected[4]) + 1]
 
 
-def test_the_model_s_own_end_where_none_is_said(served: Any, folder: Any, model: Any) -> None:
+def test_the_models_end_tokens_are_the_default(served: Any, folder: Any, model: Any) -> None:
     ids = draw(9, 3)
-    wanted = greedy(model, ids, 12)
+    expected = greedy(model, ids, 12)
     s = served()
-    s.engine.end_ids = (wanted[2],)  # random weights seldom give the real one
-    heard = s.ask(ids, 12, ends=None)
-    assert heard.end().reason == "stop"
-    assert heard.ids == wanted[: wanted.index(wanted[2]) + 1]
+    s.engine.end_ids = (expected[2],)  # random weights seldom give the real one
+    recorder = s.ask(ids, 12, ends=None)
+    assert recorder.end().reason == "stop"
+    assert recorder.ids == expected[: expected.index(expected[2]) + 1]
 
 
-def test_sampled_tokens_do_not_depend_on_who_else_is_there(served: Any) -> None:
+def test_sampled_tokens_do_not_depend_on_the_batch(served: Any) -> None:
     sampling = Sampling(temperature=0.9, top_p=0.9, seed=11)
     s = served()
-    alone = s.ask(draw(12), 20, sampling=sampling)
-    alone.end()
+    first_answer = s.ask(draw(12), 20, sampling=sampling)
+    first_answer.end()
     others = [s.ask(draw(9, seed), 25, sampling=Sampling(1.0, seed=seed)) for seed in range(3)]
-    again = s.ask(draw(12), 20, sampling=sampling)
+    second_answer = s.ask(draw(12), 20, sampling=sampling)
     other = s.ask(draw(12), 20, sampling=Sampling(temperature=0.9, top_p=0.9, seed=12))
-    assert again.end().new_tokens == 20
-    assert again.ids == alone.ids
+    assert second_answer.end().new_tokens == 20
+    assert second_answer.ids == first_answer.ids
     other.end()
-    assert other.ids != alone.ids
+    assert other.ids != first_answer.ids
     for each in others:
         each.end()
 
 
-def test_a_grammar_is_followed(plain: Served) -> None:
+def test_an_answer_follows_its_grammar(plain: Served) -> None:
     pytest.importorskip("llguidance")
-    heard = plain.ask(draw(5), 40, grammar='start: "abc" /[0-9]{2,4}/ "z"')
-    assert heard.end().reason == "stop"
-    text = plain.engine.tokenizer.decode(heard.ids, skip_special_tokens=True)
+    recorder = plain.ask(draw(5), 40, grammar='start: "abc" /[0-9]{2,4}/ "z"')
+    assert recorder.end().reason == "stop"
+    text = plain.engine.tokenizer.decode(recorder.ids, skip_special_tokens=True)
     assert text.startswith("abc")
     assert text.endswith("z")
     assert text[3:-1].isdigit()
-    with pytest.raises(UsageError, match="^the grammar is not valid: "):
+    with pytest.raises(UsageError, match="the grammar is not valid: "):
         plain.ask(draw(5), 4, grammar="start: nothing-that-is-defined")
 
 
 @pytest.mark.parametrize(
-    ("request_", "error", "said"),
+    ("request_", "error", "message"),
     [
         ({"ids": []}, UsageError, "the prompt is empty"),
         ({"ids": [5, 9999]}, UsageError, "does not have: ids must be from 0 to 319"),
         ({"ids": [-1]}, UsageError, "a token id that the model does not have"),
         ({"ids": [5], "new": -1}, UsageError, "max_new_tokens must be at least 0, got -1"),
         ({"ids": [5], "timeout_s": 0.0}, UsageError, "timeout_s must be above 0"),
-        ({"ids": [5] * 300}, TooLong, "300 tokens and the answer may have 8: .* context of 300 tokens"),
+        (
+            {"ids": [5] * 300},
+            TooLong,
+            "300 tokens and the answer may have 8: .* context of 300 tokens",
+        ),
         ({"ids": [5], "new": 1 << 40}, TooLong, "must fit the context of 300 tokens"),
-        ({"ids": [5], "sampling": Sampling(top_p=2.0)}, UsageError, "top_p must be above 0 and at most 1"),
+        (
+            {"ids": [5], "sampling": Sampling(top_p=2.0)},
+            UsageError,
+            "top_p must be above 0 and at most 1",
+        ),
         ({"ids": [5], "top_logprobs": 1000}, UsageError, "top_logprobs must be from 0 to 100"),
         ({"ids": [5], "prompt_logprobs": 101}, UsageError, "prompt_logprobs must be from 0 to 100"),
     ],
 )
-def test_what_cannot_be_answered(plain: Served, request_: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_impossible_requests_are_refused(
+    plain: Served, request_: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
         plain.ask(request_.pop("ids"), request_.pop("new", 8), **request_)
     assert plain.engine.state() == ("ready", 1.0, "")
 
 
-def test_the_same_request_twice_is_two_answers(plain: Served) -> None:
+def test_equal_requests_get_separate_answers(plain: Served) -> None:
     both = [plain.ask(draw(6), 5, name="same") for _ in range(2)]
     assert [each.end().reason for each in both] == ["length", "length"]
     assert both[0].ids == both[1].ids
 
 
-def test_one_more_than_may_wait_is_told_when_to_come_again(served: Any) -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry(served: Any) -> None:
     s = served(max_batch=1, max_queue=2, store={"latency": 0.005}, capacity=2)
     first = s.ask(draw(4), 100)
     assert first.first.wait(PATIENCE)
@@ -161,18 +171,18 @@ def test_one_more_than_may_wait_is_told_when_to_come_again(served: Any) -> None:
 
 
 def test_hits_and_misses_of_each_layer_add_up(served: Any) -> None:
-    s = served(capacity=5, parts={"prefetch": "off"})
+    s = served(capacity=5, setup_options={"prefetch": "off"})
     for seed in range(3):
         s.ask(draw(9, seed), 10).end()
-    found = s.engine.stats()["experts"]
-    layers = found["layers"]
+    experts = s.engine.stats()["experts"]
+    layers = experts["layers"]
     assert len(layers) == 2
-    assert sum(each["requests"] for each in layers) == found["requests"] > 0
-    assert sum(each["hits"] for each in layers) == found["hits"]
+    assert sum(each["requests"] for each in layers) == experts["requests"] > 0
+    assert sum(each["hits"] for each in layers) == experts["hits"]
     assert all(each["hits"] + each["misses"] == each["requests"] for each in layers)
 
 
-def test_a_prompt_waits_for_others_as_long_as_it_is_told(served: Any) -> None:
+def test_a_prompt_waits_for_others_as_long_as_batch_delay(served: Any) -> None:
     s = served(batch_delay=1000.0, journal=Journal(), max_batch=3)
     first = s.ask(draw(6), 2)
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Which tokens go into the next passes, by hand and by laws."""
+"""Composition of forward passes: worked examples and properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def counts(passes: Any) -> list[list[int]]:
     return [[count for _, count in shares] for shares in passes]
 
 
-def test_answers_first_then_a_chunk_of_prompts() -> None:
+def test_a_pass_has_answers_and_a_chunk_of_prompts() -> None:
     running = [sequence(100), sequence(1, 50), sequence(30), sequence(1, 9)]
     assert counts(compose(running, 64, exact=False)) == [[1, 1, 64]]
     assert counts(compose(running, 110, exact=False)) == [[1, 1, 100, 10]]
@@ -30,14 +30,14 @@ def test_answers_first_then_a_chunk_of_prompts() -> None:
     assert compose([], 64, exact=False) == []
 
 
-def test_prompts_that_are_scored_share_the_logits_of_a_pass() -> None:
+def test_scored_prompts_share_the_logits_of_a_pass() -> None:
     running = [sequence(100, scored=40), sequence(30), sequence(100, scored=60), sequence(1, 9)]
     assert counts(compose(running, 512, exact=False)) == [[1, 40, 30, 20]]
     assert counts(compose(running[:1] * 3, 512, exact=False)) == [[40]]
     assert counts(compose(running, 50, exact=False)) == [[1, 40, 10]]
 
 
-def test_alone_together_a_prompt_is_cut_where_it_would_be_cut_alone() -> None:
+def test_exact_chunks_are_those_of_an_unbatched_prompt() -> None:
     running = [sequence(100), sequence(1, 50), sequence(30), sequence(1, 9)]
     assert counts(compose(running, 64, exact=True)) == [[1, 1], [64]]
     assert counts(compose([sequence(36, 64)], 64, exact=True)) == [[36]]
@@ -48,19 +48,19 @@ def test_alone_together_a_prompt_is_cut_where_it_would_be_cut_alone() -> None:
     st.lists(st.tuples(st.integers(1, 700), st.integers(0, 300)), min_size=1, max_size=9),
     st.integers(1, 512), st.booleans(),
 )  # fmt: skip
-def test_every_answer_goes_on_and_a_prompt_too(
-    given_: list[tuple[int, int]], chunk: int, exact: bool
+def test_every_round_advances_all_answers_and_a_prompt(
+    states: list[tuple[int, int]], chunk: int, exact: bool
 ) -> None:
-    running = [sequence(*each) for each in given_]
+    running = [sequence(*each) for each in states]
     passes = compose(running, chunk, exact)
     shares = [share for each in passes for share in each]
     assert all(1 <= count <= each.pending for each, count in shares)
     assert len({id(each) for each, _ in shares}) == len(shares)
     served = {id(each) for each, _ in shares}
-    answers_ = [each for each in running if each.pending == 1 and each.computed]
-    assert all(id(each) in served for each in answers_)
+    answering = [each for each in running if each.pending == 1 and each.computed]
+    assert all(id(each) in served for each in answering)
     prompts = [count for each, count in shares if each.pending > 1 or not each.computed]
-    assert bool(prompts) == (len(answers_) < len(running))
+    assert bool(prompts) == (len(answering) < len(running))
     answers = len(shares) - len(prompts)
     assert sum(prompts) <= (chunk if answers or exact else BLOCK)
 
@@ -71,7 +71,7 @@ def test_a_prompt_of_one_token_is_a_prompt() -> None:
     assert counts(compose(running, 64, exact=True)) == [[1, 1], [1]]
 
 
-def test_what_cannot_be_together_goes_one_by_one() -> None:
+def test_passes_that_cannot_be_batched_are_split() -> None:
     passes = compose([sequence(5), sequence(1, 3), sequence(4)], 64, exact=False)
     assert counts(split(passes, lambda lengths: True)) == [[1, 5, 4]]
     assert counts(split(passes, lambda lengths: len(lengths) == 1)) == [[1], [5], [4]]

@@ -1,4 +1,4 @@
-"""What one request's own work raises ends that request, and no other."""
+"""An exception in one request's own work ends that request, and no other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from greenroom.errors import ClosedError, DeviceError
 from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contain_errors
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import NotFinite, Sampling
-from tests.server.rig import PATIENCE, Heard, draw, greedy
+from tests.server.rig import PATIENCE, AnswerRecorder, draw, greedy
 
 
 class Panic(BaseException):
-    """Like pyo3_runtime.PanicException, which is no Exception either."""
+    """An exception like pyo3_runtime.PanicException: not an Exception."""
 
 
 RAISED = [RuntimeError("odd"), RecursionError("deep"), MemoryError(), ZeroDivisionError(), Panic()]
@@ -23,11 +23,11 @@ RAISED = [RuntimeError("odd"), RecursionError("deep"), MemoryError(), ZeroDivisi
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["sampler", "listener", "prepare", "release"])
-def test_an_exception_of_any_kind_ends_its_own_request(
+def test_an_exception_of_any_type_ends_only_its_request(
     served: Any, model: Any, monkeypatch: Any, error: BaseException, where: str
 ) -> None:
     s = served()
-    unlucky = Heard()
+    unlucky = AnswerRecorder()
 
     def raises(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -41,13 +41,13 @@ def test_an_exception_of_any_kind_ends_its_own_request(
             lambda request, listener: _with(submitted(request, listener), request.name, raises),
         )  # fmt: skip
     else:
-        own = getattr(s.engine.admission, where)
+        original = getattr(s.engine.admission, where)
         monkeypatch.setattr(
             s.engine.admission, where,
-            lambda sequence, *rest, **more: raises() if sequence.request.name == "unlucky"
-            else own(sequence, *rest, **more),
+            lambda sequence, *args, **more: raises() if sequence.request.name == "unlucky"
+            else original(sequence, *args, **more),
         )  # fmt: skip
-    lost = s.ask(draw(6, 1), 3, heard=unlucky, name="unlucky")
+    lost = s.ask(draw(6, 1), 3, recorder=unlucky, name="unlucky")
     other = s.ask(draw(6), 9)
     finished = lost.end()
     if where == "release":
@@ -68,38 +68,40 @@ def _with(sequence: Any, name: str, sampler: Any) -> Any:
 
 
 class Tripping:
-    """Passes that fail where a token is in them."""
+    """A batch function that fails if a certain token is in the pass."""
 
     def __init__(self, engine: ContinuousEngine, token: int, error: BaseException) -> None:
-        self._own, self._token, self._error = engine.passes._batch, token, error
+        self._batch_function, self._token, self._error = engine.passes._batch, token, error
         self.calls: list[int] = []
 
     def __call__(self, ids: Any, caches: Any, *scored: Any) -> Any:
         self.calls.append(len(ids))
-        found = self._own(ids, caches, *scored)  # keys and values are written before it fails
+        logits = self._batch_function(
+            ids, caches, *scored
+        )  # keys and values are written before it fails
         if any(self._token in each for each in ids):
             raise self._error
-        return found
+        return logits
 
     def cache(self) -> Any:
-        return self._own.cache()
+        return self._batch_function.cache()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel"), Panic(), AssertionError()],
                          ids=lambda error: type(error).__name__)  # fmt: skip
-def test_a_pass_that_raises_is_computed_again_for_each(
+def test_a_failed_pass_is_repeated_for_each_request(
     served: Any, model: Any, error: BaseException
 ) -> None:
     s = served(max_batch=3, batch_delay=200)
     bad = draw(6, 2)
     others = [[t for t in draw(7, seed) if t != bad[0]] for seed in (0, 1)]
     s.engine.passes._batch = tripping = Tripping(s.engine, bad[0], error)
-    heard = [s.ask(ids, 6) for ids in (*others, bad)]
-    finished = heard[2].end()
+    recorders = [s.ask(ids, 6) for ids in (*others, bad)]
+    finished = recorders[2].end()
     assert finished.reason == "error"
     assert finished.error is not None
     assert finished.error.__cause__ is error
-    for ids, each in zip(others, heard, strict=False):
+    for ids, each in zip(others, recorders, strict=False):
         assert each.end().reason == "length"
         assert each.ids == greedy(model, ids, 6)
     assert 3 in tripping.calls  # they were together
@@ -107,12 +109,12 @@ def test_a_pass_that_raises_is_computed_again_for_each(
     assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
-def test_an_engine_that_computes_nothing_any_more_has_failed(served: Any) -> None:
+def test_an_engine_whose_every_pass_fails_has_failed(served: Any) -> None:
     s = served()
 
     s.engine.passes._batch = _Broken()
-    heard = s.ask(draw(6), 4)
-    assert heard.end().reason == "error"
+    recorder = s.ask(draw(6), 4)
+    assert recorder.end().reason == "error"
     s.engine._thread.join(PATIENCE)
     name, _, why = s.engine.state()
     assert name == "failed"
@@ -130,7 +132,7 @@ class _Broken:
         return None
 
 
-def test_a_cache_of_experts_that_broke_is_the_end_of_the_engine(served: Any) -> None:
+def test_a_broken_expert_cache_ends_the_engine(served: Any) -> None:
     s = served()
     s.ask(draw(6), 2).end()
     driver = s.engine.greenroom.driver
@@ -142,28 +144,30 @@ def test_a_cache_of_experts_that_broke_is_the_end_of_the_engine(served: Any) -> 
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-def test_logits_that_are_no_numbers_end_their_own_request(
+def test_infinite_logits_end_only_their_request(
     served: Any, model: Any, monkeypatch: Any, odd: float
 ) -> None:
     s = served()
     answer = s.engine._answer
 
-    def spoiled(sequence: Any, found: Any) -> None:
+    def spoiled(sequence: Any, logits: Any) -> None:
         if sequence.request.name == "unlucky":
-            found = torch.full_like(found, odd)
-        answer(sequence, found)
+            logits = torch.full_like(logits, odd)
+        answer(sequence, logits)
 
     monkeypatch.setattr(s.engine, "_answer", spoiled)
     sampled = Sampling(temperature=1.0, seed=1)
     other, lost = s.ask(draw(6), 9), s.ask(draw(6, 1), 3, sampling=sampled, name="unlucky")
     error = lost.end().error
     assert isinstance(error, NotFinite)
-    assert str(error).startswith("the model gave " + ("NaN" if odd != odd else f"{odd:+}"))
+    assert str(error).startswith(
+        "the largest of the model's logits is " + ("NaN" if odd != odd else f"{odd:+}")
+    )
     assert other.end().reason == "length"
     assert other.ids == greedy(model, draw(6), 9)
 
 
-def test_what_ends_the_process_is_not_held_back() -> None:
+def test_exceptions_that_end_the_process_pass_through() -> None:
     for kind in PASSES_THROUGH:
         with pytest.raises(kind), contain_errors(lambda error: None):
             raise kind

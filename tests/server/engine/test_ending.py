@@ -1,4 +1,4 @@
-"""Answers that end before their time, and the end of the engine."""
+"""Cancelled answers, timeouts, and the end of the engine."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import pytest
 from greenroom.errors import (
     ClosedError,
 )
-from tests.server.rig import PATIENCE, Heard, draw, greedy
+from tests.server.rig import PATIENCE, AnswerRecorder, draw, greedy
 
 
-def test_a_place_is_free_within_one_token(served: Any) -> None:
+def test_a_cancelled_request_frees_its_place_within_one_token(served: Any) -> None:
     s = served(max_batch=1)
-    heard = Heard()
-    heard.on_token = lambda token: heard.cancel() if len(heard.tokens) == 3 else None
-    s.ask(draw(4), 200, heard=heard)
+    recorder = AnswerRecorder()
+    recorder.on_token = lambda token: recorder.cancel() if len(recorder.tokens) == 3 else None
+    s.ask(draw(4), 200, recorder=recorder)
     next_ = s.ask(draw(5, 1), 2)
-    assert heard.end().reason == "cancelled"
-    assert len(heard.tokens) == 3
+    assert recorder.end().reason == "cancelled"
+    assert len(recorder.tokens) == 3
     assert next_.end().reason == "length"
-    heard.cancel()  # nothing where it has finished
+    recorder.cancel()  # nothing where it has finished
     assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
-def test_what_nobody_waits_for_is_not_fetched_any_more(served: Any) -> None:
+def test_experts_of_a_cancelled_prompt_are_not_read(served: Any) -> None:
     s = served(capacity=2, store={"latency": 0.05})
     begun = threading.Event()
     read = s.store.read
     s.store.read = lambda *args: (begun.set(), read(*args))[1]
-    heard = s.ask(draw(40), 4)
+    recorder = s.ask(draw(40), 4)
     assert begun.wait(PATIENCE)
-    heard.cancel()
-    assert heard.end().reason == "cancelled"
+    recorder.cancel()
+    assert recorder.end().reason == "cancelled"
     reads = s.store.reads
     assert reads < 16  # the prompt would take every expert of every layer
     s.store.read = read
     assert s.ask(draw(3, 1), 2).end().reason == "length"
 
 
-def test_who_waits_in_the_queue_can_leave_it(served: Any) -> None:
+def test_a_queued_request_can_be_cancelled(served: Any) -> None:
     s = served(max_batch=1, store={"latency": 0.005}, capacity=2)
     first, second = s.ask(draw(4), 150), s.ask(draw(4, 1), 5)
     second.cancel()
@@ -52,7 +52,7 @@ def test_who_waits_in_the_queue_can_leave_it(served: Any) -> None:
     first.cancel()
 
 
-def test_an_answer_has_its_time(served: Any) -> None:
+def test_an_answer_ends_at_its_timeout(served: Any) -> None:
     s = served(max_batch=1, store={"latency": 0.005}, capacity=2)
     first, second = s.ask(draw(4), 250, timeout_s=0.6), s.ask(draw(4, 1), 5, timeout_s=0.1)
     assert second.end().reason == "timeout"
@@ -63,14 +63,14 @@ def test_an_answer_has_its_time(served: Any) -> None:
     assert 0.6 <= finished.duration_s < 10
 
 
-def test_a_listener_that_fails_loses_its_own_answer_alone(served: Any, model: Any) -> None:
+def test_a_failing_listener_ends_only_its_answer(served: Any, model: Any) -> None:
     s = served()
 
-    def broken(told: object) -> None:
+    def broken(event: object) -> None:
         raise RuntimeError("it hung up")
 
     other = s.ask(draw(7), 12)
-    s.ask(draw(4, 1), 12, heard=broken)  # type: ignore[arg-type]
+    s.ask(draw(4, 1), 12, recorder=broken)  # type: ignore[arg-type]
     assert other.end().reason == "length"
     assert other.ids == greedy(model, draw(7), 12)
     until = time.monotonic() + PATIENCE
@@ -79,7 +79,7 @@ def test_a_listener_that_fails_loses_its_own_answer_alone(served: Any, model: An
     assert s.engine.stats()["requests"] == {"length": 1, "error": 1}
 
 
-def test_running_answers_get_their_time_and_then_it_is_over(served: Any) -> None:
+def test_running_answers_get_the_grace_period(served: Any) -> None:
     s = served(store={"latency": 0.003}, capacity=2)
     short, long = s.ask(draw(4), 3), s.ask(draw(4, 1), 290)
     assert long.first.wait(PATIENCE)

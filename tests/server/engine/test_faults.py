@@ -1,4 +1,4 @@
-"""What goes wrong harms those that need it, and no other."""
+"""A failed read or a broken engine ends only the requests that need it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from greenroom.server.engine.start import start
 from tests.server.rig import PATIENCE, draw, greedy
 
 
-def test_a_read_that_fails_once_harms_nobody(served: Any, model: Any) -> None:
+def test_a_read_that_fails_once_ends_no_request(served: Any, model: Any) -> None:
     failing = {"fails": lambda read: read in (7, 30, 31)}
     s = served(capacity=4, store=failing)
-    heard = [s.ask(draw(6, seed), 8) for seed in range(3)]
-    for seed, each in enumerate(heard):
+    recorders = [s.ask(draw(6, seed), 8) for seed in range(3)]
+    for seed, each in enumerate(recorders):
         assert each.end().reason == "length"
         assert each.ids == greedy(model, draw(6, seed), 8)
     assert s.engine.stats()["passes"]["faults"] >= 2
 
 
-def test_a_disk_that_is_gone_ends_those_that_need_it_and_no_other(served: Any) -> None:
+def test_a_broken_disk_ends_requests_but_not_the_engine(served: Any) -> None:
     broken = threading.Event()
     s = served(capacity=4, store={"fails": lambda read: broken.is_set()})
     s.ask(draw(6), 3).end()
@@ -46,7 +46,7 @@ def test_a_disk_that_is_gone_ends_those_that_need_it_and_no_other(served: Any) -
     assert s.ask(draw(6, 3), 3).end().reason == "length"
 
 
-def test_a_request_that_finds_no_memory_ends_alone(served: Any, monkeypatch: Any) -> None:
+def test_a_memory_error_ends_only_its_request(served: Any, monkeypatch: Any) -> None:
     s = served()
     prepare = s.engine.admission.prepare
 
@@ -64,15 +64,15 @@ def test_a_request_that_finds_no_memory_ends_alone(served: Any, monkeypatch: Any
     assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
-def test_an_engine_that_breaks_says_so_to_everybody(served: Any, monkeypatch: Any) -> None:
+def test_a_broken_engine_ends_all_requests_with_an_error(served: Any, monkeypatch: Any) -> None:
     s = served(max_batch=1)
 
     def bug(shares: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(s.engine.passes, "run", bug)
-    heard = [s.ask(draw(4, seed), 5) for seed in range(2)]
-    for each in heard:
+    recorders = [s.ask(draw(4, seed), 5) for seed in range(2)]
+    for each in recorders:
         finished = each.end()
         assert finished.reason == "error"
         assert "a bug" in str(finished.error)
@@ -82,7 +82,7 @@ def test_an_engine_that_breaks_says_so_to_everybody(served: Any, monkeypatch: An
         s.ask(draw(4), 5)
 
 
-def test_a_model_that_cannot_be_loaded() -> None:
+def test_an_engine_whose_model_does_not_load_has_failed() -> None:
     engine = start("/nowhere/at/all", LoadConfig(), ServeConfig())
     engine._thread.join(PATIENCE)
     name, _, why = engine.state()
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_loaded() -> None:
     assert issubclass(NotAModel, Exception)
 
 
-def test_while_it_loads_one_is_told_to_come_again() -> None:
+def test_a_loading_engine_refuses_requests_as_busy() -> None:
     go = threading.Event()
 
     def load(progress: Any) -> Any:

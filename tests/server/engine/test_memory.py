@@ -1,4 +1,4 @@
-"""What was read before, and the memory that answers and experts share."""
+"""Reuse of prompt prefixes, and the memory that KV caches and experts share."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from greenroom.server.engine.journal import Journal, PrefixReuse
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.requests import Request, Sampling
 from greenroom.server.engine.start import start
-from tests.server.rig import PATIENCE, Heard, draw, greedy
+from tests.server.rig import PATIENCE, AnswerRecorder, draw, greedy
 
 
-def test_the_cache_changes_its_size_while_answers_run(served: Any, model: Any) -> None:
+def test_the_expert_cache_is_resized_while_answers_run(served: Any, model: Any) -> None:
     s = served(capacity=8)
-    heard = [s.ask(draw(6, seed), 60) for seed in range(2)]
+    recorders = [s.ask(draw(6, seed), 60) for seed in range(2)]
     for size, slots in (("100%", 16), ("25%", 4), ("50%", 8)):
         assert s.engine.resize(size) == slots
         assert s.engine.stats()["memory"]["slots"] == slots
     with pytest.raises(UsageError):
         s.engine.resize("many")
-    for seed, each in enumerate(heard):
+    for seed, each in enumerate(recorders):
         assert each.end().reason == "length"
         assert each.ids == greedy(model, draw(6, seed), 60)
 
 
-def test_a_second_turn_reads_only_what_is_new(served: Any, model: Any) -> None:
+def test_a_second_turn_computes_only_new_tokens(served: Any, model: Any) -> None:
     s = served(journal=Journal())
     prompt = draw(60)
     first = s.ask(prompt, 10)
@@ -53,51 +53,51 @@ def test_a_second_turn_reads_only_what_is_new(served: Any, model: Any) -> None:
     assert s.engine.stats()["tokens"]["reused"] == 69 + 40 + len(turn) - 1
 
 
-def test_the_same_prompt_several_times_is_read_once(served: Any, model: Any) -> None:
+def test_a_repeated_prompt_is_computed_once(served: Any, model: Any) -> None:
     s = served()
     prompt = draw(150)
-    heard = [s.ask(prompt, 5) for _ in range(4)]
-    reused = [each.end().reused_tokens for each in heard]
+    recorders = [s.ask(prompt, 5) for _ in range(4)]
+    reused = [each.end().reused_tokens for each in recorders]
     assert sorted(reused) == [0, 149, 149, 149]
-    for each in heard:
+    for each in recorders:
         assert each.ids == greedy(model, prompt, 5)
 
 
-def test_nothing_is_kept_where_that_is_switched_off(served: Any) -> None:
+def test_prefix_reuse_can_be_switched_off(served: Any) -> None:
     s = served(no_prefix_reuse=True)
     for _ in range(2):
         assert s.ask(draw(60), 3).end().reused_tokens == 0
     assert s.engine.stats()["prefixes"]["entries"] == 0
 
 
-def test_keys_and_values_stay_within_their_memory(served: Any) -> None:
+def test_keys_and_values_stay_within_kv_memory(served: Any) -> None:
     s = served(context=100, kv_memory="400KiB", max_batch=8)
     limit = 400 << 10
-    seen = []
-    heard = [s.ask(draw(60, seed), 20) for seed in range(8)]
-    while any(each.finished is None for each in heard):
+    samples = []
+    recorders = [s.ask(draw(60, seed), 20) for seed in range(8)]
+    while any(each.finished is None for each in recorders):
         stats = s.engine.stats()
-        seen.append((stats["kv"]["reserved_bytes"] + stats["prefixes"]["bytes"],
+        samples.append((stats["kv"]["reserved_bytes"] + stats["prefixes"]["bytes"],
                      stats["queue"]["running"]))  # fmt: skip
         time.sleep(0.02)
-    assert all(each.end().reason == "length" for each in heard)
-    assert max(nbytes for nbytes, _ in seen) <= limit
-    assert max(count for _, count in seen) < 8  # not all had room at once
+    assert all(each.end().reason == "length" for each in recorders)
+    assert max(nbytes for nbytes, _ in samples) <= limit
+    assert max(count for _, count in samples) < 8  # not all had room at once
     assert s.engine.stats()["prefixes"]["bytes"] <= limit // 2
 
 
-def test_slots_make_room_for_all_requests_and_come_back(
+def test_expert_slots_shrink_for_keys_and_values_and_grow_back(
     served: Any, folder: Any, model: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("greenroom.hf.memory.slot_budget.BLOCK", 32)
     one = kv_bytes(ModelSkeleton.of(folder).model, block=512, room=600).total_bytes(600)
-    s = served(capacity=16, context=600, leaving=4, max_batch=3, prefill_chunk=64,
+    s = served(capacity=16, context=600, slots_at_full_context=4, max_batch=3, prefill_chunk=64,
                kv_memory=one, prefix_share="100%")  # fmt: skip
     system = draw(100)
-    heard, least = [], 16
+    recorders, least = [], 16
     for seed in range(3):
-        heard.append(s.ask([*system, *draw(20, seed)], 40))
-    while any(each.finished is None for each in heard):
+        recorders.append(s.ask([*system, *draw(20, seed)], 40))
+    while any(each.finished is None for each in recorders):
         memory, kv = s.engine.stats()["memory"], s.engine.stats()["kv"]
         least = min(least, memory["slots"])
         assert (
@@ -107,36 +107,36 @@ def test_slots_make_room_for_all_requests_and_come_back(
         )
         time.sleep(0.02)
     assert least < 12
-    for seed, each in enumerate(heard):
+    for seed, each in enumerate(recorders):
         assert each.end().reason == "length"
         assert each.ids == greedy(model, [*system, *draw(20, seed)], 40)
-    assert sum(each.end().reused_tokens >= 100 for each in heard) == 2
+    assert sum(each.end().reused_tokens >= 100 for each in recorders) == 2
     s.engine.admission.prefixes.shrink(0)
     s.ask(draw(4), 2).end()
     assert s.engine.stats()["memory"]["slots"] > least
 
 
 @pytest.mark.parametrize(
-    ("given", "most", "said"),
+    ("kv_memory", "most", "message"),
     [
         (
             "1KiB",
             None,
             "is too small for one context of 100 tokens, which takes 10 KiB: use --kv-memory",
         ),
-        ("10%", None, "is a share of the budget: set --memory too, or write"),
+        ("10%", None, "--kv-memory 10% is a share of --memory: set --memory too"),
         ("1MiB", 50 << 10, "--memory 1 MiB leaves only 50 KiB for keys and values"),
     ],
 )
-def test_memory_for_keys_and_values_that_cannot_be(given: str, most: Any, said: str) -> None:
+def test_an_impossible_kv_memory_is_an_error(kv_memory: str, most: Any, message: str) -> None:
     with pytest.raises(BudgetError) as caught:
-        kv_limit(attached(most), ServeConfig(kv_memory=given))
-    assert said in str(caught.value)
+        kv_limit(attached_cache(most), ServeConfig(kv_memory=kv_memory))
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def attached(most: int | None) -> Any:
-    """A model's cache of experts whose contexts take 10 KiB, in a budget of 1 MiB if in any."""
+def attached_cache(most: int | None) -> Any:
+    """A fake expert cache: a context takes 10 KiB; the budget, if any, is 1 MiB."""
     return SimpleNamespace(
         setup=SimpleNamespace(
             context=100,
@@ -147,33 +147,33 @@ def attached(most: int | None) -> Any:
     )
 
 
-def test_memory_for_keys_and_values_by_default_and_as_asked() -> None:
-    assert kv_limit(attached(None), ServeConfig(max_batch=3)) == 30 << 10
-    assert kv_limit(attached(200 << 10), ServeConfig(max_batch=3)) == 30 << 10
-    assert kv_limit(attached(80 << 10), ServeConfig(max_batch=3)) == 20 << 10  # a quarter
-    assert kv_limit(attached(20 << 10), ServeConfig(max_batch=3)) == 10 << 10  # one, at least
-    assert kv_limit(attached(200 << 10), ServeConfig(kv_memory="10%")) == (1 << 20) // 10
-    assert kv_limit(attached(None), ServeConfig(kv_memory="64KiB")) == 64 << 10
+def test_kv_memory_by_default_and_as_configured() -> None:
+    assert kv_limit(attached_cache(None), ServeConfig(max_batch=3)) == 30 << 10
+    assert kv_limit(attached_cache(200 << 10), ServeConfig(max_batch=3)) == 30 << 10
+    assert kv_limit(attached_cache(80 << 10), ServeConfig(max_batch=3)) == 20 << 10  # a quarter
+    assert kv_limit(attached_cache(20 << 10), ServeConfig(max_batch=3)) == 10 << 10  # one, at least
+    assert kv_limit(attached_cache(200 << 10), ServeConfig(kv_memory="10%")) == (1 << 20) // 10
+    assert kv_limit(attached_cache(None), ServeConfig(kv_memory="64KiB")) == 64 << 10
 
 
-def test_what_was_learned_is_there_for_the_next_one(
+def test_learned_statistics_warm_the_next_engine(
     folder: Any, monkeypatch: Any, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("GREENROOM_LEARNED", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     load = LoadConfig(cache="50%", kernels="eager", policy="lru", context=200)
-    warmed = []
+    warm_experts = []
     for _ in range(2):
         engine = start(str(folder), load, ServeConfig())
         until = time.monotonic() + PATIENCE
         while engine.state()[0] == "loading" and time.monotonic() < until:
             time.sleep(0.01)
-        warmed.append(engine.greenroom.warm_experts)
-        heard = Heard()
-        engine.submit(Request(tuple(draw(6)), 30, Sampling(0.0), end_ids=()), heard)
-        assert heard.end().reason == "length"
+        warm_experts.append(engine.greenroom.warm_experts)
+        recorder = AnswerRecorder()
+        engine.submit(Request(tuple(draw(6)), 30, Sampling(0.0), end_ids=()), recorder)
+        assert recorder.end().reason == "length"
         assert "experts in slots" in engine.summary
         engine.stop(5)
     assert list((tmp_path / "greenroom" / "learned").glob("*.safetensors"))
-    assert warmed[0] == 0 < warmed[1]
+    assert warm_experts[0] == 0 < warm_experts[1]

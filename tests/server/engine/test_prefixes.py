@@ -1,4 +1,4 @@
-"""What is kept of requests: who begins like whom, what goes first."""
+"""The prefix cache: common prefixes, replacement and eviction."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from greenroom.server.engine.prefixes import (
 )
 
 
-def kept(ids: list[int], nbytes: int = 10, exact: int = 0) -> PrefixEntry:
+def prefix_entry(ids: list[int], nbytes: int = 10, exact: int = 0) -> PrefixEntry:
     return PrefixEntry(as_ids(ids), object(), nbytes, exact)
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_common_is_the_longest_beginning_of_both(a: list[int], b: list[int]) -> None:
+def test_the_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
     n = common_prefix(as_ids(a), as_ids(b))
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
-def test_the_one_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
     store = PrefixCache(30)
-    entries = [kept([i] * MIN_TOKENS) for i in range(3)]
+    entries = [prefix_entry([i] * MIN_TOKENS) for i in range(3)]
     assert all(store.add(each) for each in entries)
     store.touch(entries[0])
-    store.add(kept([9] * MIN_TOKENS))
+    store.add(prefix_entry([9] * MIN_TOKENS))
     assert [int(each.ids[0]) for each in store] == [2, 0, 9]
     assert (store.nbytes, store.evicted) == (30, 1)
     store.shrink(10)
     assert [int(each.ids[0]) for each in store] == [9]
 
 
-def test_a_longer_one_takes_the_place_of_what_it_begins_with() -> None:
+def test_a_longer_entry_replaces_its_prefix() -> None:
     store = PrefixCache(100)
-    short, long = kept([1] * MIN_TOKENS), kept([1] * MIN_TOKENS + [2])
+    short, long = prefix_entry([1] * MIN_TOKENS), prefix_entry([1] * MIN_TOKENS + [2])
     store.add(short)
     assert store.add(long)
     assert list(store) == [long]
-    assert not store.add(kept([1] * MIN_TOKENS))  # it is there
+    assert not store.add(prefix_entry([1] * MIN_TOKENS))  # it is there
     assert store.add(
-        kept([1] * MIN_TOKENS, exact=MIN_TOKENS)
+        prefix_entry([1] * MIN_TOKENS, exact=MIN_TOKENS)
     )  # but not as a request alone would read it
     assert store.evicted == 0
 
 
-def test_what_is_too_short_or_too_large_is_not_kept() -> None:
+def test_short_and_large_entries_are_refused() -> None:
     store = PrefixCache(100)
-    assert not store.add(kept([1] * (MIN_TOKENS - 1)))
-    assert not store.add(kept([1] * MIN_TOKENS, nbytes=101))
-    assert not PrefixCache(0).add(kept([1] * MIN_TOKENS, nbytes=1))
+    assert not store.add(prefix_entry([1] * (MIN_TOKENS - 1)))
+    assert not store.add(prefix_entry([1] * MIN_TOKENS, nbytes=101))
+    assert not PrefixCache(0).add(prefix_entry([1] * MIN_TOKENS, nbytes=1))
     assert len(store) == store.nbytes == 0
 
 
-def test_what_is_taken_is_gone() -> None:
+def test_a_popped_entry_is_removed() -> None:
     store = PrefixCache(100)
-    entry = kept([1] * MIN_TOKENS)
+    entry = prefix_entry([1] * MIN_TOKENS)
     store.add(entry)
     assert store.pop(entry) is entry.cache
     assert len(store) == store.nbytes == 0
@@ -76,7 +76,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tail=st.lists(st.integers(0, 1), max_size=4), nbytes=st.integers(1, 120))
     def keep(self, tail: list[int], nbytes: int) -> None:
-        entry = kept([7] * MIN_TOKENS + tail, nbytes)
+        entry = prefix_entry([7] * MIN_TOKENS + tail, nbytes)
         done = self.store.add(entry)
         ids = entry.ids.tolist()
         same = [each for each in self.model if each.ids.tolist()[: len(ids)] == ids]

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: transformers' own, however the prompt is read."""
+"""Log-probabilities of a prompt's tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from greenroom.server.engine.journal import Journal, Pass
 from greenroom.server.engine.requests import Token
 from greenroom.server.engine.tokens import scores
 from greenroom.server.engine.tokens.scores import PromptScores
-from tests.server.rig import PATIENCE, Heard, Served, draw
+from tests.server.rig import PATIENCE, AnswerRecorder, Served, draw
 
 
-def wanted(model: Any, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities [tokens, V] of what follows each token."""
+def expected_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] of the token after each token."""
     with torch.inference_mode():
-        found: torch.Tensor = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    return found
+        logprobs: torch.Tensor = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return logprobs
 
 
-def own(heard: Heard) -> list[float]:
-    """The log-probabilities of all tokens but the first, which has none."""
-    assert heard.prompt is not None
-    assert heard.prompt[0].logprob is None
-    assert heard.prompt[0].top == ()
-    return [token.logprob for token in heard.prompt[1:] if token.logprob is not None]
+def prompt_logprobs_of(recorder: AnswerRecorder) -> list[float]:
+    """The log-probabilities of all prompt tokens but the first, which has none."""
+    assert recorder.prompt is not None
+    assert recorder.prompt[0].logprob is None
+    assert recorder.prompt[0].top == ()
+    return [token.logprob for token in recorder.prompt[1:] if token.logprob is not None]
 
 
-def check(heard: Heard, ids: list[int], model: Any, top: int, near: float = 1e-4) -> None:
-    """As transformers has them, near enough."""
-    expected = wanted(model, ids)[:-1]
-    assert heard.prompt is not None
-    assert [token.id for token in heard.prompt] == ids
+def check(
+    recorder: AnswerRecorder, ids: list[int], model: Any, top: int, near: float = 1e-4
+) -> None:
+    """Compare the log-probabilities of a prompt with those of transformers."""
+    expected = expected_logprobs(model, ids)[:-1]
+    assert recorder.prompt is not None
+    assert [token.id for token in recorder.prompt] == ids
     rows = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(own(heard)), rows, rtol=0, atol=near)
-    for token, row in zip(heard.prompt[1:], expected, strict=True):
+    torch.testing.assert_close(torch.tensor(prompt_logprobs_of(recorder)), rows, rtol=0, atol=near)
+    for token, row in zip(recorder.prompt[1:], expected, strict=True):
         assert len(token.top) == top
         values = torch.tensor([value for _, value in token.top])
         torch.testing.assert_close(values, row.topk(top).values, rtol=0, atol=near)
         assert all(abs(float(row[each]) - value) <= near for each, value in token.top)
 
 
-def test_eager_kernels_give_transformers_own_bits(served: Any, model: Any) -> None:
-    s, ids = served(parts={"kernels": "eager"}), draw(90, 5)
-    heard = s.ask(ids, 0, prompt_logprobs=3)
-    finished = heard.end()
+def test_eager_kernels_give_the_bits_of_transformers(served: Any, model: Any) -> None:
+    s, ids = served(setup_options={"kernels": "eager"}), draw(90, 5)
+    recorder = s.ask(ids, 0, prompt_logprobs=3)
+    finished = recorder.end()
     assert (finished.reason, finished.new_tokens, finished.ttft_s) == ("length", 0, None)
-    check(heard, ids, model, 3, near=0.0)
+    check(recorder, ids, model, 3, near=0.0)
 
 
-def test_they_do_not_depend_on_what_was_read_before(served: Any, model: Any) -> None:
+def test_log_probabilities_do_not_depend_on_cached_prefixes(served: Any, model: Any) -> None:
     s, ids = served(), draw(90, 5)
     first = s.ask(ids, 2, prompt_logprobs=2, top_logprobs=2)
     first.end()
@@ -66,8 +68,8 @@ def test_they_do_not_depend_on_what_was_read_before(served: Any, model: Any) -> 
     assert first.ids == plain.ids
 
 
-def test_a_prompt_that_is_read_in_parts_beside_others(served: Any, model: Any) -> None:
-    """Its parts end anywhere; prompts without scores and answers are in the same passes."""
+def test_a_scored_prompt_is_computed_in_chunks_with_others(served: Any, model: Any) -> None:
+    """Other prompts and answers are in the same passes."""
     s = served(prefill_chunk=16, journal=Journal(), max_batch=4)
     answers = s.ask(draw(4), 60)
     assert answers.first.wait(PATIENCE)
@@ -90,68 +92,68 @@ def test_logits_of_a_pass_are_bounded(
     rows: list[int] = []
     add = PromptScores.add
 
-    def noting(self: PromptScores, logits: torch.Tensor, first: int) -> None:
+    def counting_add(self: PromptScores, logits: torch.Tensor, first: int) -> None:
         rows.append(len(logits))
         add(self, logits, first)
 
-    monkeypatch.setattr(PromptScores, "add", noting)
+    monkeypatch.setattr(PromptScores, "add", counting_add)
     monkeypatch.setattr(scores, "LOGITS_BYTES", 20 * 320 * 4)
     s, ids = served(prefill_chunk=16, batch_invariant=invariant), draw(50)
-    heard = s.ask(ids, 1, prompt_logprobs=0)
-    heard.end()
+    recorder = s.ask(ids, 1, prompt_logprobs=0)
+    recorder.end()
     assert rows == ([16, 16, 16, 2] if invariant else [20, 20, 10])
-    check(heard, ids, model, 0)
+    check(recorder, ids, model, 0)
 
 
-def test_one_token_has_nothing_before_it(plain: Served) -> None:
-    heard = plain.ask([7], 1, prompt_logprobs=2)
-    heard.end()
-    assert heard.prompt == (Token(7),)
-    assert len(heard.tokens) == 1
+def test_a_prompt_of_one_token_has_no_log_probabilities(plain: Served) -> None:
+    recorder = plain.ask([7], 1, prompt_logprobs=2)
+    recorder.end()
+    assert recorder.prompt == (Token(7),)
+    assert len(recorder.tokens) == 1
 
 
-def test_nothing_more_is_computed_than_the_prompt(served: Any) -> None:
+def test_without_new_tokens_only_the_prompt_is_computed(served: Any) -> None:
     s = served()
-    heard = s.ask(draw(30), 0)
-    assert heard.end().reason == "length"
-    assert (heard.prompt, heard.tokens) == (None, [])
+    recorder = s.ask(draw(30), 0)
+    assert recorder.end().reason == "length"
+    assert (recorder.prompt, recorder.tokens) == (None, [])
     assert s.engine.stats()["passes"]["tokens"] == 30
 
 
-def test_reads_that_fail_on_the_way_change_nothing(served: Any, model: Any) -> None:
+def test_failed_reads_do_not_change_log_probabilities(served: Any, model: Any) -> None:
     s = served(capacity=4, store={"fails": lambda read: read in (7, 30, 31)}, prefill_chunk=16)
     answers = s.ask(draw(4), 30)
-    heard = s.ask(draw(70, 1), 1, prompt_logprobs=1)
-    assert heard.end().reason == "length"
-    check(heard, draw(70, 1), model, 1)
+    recorder = s.ask(draw(70, 1), 1, prompt_logprobs=1)
+    assert recorder.end().reason == "length"
+    check(recorder, draw(70, 1), model, 1)
     answers.cancel()
     assert s.engine.stats()["passes"]["faults"]
 
 
-def test_one_that_is_cancelled_or_late_frees_its_place(
+def test_a_cancelled_or_late_scored_prompt_frees_its_place(
     served: Any, model: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(scores, "LOGITS_BYTES", 5 * 320 * 4)  # twenty passes
     s = served(capacity=2, store={"latency": 0.01})
-    gone = s.ask(draw(100), 1, prompt_logprobs=1)
+    cancelled = s.ask(draw(100), 1, prompt_logprobs=1)
     late = s.ask(draw(100, 1), 1, prompt_logprobs=1, timeout_s=0.1)
-    gone.cancel()
-    assert gone.end().reason == "cancelled"
+    cancelled.cancel()
+    assert cancelled.end().reason == "cancelled"
     assert late.end().reason == "timeout"
-    assert (gone.prompt, gone.tokens, late.prompt, late.tokens) == (None, [], None, [])
-    heard = s.ask(draw(20, 2), 1, prompt_logprobs=1)
-    assert heard.end().reason == "length"
-    check(heard, draw(20, 2), model, 1)
+    assert (cancelled.prompt, cancelled.tokens, late.prompt, late.tokens) == (None, [], None, [])
+    recorder = s.ask(draw(20, 2), 1, prompt_logprobs=1)
+    assert recorder.end().reason == "length"
+    check(recorder, draw(20, 2), model, 1)
     assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
-def test_logits_that_are_not_finite_end_their_own_request(served: Any, monkeypatch: Any) -> None:
+def test_infinite_prompt_logits_end_only_their_request(served: Any, monkeypatch: Any) -> None:
     s = served()
     run = s.engine.batch.__call__
 
     def spoiled(ids: Any, caches: Any, scored: Any) -> Any:
-        found = run(ids, caches, scored)
-        return [each / 0 if each.dim() == 2 else each for each in found]
+        outputs = run(ids, caches, scored)
+        return [each / 0 if each.dim() == 2 else each for each in outputs]
 
     monkeypatch.setattr(s.engine.passes, "_batch", spoiled)
     lost, other = s.ask(draw(20), 2, prompt_logprobs=1), s.ask(draw(20, 1), 5)

@@ -10,11 +10,11 @@ from greenroom.config import LoadConfig, ServeConfig
 from greenroom.server.engine.requests import Request
 from greenroom.server.engine.start import start
 from tests.gguf_models import DATA
-from tests.server.rig import GREEDY, PATIENCE, Heard
+from tests.server.rig import GREEDY, PATIENCE, AnswerRecorder
 
 
 @pytest.mark.usefixtures("no_threads_left")
-def test_a_head_that_stays_as_it_is_stored_is_served() -> None:
+def test_a_model_with_a_quantised_output_matrix_is_served() -> None:
     """A quantised GGUF file's output matrix is no parameter of the model."""
     load = LoadConfig(cache="50%", context=64)
     engine = start(str(DATA / "Q8_0.gguf"), load, ServeConfig())
@@ -24,8 +24,10 @@ def test_a_head_that_stays_as_it_is_stored_is_served() -> None:
             time.sleep(0.01)
         assert engine.state()[0] == "ready", engine.state()
         assert engine.model.get_output_embeddings().weight is None
-        heard = Heard()
-        engine.submit(Request(ids=(3, 5, 7), max_new_tokens=4, sampling=GREEDY, end_ids=()), heard)
-        assert heard.end().new_tokens == 4
+        recorder = AnswerRecorder()
+        engine.submit(
+            Request(ids=(3, 5, 7), max_new_tokens=4, sampling=GREEDY, end_ids=()), recorder
+        )
+        assert recorder.end().new_tokens == 4
     finally:
         engine.stop(0.0)

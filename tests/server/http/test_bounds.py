@@ -1,4 +1,4 @@
-"""What clients ask for costs no more than it may before it is refused or begun."""
+"""Bounds on the work of a request before the request is refused or begun."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ LONG = "word " * 700_000
 
 
 class Counting:
-    """A tokenizer that notes how many characters it was given."""
+    """A tokenizer that counts the characters that it gets."""
 
     def __init__(self) -> None:
-        self._own, self.chars = demo_tokenizer(), 0
+        self._tokenizer, self.chars = demo_tokenizer(), 0
 
     def get_vocab(self) -> dict[str, int]:
-        return dict(self._own.get_vocab())
+        return dict(self._tokenizer.get_vocab())
 
     def __call__(self, text: str, **options: Any) -> Any:
         self.chars += len(text)
-        return self._own(text, **options)
+        return self._tokenizer(text, **options)
 
 
 class TestPrompts:
@@ -51,7 +51,7 @@ class TestPrompts:
             lambda: limit.check_messages([{"role": "user", "content": "x"}], [LONG]),
             lambda: limit.check_messages([{"role": "user", "content": ""}] * 257),
         ):
-            with pytest.raises(TooLong, match="must fit the context of 256 tokens"):
+            with pytest.raises(TooLong, match="there is room for 256 tokens"):
                 refuses()
         assert tokenizer.chars == 0
         assert count_chars({"ab": ["c", {"de": "fgh"}, 1, None]}) == 8
@@ -80,7 +80,7 @@ class TestPrompts:
             running, "/v1/chat/completions", {**CHAT, "tools": tools}
         )["message"]  # fmt: skip
 
-    def test_half_a_surrogate_pair_is_the_clients_mistake(self) -> None:
+    def test_half_a_surrogate_pair_is_a_client_error(self) -> None:
         with pytest.raises(UsageError, match="surrogate"):
             Dialogue(demo_tokenizer()).encode("\ud800")
 
@@ -117,14 +117,14 @@ class TestSchemas:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_a_schema_that_is_too_large(self, schema: Any, why: str) -> None:
+    def test_a_schema_that_is_too_large_is_refused(self, schema: Any, why: str) -> None:
         assert why in (schema_error(schema) or "")
         with pytest.raises(ApiError, match="a schema that is not supported") as error:
             json_grammar(schema, "format")
         assert error.value.param == "format"
         assert len(str(error.value)) < 400
 
-    def test_a_schema_of_usual_size(self) -> None:
+    def test_a_schema_of_usual_size_is_accepted(self) -> None:
         assert schema_error(wide(1000)) is None
         assert schema_error(nested(31)) is None
         assert schema_error({"enum": list(range(1000))}) is None
@@ -151,7 +151,7 @@ class TestSchemas:
             "x": {"$ref": f"#/$defs/d{i + 1}"}, "y": {"$ref": f"#/$defs/d{i + 1}"}}}
             for i in range(30)} | {"d30": {"type": "string"}}, "$ref": "#/$defs/d0"},
     ])  # fmt: skip
-    def test_a_small_schema_of_much_work_is_bounded(self, schema: Any) -> None:
+    def test_the_work_of_a_small_schema_is_bounded(self, schema: Any) -> None:
         grammars = Grammars(demo_tokenizer(), len(demo_tokenizer()), (1,))
         began = time.process_time()
         try:
@@ -165,23 +165,23 @@ class TestSchemas:
     def test_choices_of_a_request_share_a_compiled_grammar(self, monkeypatch: Any) -> None:
         import llguidance
 
-        made: list[str] = []
+        compiled: list[str] = []
 
-        own = llguidance.LLMatcher
+        original = llguidance.LLMatcher
 
         def matcher(tokens: Any, grammar: str, **options: Any) -> Any:
-            made.append(grammar)
-            return own(tokens, grammar, **options)
+            compiled.append(grammar)
+            return original(tokens, grammar, **options)
 
         grammars = Grammars(demo_tokenizer(), len(demo_tokenizer()), (1,))
         monkeypatch.setattr(llguidance, "LLMatcher", matcher)
         one, other = (grammars(json_grammar(None, "format")) for _ in range(2))
-        assert len(made) == 1
+        assert len(compiled) == 1
         first = int(one.allowed(len(demo_tokenizer())).nonzero()[0])
         one.take(first)
         assert other.allowed(len(demo_tokenizer()))[first]  # each has a place of its own
 
-    def test_all_tools_together(self, serve: Serve) -> None:
+    def test_schemas_of_all_tools_are_bounded_together(self, serve: Serve) -> None:
         from tests.server.conftest import thinking
 
         running = serve(thinking("x", context=1 << 20))
@@ -216,9 +216,7 @@ class TestPreparing:
             go.set()
             assert {each.result().status_code for each in large} == {200}
 
-    def test_it_counts_against_the_time_of_the_request(
-        self, serve: Serve, monkeypatch: Any
-    ) -> None:
+    def test_preparing_counts_against_the_timeout(self, serve: Serve, monkeypatch: Any) -> None:
         go, begun = threading.Event(), threading.Event()
         encode = Dialogue.encode
 
@@ -253,7 +251,7 @@ class Panic(BaseException):
         *((path, "encode" if path == "/v1/completions" else "chat") for path in PATHS),
     ],
 )
-def test_an_exception_of_a_library_is_an_error_of_its_request(
+def test_a_librarys_exception_ends_only_its_request(
     serve: Serve, monkeypatch: Any, error: BaseException, where: str, path: str
 ) -> None:
     running = serve(saying("one two"))
@@ -265,8 +263,8 @@ def test_an_exception_of_a_library_is_an_error_of_its_request(
             patch.setattr(FakeEngine, "submit", raising)
         else:
             patch.setattr(Dialogue, where, raising)
-        found = refused(running, path, PATHS[path], 500)
-        assert "secret" not in json.dumps(found)
+        error_body = refused(running, path, PATHS[path], 500)
+        assert "secret" not in json.dumps(error_body)
         name = type(error).__name__
         wait_for(lambda: any(name in line and "req_" in line for line in running.lines))
         stream = running.post(path, {**PATHS[path], "stream": True})
@@ -283,7 +281,7 @@ def _raising(error: BaseException) -> Callable[..., Any]:
 
 
 class TestBodies:
-    def test_parts_are_counted_before_they_become_objects(self) -> None:
+    def test_json_members_are_counted_before_parsing(self) -> None:
         many = b'{"a": [' + b"[]," * bodies.MOST_NESTS + b"[]]}"
         with pytest.raises(ApiError, match="objects and lists"):
             bodies.check_parts(many)
@@ -292,7 +290,7 @@ class TestBodies:
         code = json.dumps({"prompt": '{"[,\\' * bodies.MOST_MEMBERS}).encode()
         bodies.check_parts(code)  # brackets in a text are a text
 
-    def test_large_bodies_have_room_for_so_many(self, serve: Serve) -> None:
+    def test_large_bodies_have_a_common_budget(self, serve: Serve) -> None:
         running = serve(saying("word " * 20, delay_s=0.2), max_body="1MiB")
         body = {"model": NAME, "prompt": "x", "user": "x" * 900_000}
         with ThreadPoolExecutor(4) as threads:

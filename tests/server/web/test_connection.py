@@ -41,45 +41,45 @@ def send_in_parts(running: Running, data: bytes, size: int) -> bytes:
 
 def response_of(sock: socket.socket) -> bytes:
     """One response whose body is JSON, from a connection that stays open."""
-    found = b""
-    while not found.endswith(b"}"):
-        found += sock.recv(65536)
-    return found
+    data = b""
+    while not data.endswith(b"}"):
+        data += sock.recv(65536)
+    return data
 
 
 class TestHeads:
     @pytest.mark.parametrize("size", [1 << 20, 40_000, 999])
-    def test_its_bytes_are_counted_however_they_arrive(self, running: Running, size: int) -> None:
+    def test_bytes_of_a_head_are_counted_in_any_packets(self, running: Running, size: int) -> None:
         assert statuses(send_in_parts(running, head_of(HEAD_BYTES), size)) == [200]
-        found = send_in_parts(running, head_of(HEAD_BYTES + 1), size)
-        assert statuses(found) == [431]
-        assert body_of(found)["error"]["message"] == (
+        response = send_in_parts(running, head_of(HEAD_BYTES + 1), size)
+        assert statuses(response) == [431]
+        assert body_of(response)["error"]["message"] == (
             "the head of the request is larger than 64 KiB"
         )
 
     @pytest.mark.parametrize("chunked", [False, True])
     @pytest.mark.parametrize("more", [0, 1])
-    def test_a_pipelined_head_is_counted_from_its_own_first_byte(
+    def test_a_pipelined_head_is_counted_from_its_first_byte(
         self, running: Running, chunked: bool, more: int
     ) -> None:
         first = CHUNKED.replace(b"Connection: close\r\n", b"") + CHUNK + b"0\r\nX: y\r\n\r\n"
         if not chunked:
             first = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
-        found = raw(running, first + head_of(HEAD_BYTES + more))
-        assert statuses(found) == [200, 431 if more else 200]
+        response = raw(running, first + head_of(HEAD_BYTES + more))
+        assert statuses(response) == [200, 431 if more else 200]
 
-    def test_one_line_without_end(self, running: Running) -> None:
+    def test_a_request_line_without_end_is_refused(self, running: Running) -> None:
         assert statuses(raw(running, b"GET /" + b"x" * HEAD_BYTES)) == [431]
 
-    def test_the_error_has_the_form_of_the_api(self, running: Running) -> None:
+    def test_the_error_has_the_format_of_the_api(self, running: Running) -> None:
         head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
-        for rest in (b"X: " + b"x" * HEAD_BYTES, b"X: a\r\n b\r\n\r\n"):
-            error = body_of(raw(running, head + rest))
+        for ending in (b"X: " + b"x" * HEAD_BYTES, b"X: a\r\n b\r\n\r\n"):
+            error = body_of(raw(running, head + ending))
             assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-            error = body_of(raw(running, head.replace(b"messages", b"completions") + rest))
+            error = body_of(raw(running, head.replace(b"messages", b"completions") + ending))
             assert error["error"]["type"] == "invalid_request_error"
 
-    def test_too_many_headers(self, running: Running) -> None:
+    def test_too_many_headers_are_refused(self, running: Running) -> None:
         for count, status in ((90, 200), (200, 431)):
             head = GET + b"".join(b"X-%d: y\r\n" % i for i in range(count)) + b"\r\n"
             assert statuses(raw(running, head)) == [status]
@@ -103,12 +103,14 @@ class TestHeads:
         ],
         ids=range(13),
     )
-    def test_names_and_versions(self, running: Running, head: bytes, status: int) -> None:
-        found = raw(running, head)
-        assert statuses(found) == [status]
-        assert status == 200 or body_of(found)["error"]["message"]
+    def test_hosts_and_http_versions_are_checked(
+        self, running: Running, head: bytes, status: int
+    ) -> None:
+        response = raw(running, head)
+        assert statuses(response) == [status]
+        assert status == 200 or body_of(response)["error"]["message"]
 
-    def test_an_absolute_target_that_is_ours(self, running: Running) -> None:
+    def test_an_absolute_target_with_the_servers_name_is_served(self, running: Running) -> None:
         for target in (b"http://LOCALHOST:80/v1/models", b"http://[::1]:8000/v1/models"):
             head = GET.replace(b"/v1/models", target).replace(b"Host: localhost", b"Host: other")
             assert statuses(raw(running, head + b"\r\n")) == [200]
@@ -142,15 +144,15 @@ class TestSmuggling:
         ],
         ids=range(19),
     )
-    def test_a_body_whose_end_is_not_clear(
+    def test_a_body_without_a_clear_end_is_refused(
         self, running: Running, headers: bytes, status: int
     ) -> None:
-        """Its bytes could pass for a second request."""
-        found = raw(running, POST.encode() + headers + b"\r\n0\r\n\r\n" + self.SECOND)
-        assert statuses(found) == [status]
-        assert b"connection: close" in found
+        """The bytes of such a body could pass for a second request."""
+        response = raw(running, POST.encode() + headers + b"\r\n0\r\n\r\n" + self.SECOND)
+        assert statuses(response) == [status]
+        assert b"connection: close" in response
 
-    def test_chunks_of_http_1_0(self, running: Running) -> None:
+    def test_chunks_in_http_1_0_are_refused(self, running: Running) -> None:
         head = POST.replace("HTTP/1.1", "HTTP/1.0") + "Transfer-Encoding: chunked\r\n\r\n"
         assert statuses(raw(running, head.encode() + CHUNK + b"0\r\n\r\n")) == [400]
 
@@ -158,21 +160,21 @@ class TestSmuggling:
         "chunks",
         [b"5\nhello\n0\n\n", b"5\r\nhello0\r\n\r\n", b"-5\r\nhello\r\n", b"f" * 17 + b"\r\nhello"],
     )
-    def test_wrong_chunks(self, running: Running, chunks: bytes) -> None:
-        found = raw(running, CHUNKED + chunks + self.SECOND)
-        assert statuses(found) == [400]
-        assert body_of(found)["error"]["message"] == "the request is not valid HTTP"
+    def test_malformed_chunks_are_refused(self, running: Running, chunks: bytes) -> None:
+        response = raw(running, CHUNKED + chunks + self.SECOND)
+        assert statuses(response) == [400]
+        assert body_of(response)["error"]["message"] == "the request is not valid HTTP"
 
     @pytest.mark.parametrize("one_packet", [True, False])
-    def test_trailers_are_no_headers(self, serve: Serve, one_packet: bool) -> None:
+    def test_trailers_are_not_headers(self, serve: Serve, one_packet: bool) -> None:
         running = serve(saying("Hi"), key="secret")
         head = f"{POST}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-        rest = CHUNK + b"0\r\nx-api-key: secret\r\n\r\n"
-        assert statuses(send_in_parts(running, head + rest, 1 << 20 if one_packet else 200)) == [
+        ending = CHUNK + b"0\r\nx-api-key: secret\r\n\r\n"
+        assert statuses(send_in_parts(running, head + ending, 1 << 20 if one_packet else 200)) == [
             401
         ]
 
-    def test_an_upgrade_that_is_not_made(self, running: Running) -> None:
+    def test_an_upgrade_is_ignored(self, running: Running) -> None:
         head = GET.replace(b"Connection: close", b"Connection: Upgrade, close\r\nUpgrade: h2c")
         assert statuses(raw(running, head + b"\r\n")) == [200]
 
@@ -180,12 +182,12 @@ class TestSmuggling:
         running = serve(saying("one two three", delay_s=0.002))
         post = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
         wrong = b"nonsense\r\n\r\n"
-        found = raw(running, post * 20 + wrong)
-        assert statuses(found) == [200] * 20 + [400]
+        response = raw(running, post * 20 + wrong)
+        assert statuses(response) == [200] * 20 + [400]
         tickets = running.engine.tickets
         assert len(tickets) == 20
 
-    def test_no_request_is_begun_before_the_one_in_front_is_answered(self, serve: Serve) -> None:
+    def test_a_pipelined_request_waits_for_the_answer_before_it(self, serve: Serve) -> None:
         running = serve(saying("word " * 40, delay_s=0.02))
         post = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
         with dial(running) as sock:
@@ -202,13 +204,13 @@ class TestBodies:
         few, many = (b"".join(b"X: %04d\r\n" % i for i in range(n)) for n in (50, 10_000))
         assert statuses(raw(running, CHUNKED + CHUNK + b"0\r\n" + few + b"\r\n")) == [200]
         for size in (1 << 20, 30_000):
-            for rest in (many + b"\r\n", many, b"X: " + b"x" * 70_000):
-                found = send_in_parts(running, CHUNKED + CHUNK + b"0\r\n" + rest, size)
-                assert statuses(found) == [431]
-                assert "trailers are larger than 64 KiB" in body_of(found)["error"]["message"]
+            for ending in (many + b"\r\n", many, b"X: " + b"x" * 70_000):
+                response = send_in_parts(running, CHUNKED + CHUNK + b"0\r\n" + ending, size)
+                assert statuses(response) == [431]
+                assert "trailers are larger than 64 KiB" in body_of(response)["error"]["message"]
         assert len(running.engine.tickets) == 1
 
-    def test_so_are_extensions_of_chunks(self, running: Running) -> None:
+    def test_chunk_extensions_are_bounded(self, running: Running) -> None:
         small = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 30_000)
         assert statuses(raw(running, CHUNKED + small + b"0\r\n\r\n")) == [200]
         large = b"".join(b"1;%b\r\n%c\r\n" % (b"x" * 2000, byte) for byte in BODY)
@@ -224,7 +226,7 @@ class TestBodies:
         assert "a body encoded as" in message
         assert len(message) < 120
 
-    def test_an_identity_is_no_encoding(self, running: Running) -> None:
+    def test_the_identity_encoding_is_accepted(self, running: Running) -> None:
         headers = {"content-encoding": "Identity"}
         assert running.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200
 
@@ -233,7 +235,7 @@ class TestLingering:
     """A response that comes before the whole request must reach a client that still writes."""
 
     @pytest.mark.parametrize("chunked", [False, True])
-    def test_a_client_that_writes_all_gets_its_413(self, serve: Serve, chunked: bool) -> None:
+    def test_a_client_that_sends_a_large_body_gets_413(self, serve: Serve, chunked: bool) -> None:
         running = serve(saying("Hi"), max_body="1KiB")
         data = b"x" * (20 << 20)
         framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(data)}"
@@ -242,29 +244,29 @@ class TestLingering:
             if chunked:
                 sock.sendall(b"%x\r\n" % len(data))
             sock.sendall(data)
-            found = answer(sock)
-        assert statuses(found) == [413]
-        assert "1 KiB" in body_of(found)["error"]["message"]
+            response = answer(sock)
+        assert statuses(response) == [413]
+        assert "1 KiB" in body_of(response)["error"]["message"]
 
-    def test_a_client_that_writes_a_large_head_gets_its_431(self, running: Running) -> None:
+    def test_a_client_that_sends_a_large_head_gets_431(self, running: Running) -> None:
         assert statuses(raw(running, head_of(8 << 20))) == [431]
 
-    def test_without_end_it_is_given_up(self, serve: Serve) -> None:
+    def test_a_body_without_end_is_cut_off(self, serve: Serve) -> None:
         running = serve(saying("Hi"), max_body="1KiB", linger_s=0.3)
-        found: list[bytes] = []
+        response: list[bytes] = []
         with dial(running) as sock:
             sock.sendall(f"{POST}Content-Length: 9999999\r\n\r\n".encode())
-            reader = threading.Thread(target=lambda: found.append(answer(sock)))
+            reader = threading.Thread(target=lambda: response.append(answer(sock)))
             reader.start()
             with pytest.raises(OSError):  # noqa: PT011, PT012
                 for _ in range(1000):
                     sock.sendall(b"x")
                     time.sleep(0.01)
             reader.join()
-        assert statuses(found[0]) == [413]
+        assert statuses(response[0]) == [413]
         wait_for(lambda: not running.server.server_state.connections)
 
-    def test_so_much_is_thrown_away_and_no_more(
+    def test_discarded_bytes_are_bounded(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("greenroom.server.web.connection.LINGER_BYTES", 1 << 20)
@@ -276,14 +278,14 @@ class TestLingering:
                 for _ in range(90):
                     sock.sendall(b"x" * (1 << 20))
 
-    def test_a_body_that_nobody_reads_ends_in_time(self, serve: Serve) -> None:
+    def test_discarding_of_a_body_has_a_time_limit(self, serve: Serve) -> None:
         running = serve(saying("Hi"), linger_s=0.3)
         began = time.monotonic()
         head = POST.replace("/v1/chat/completions", "/nothing") + "Content-Length: 50\r\n\r\n"
         assert statuses(raw(running, head.encode())) == [404]
         assert 0.2 < time.monotonic() - began < 5
 
-    def test_the_connection_is_used_again_after_such_a_body(self, running: Running) -> None:
+    def test_the_connection_is_reused_after_a_discarded_body(self, running: Running) -> None:
         head = POST.replace("/v1/chat/completions", "/nothing") + "Content-Length: 50\r\n\r\n"
         with dial(running) as sock:
             sock.sendall(head.encode())
@@ -291,7 +293,7 @@ class TestLingering:
             sock.sendall(b"x" * 50 + GET + b"\r\n")
             assert statuses(answer(sock)) == [200]
 
-    def test_a_server_that_stops_does_not_wait_for_it(self, serve: Serve) -> None:
+    def test_a_stopping_server_does_not_wait_for_discarded_input(self, serve: Serve) -> None:
         running = serve(saying("Hi"), max_body="1KiB")
         with dial(running) as sock:
             sock.sendall(f"{POST}Content-Length: 9999999\r\n\r\n".encode())

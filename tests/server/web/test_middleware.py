@@ -29,16 +29,16 @@ def dial(running: Running) -> socket.socket:
 
 
 def answer(sock: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    found = b""
+    """Return all bytes that come until the server closes the connection."""
+    data = b""
     while True:
         try:
             part = sock.recv(65536)
         except ConnectionResetError:
-            return found
+            return data
         if not part:
-            return found
-        found += part
+            return data
+        data += part
 
 
 def raw(running: Running, data: bytes) -> bytes:
@@ -52,7 +52,7 @@ def body_of(response: bytes) -> Any:
 
 
 class TestKeys:
-    def test_every_way_in_asks_for_the_key(self, serve: Serve) -> None:
+    def test_every_path_needs_the_key(self, serve: Serve) -> None:
         running = serve(saying("Hi"), key=KEY)
         for path in ("/v1/models", "/v1/stats", "/metrics", "/openapi.json", "/nothing"):
             assert running.get(path).status_code == 401
@@ -76,11 +76,11 @@ class TestKeys:
             {"x-api-key": "wrong", "Authorization": f"Bearer {KEY}"},
         ],
     )
-    def test_wrong_keys(self, serve: Serve, headers: dict[str, str]) -> None:
+    def test_wrong_keys_are_refused(self, serve: Serve, headers: dict[str, str]) -> None:
         running = serve(saying("Hi"), key=KEY)
         assert running.post("/v1/chat/completions", CHAT, headers=headers).status_code == 401
 
-    def test_the_clients_of_both_apis_have_their_own_way(self, serve: Serve) -> None:
+    def test_clients_of_both_apis_send_the_key_in_their_header(self, serve: Serve) -> None:
         running = serve(saying("Hi"), key=KEY)
         by_openai = openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY)
         assert by_openai.chat.completions.create(**CHAT).choices[0].message.content == "Hi"
@@ -91,12 +91,12 @@ class TestKeys:
         with pytest.raises(anthropic.AuthenticationError, match="wrong API key"):
             by_anthropic.with_options(api_key="wrong").messages.create(**MESSAGE)
 
-    def test_the_body_of_who_has_no_key_is_not_read(self, serve: Serve) -> None:
+    def test_the_body_of_a_client_without_a_key_is_not_read(self, serve: Serve) -> None:
         running = serve(saying("Hi"), key=KEY)
         head = f"{POST}Content-Length: 4000000\r\n\r\n"
         assert b" 401 " in raw(running, head.encode()).splitlines()[0]
 
-    def test_the_cache_is_resized_by_who_has_the_key(self, serve: Serve) -> None:
+    def test_a_client_with_the_key_resizes_the_cache(self, serve: Serve) -> None:
         running = serve(saying("Hi"), key=KEY)
         headers = {"x-api-key": KEY}
         response = running.post("/v1/admin/cache", {"cache": "20%"}, headers=headers)
@@ -106,7 +106,7 @@ class TestKeys:
         for wrong in ({"cache": 20}, {"size": "20%"}, {"cache": ""}):
             assert running.post("/v1/admin/cache", wrong, headers=headers).status_code == 400
 
-    def test_without_a_key_nobody_resizes_it(self, running: Running) -> None:
+    def test_a_server_without_a_key_refuses_resizes(self, running: Running) -> None:
         response = running.post("/v1/admin/cache", {"cache": "20%"})
         assert response.status_code == 403
         assert "--api-key-file" in response.text
@@ -121,7 +121,7 @@ class TestKeys:
         assert read_api_key(None, {}) is None
 
     @pytest.mark.parametrize("text", ["", "\n", "  \n", "two words\n", "schlüssel\n"])
-    def test_a_key_that_is_none(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_key_is_refused(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "key"
         file.write_text(text)
         with pytest.raises(UsageError, match=r"is empty|is not a valid API key"):
@@ -129,7 +129,7 @@ class TestKeys:
         with pytest.raises(UsageError, match=VARIABLE):
             read_api_key(None, {VARIABLE: text})
 
-    def test_a_key_file_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_an_unreadable_key_file_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="No such file"):
             read_api_key(str(tmp_path / "none"), {})
         with pytest.raises(UsageError, match="Is a directory"):
@@ -146,7 +146,7 @@ class TestNames:
         check_address(host, None)
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.org", ""])
-    def test_others_do(self, host: str) -> None:
+    def test_other_addresses_need_a_key(self, host: str) -> None:
         with pytest.raises(UsageError, match="--api-key-file"):
             check_address(host, None)
         check_address(host, KEY)
@@ -154,14 +154,14 @@ class TestNames:
     @pytest.mark.parametrize(
         "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"]
     )
-    def test_a_name_that_is_not_ours_is_refused(self, running: Running, host: str) -> None:
+    def test_a_foreign_host_name_is_refused(self, running: Running, host: str) -> None:
         """DNS rebinding: a web page's own name, which leads to loopback."""
         assert running.get("/v1/models", headers={"host": host}).status_code == 403
 
     @pytest.mark.parametrize(
         "host", ["localhost@evil.example", "localhost:80:80", "localhost:٣", "", "localhost.evil"]
     )
-    def test_what_only_looks_like_ours(self, running: Running, host: str) -> None:
+    def test_a_similar_host_name_is_refused(self, running: Running, host: str) -> None:
         headers = {"host": host.encode()}
         assert running.get("/v1/models", headers=headers).status_code == 403
 
@@ -178,38 +178,36 @@ class TestNames:
             "[0:0:0:0:0:0:0:1]",
         ],
     )
-    def test_a_name_that_is_ours(self, running: Running, host: str) -> None:
+    def test_names_of_this_machine_are_accepted(self, running: Running, host: str) -> None:
         assert running.get("/v1/models", headers={"host": host}).status_code == 200
 
-    def test_web_pages_are_let_in_by_name(self, serve: Serve) -> None:
+    def test_web_pages_of_allowed_origins_may_call(self, serve: Serve) -> None:
         running = serve(
             saying("Hi"), key=KEY, allowed_origins="https://a.example, https://b.example"
         )
-        asked = {"access-control-request-method": "POST", "origin": "https://a.example"}
-        asked["access-control-request-headers"] = "authorization,content-type"
+        preflight = {"access-control-request-method": "POST", "origin": "https://a.example"}
+        preflight["access-control-request-headers"] = "authorization,content-type"
         import httpx2
 
         url = f"{running.url}/v1/chat/completions"
-        allowed = httpx2.options(url, headers=asked)
+        allowed = httpx2.options(url, headers=preflight)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
-        refused = httpx2.options(url, headers={**asked, "origin": "https://evil.example"})
+        refused = httpx2.options(url, headers={**preflight, "origin": "https://evil.example"})
         assert refused.status_code == 400
-        told = running.post(
+        response = running.post(
             "/v1/chat/completions", CHAT, headers={"x-api-key": KEY, "origin": "https://b.example"}
         )
-        assert told.headers["access-control-allow-origin"] == "https://b.example"
+        assert response.headers["access-control-allow-origin"] == "https://b.example"
 
-    def test_none_are_let_in_by_default(self, running: Running) -> None:
+    def test_no_web_page_may_call_by_default(self, running: Running) -> None:
         response = running.post(
             "/v1/chat/completions", CHAT, headers={"origin": "https://a.example"}
         )
         assert "access-control-allow-origin" not in response.headers
 
     @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-    def test_what_web_pages_send_without_asking_is_refused(
-        self, running: Running, kind: str
-    ) -> None:
+    def test_content_types_without_preflight_are_refused(self, running: Running, kind: str) -> None:
         import httpx2
 
         response = httpx2.post(
@@ -223,7 +221,7 @@ class TestNames:
 
 class TestBodies:
     @pytest.mark.parametrize(
-        ("data", "said"),
+        ("data", "expected"),
         [
             (b"", "not valid JSON"),
             (b"{", "not valid JSON"),
@@ -241,7 +239,7 @@ class TestBodies:
         ],
         ids=range(13),
     )
-    def test_what_is_no_request(self, running: Running, data: bytes, said: str) -> None:
+    def test_invalid_bodies_are_refused(self, running: Running, data: bytes, expected: str) -> None:
         import httpx2
 
         for path in ("/v1/chat/completions", "/v1/messages"):
@@ -250,7 +248,7 @@ class TestBodies:
             )
             assert response.status_code == 400
             message = response.json()["error"]["message"]
-            assert said in message or (said == "502 invalid" and "503 invalid" in message)
+            assert expected in message or (expected == "502 invalid" and "503 invalid" in message)
         assert running.post("/v1/chat/completions", CHAT).status_code == 200
 
     def test_a_body_that_is_too_large_is_not_read(self, serve: Serve) -> None:
@@ -263,7 +261,7 @@ class TestBodies:
         head = f"{POST}Content-Length: 99999999999\r\n\r\n"
         assert b" 413 " in raw(running, head.encode()).splitlines()[0]
 
-    def test_nor_one_whose_length_is_not_told(self, serve: Serve) -> None:
+    def test_a_chunked_body_that_is_too_large_is_not_read(self, serve: Serve) -> None:
         running = serve(saying("Hi"), max_body="1KiB")
         with dial(running) as sock:
             sock.sendall(f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode())
@@ -271,7 +269,7 @@ class TestBodies:
                 sock.sendall(b"190\r\n" + b" " * 400 + b"\r\n")
             assert b" 413 " in answer(sock).splitlines()[0]
 
-    def test_half_a_body_is_waited_for_only_so_long(
+    def test_an_incomplete_body_times_out(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("greenroom.server.http.bodies.BODY_S", 0.3)
@@ -279,12 +277,12 @@ class TestBodies:
         began = time.monotonic()
         with dial(running) as sock:
             sock.sendall(f'{POST}Content-Length: 500\r\n\r\n{{"model": '.encode())
-            found = answer(sock)
-        assert b" 408 " in found.splitlines()[0]
-        assert "0.3 seconds" in body_of(found)["error"]["message"]
+            response = answer(sock)
+        assert b" 408 " in response.splitlines()[0]
+        assert "0.3 seconds" in body_of(response)["error"]["message"]
         assert time.monotonic() - began < 5
 
-    def test_a_client_that_leaves_in_the_middle_of_its_body(self, serve: Serve) -> None:
+    def test_a_client_may_disconnect_within_its_body(self, serve: Serve) -> None:
         running = serve(saying("Hi"))
         with dial(running) as sock:
             sock.sendall(f'{POST}Content-Length: 500\r\n\r\n{{"model": '.encode())
@@ -296,19 +294,19 @@ class TestPatience:
     @pytest.mark.parametrize(
         "data", [b"", b"POST /v1/chat", POST.encode(), b"GET /health HTTP/1.1\r\nHost: "]
     )
-    def test_half_a_head_is_waited_for_only_so_long(self, serve: Serve, data: bytes) -> None:
+    def test_an_incomplete_head_times_out(self, serve: Serve, data: bytes) -> None:
         running = serve(saying("Hi"), head_s=0.3)
         began = time.monotonic()
         assert raw(running, data) == b""
         assert 0.2 < time.monotonic() - began < 5
 
-    def test_half_a_second_head_too(self, serve: Serve) -> None:
+    def test_an_incomplete_second_head_times_out(self, serve: Serve) -> None:
         running = serve(saying("Hi"), head_s=0.3)
         with dial(running) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /heal")
             assert answer(sock).count(b"HTTP/1.1") == 1
 
-    def test_a_head_without_end(self, serve: Serve) -> None:
+    def test_a_head_without_end_is_refused(self, serve: Serve) -> None:
         running = serve(saying("Hi"))
         with dial(running) as sock, pytest.raises(OSError):  # noqa: PT011, PT012
             sock.sendall(POST.encode())
@@ -316,10 +314,10 @@ class TestPatience:
                 sock.sendall(b"X-Filler: " + b"x" * 10_000 + b"\r\n")
 
     @pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\x00" * 100])
-    def test_what_is_no_http(self, serve: Serve, data: bytes) -> None:
+    def test_other_protocols_are_refused(self, serve: Serve, data: bytes) -> None:
         assert b" 400 " in raw(serve(saying("Hi")), data).splitlines()[0]
 
-    def test_a_client_that_does_not_read_is_left(self, serve: Serve) -> None:
+    def test_a_client_that_does_not_read_is_disconnected(self, serve: Serve) -> None:
         running = serve(saying("x" * 100, context=1 << 20), slow_s=0.5)
         running.engine.script = lambda request: (60 for _ in range(6_000))
         body = json.dumps({**CHAT, "stream": True, "logprobs": True, "top_logprobs": 20})
@@ -334,7 +332,7 @@ class TestPatience:
 
 
 class TestPorts:
-    def test_a_port_that_is_in_use(self) -> None:
+    def test_a_used_port_is_an_error(self) -> None:
         with open_socket("127.0.0.1", 0) as sock:
             port = sock.getsockname()[1]
             with pytest.raises(UsageError, match=f"port {port} is in use"):
@@ -342,6 +340,6 @@ class TestPorts:
         open_socket("127.0.0.1", port).close()
 
     @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
-    def test_an_address_that_is_not_this_machines(self, host: str) -> None:
+    def test_an_address_of_another_machine_is_an_error(self, host: str) -> None:
         with pytest.raises(UsageError, match=f"cannot listen on {host}"):
             open_socket(host, 0)

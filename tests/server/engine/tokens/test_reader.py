@@ -1,4 +1,4 @@
-"""Stop strings, characters and calls, token by token."""
+"""Stop strings, characters and tool calls, token by token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ texts = st.text("ab<|>\n", max_size=12)
 
 
 class Scripted:
-    """A speaker whose token i says the i-th thing."""
+    """A decoder whose token i decodes to the i-th part."""
 
-    def __init__(self, *said: ReplyPart) -> None:
-        self._said = said
+    def __init__(self, *parts: ReplyPart) -> None:
+        self._parts = parts
 
     def feed(self, token_id: int) -> list[ReplyPart]:
-        return [self._said[token_id]]
+        return [self._parts[token_id]]
 
     def end(self) -> list[ReplyPart]:
         return []
@@ -36,25 +36,25 @@ def read(reader: AnswerReader, count: int) -> str:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(texts, max_size=8), st.lists(texts.filter(bool), min_size=1, max_size=3))
-def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
+def test_a_stop_string_is_never_shown_however_text_is_split(
     parts: list[str], stops: list[str]
 ) -> None:
-    found, shown, hit = StopMatcher(stops), "", None
+    matcher, shown, hit = StopMatcher(stops), "", None
     for part in parts:
-        text, hit = found.feed(part)
+        text, hit = matcher.feed(part)
         shown += text
         if hit:
             break
     else:
-        shown += found.flush()
-    whole = "".join(parts)
-    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+        shown += matcher.flush()
+    full_text = "".join(parts)
+    ends = [at for stop in stops if (at := full_text.find(stop)) >= 0]
     if hit is None:
         assert not ends
-        assert shown == whole
+        assert shown == full_text
     else:
         assert not any(stop in shown for stop in stops)
-        assert whole.startswith(shown + hit)
+        assert full_text.startswith(shown + hit)
 
 
 def test_the_first_of_two_stop_strings_wins() -> None:
@@ -81,17 +81,17 @@ def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
     assert [token.id for delta in deltas for token in delta.tokens] == [0, 1, 2]
     assert reader.stopped
     assert reader.feed(Token(0)) == []
-    rest, end = reader.end(Finished("cancelled", 3, 0, 5, 0.0, 0.1, 0.2, None))
-    assert rest == []
+    last_deltas, end = reader.end(Finished("cancelled", 3, 0, 5, 0.0, 0.1, 0.2, None))
+    assert last_deltas == []
     assert (end.reason, end.stop) == ("stop", "STOP")
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
+def test_held_back_text_comes_at_the_end() -> None:
     reader = AnswerReader(Scripted(ReplyPart("fine ST")), ["STOP"])
     assert read(reader, 1) == "fine ST"
 
 
-def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
+def test_a_tool_call_sets_the_reason_and_reasoning_is_counted() -> None:
     call = ToolCall("look", "{}")
     reader = AnswerReader(Scripted(ReplyPart(reasoning="hm"), ReplyPart(call=call), ReplyPart("x")))
     deltas = [delta for i in range(3) for delta in reader.feed(Token(i))]
@@ -100,21 +100,23 @@ def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
     assert (end.reason, end.reasoning_tokens) == ("tool_calls", 1)
 
 
-def test_one_call_is_enough_where_only_one_is_wanted() -> None:
+def test_one_call_ends_the_answer_if_only_one_is_allowed() -> None:
     calls = [ReplyPart(call=ToolCall(name, "{}")) for name in "ab"]
     reader = AnswerReader(Scripted(*calls), one_call=True)
-    found = [delta.call for i in range(2) for delta in reader.feed(Token(i)) if delta.call]
-    assert [call.name for call in found] == ["a"]
+    calls_delivered = [
+        delta.call for i in range(2) for delta in reader.feed(Token(i)) if delta.call
+    ]
+    assert [call.name for call in calls_delivered] == ["a"]
     assert reader.stopped
 
 
-def test_a_cut_answer_with_a_call_says_that_it_was_cut() -> None:
+def test_a_cut_answer_with_a_call_has_the_reason_length() -> None:
     reader = AnswerReader(Scripted(ReplyPart(call=ToolCall("a", "{}"))))
     reader.feed(Token(0))
     assert reader.end(Finished("length", 3, 0, 5, 0.0, 0.1, 0.2, None))[1].reason == "length"
 
 
-def test_the_token_that_ends_an_answer_has_no_logprob_to_show() -> None:
+def test_an_end_token_is_not_part_of_the_answer() -> None:
     reader = AnswerReader(Scripted(ReplyPart("a"), ReplyPart()), end_ids=(1,))
     deltas = reader.feed(Token(0)) + reader.feed(Token(1)) + reader.end(ENDED)[0]
     assert [token.id for delta in deltas for token in delta.tokens] == [0]
