@@ -137,7 +137,7 @@ class TestSchemas:
     ])  # fmt: skip
     def test_a_schema_that_refers_to_itself_shows_no_parser(self, schema: Any) -> None:
         grammars = Grammars(demo_tokenizer(), len(demo_tokenizer()), (1,))
-        with pytest.raises(UsageError, match="it allows no answer") as error:
+        with pytest.raises(UsageError, match="the grammar allows no answer") as error:
             grammars(json_grammar(schema, "format"))
         assert "state" not in str(error.value)
 

@@ -192,7 +192,7 @@ class TestSmuggling:
         post = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
         with dial(running) as sock:
             sock.sendall(post * 50)
-            wait_for(lambda: running.engine.tickets and running.engine.tickets[0].told > 3)
+            wait_for(lambda: running.engine.tickets and running.engine.tickets[0].sent_tokens > 3)
             assert len(running.engine.tickets) == 1
             (connection,) = running.server.server_state.connections
             assert not connection.pipeline  # type: ignore[union-attr]

@@ -173,7 +173,7 @@ class ChatRequest(CompletionParams, ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's Job of a chat completion request.
+        """Convert a chat completion request to a Job: prompt and settings for the engine.
 
         ApiError if the model's chat template does not support the request.
         """

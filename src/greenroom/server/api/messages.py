@@ -188,7 +188,7 @@ class CountRequest(StrictModel):
     speed: Literal["standard"] | None = None
 
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
-        """Make the engine's Job of a request to Anthropic's messages API.
+        """Convert a request to Anthropic's API to a Job: prompt and settings for the engine.
 
         `job` has further fields of the Job. ApiError if the model's chat template does not support
         the request.

@@ -189,7 +189,7 @@ class ResponsesRequest(ConversationParams):
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
-        """Make the engine's Job of a request to OpenAI's responses API.
+        """Convert a request to the responses API to a Job: prompt and settings for the engine.
 
         ApiError if the model's chat template does not support the request.
         """

@@ -53,7 +53,7 @@ def to_grid(sequence: Sequence, chunk: int) -> int:
 def split(passes: list[list[Share]], can_batch: Callable[[Many[int]], bool]) -> list[list[Share]]:
     """Split forward passes that cannot be batched into one pass for each request.
 
-    `can_batch` decides by the numbers of tokens of a pass.
+    `can_batch` gets the number of tokens of each request in a pass.
     """
     done: list[list[Share]] = []
     for shares in passes:

@@ -36,7 +36,7 @@ LEAVE_S = 5.0  # longest wait for cancelled answers to end
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A client's request as a job for the engine: `n` answers to each prompt.
+    """A client's request as input of the engine: prompts, settings, `n` answers to each prompt.
 
     Prompts are token ids. Answers to a `plain` job are text, without reasoning and tool calls. With
     `one_call`, an answer ends after its first tool call.
@@ -55,9 +55,9 @@ class Job:
     one_call: bool = False
 
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> AnswerReader:
-        """Make the AnswerReader for answer number `index`, which converts tokens to text.
+        """Make the AnswerReader that converts the tokens of answer number `index` to text.
 
-        Answers 0 to n - 1 are those to the first prompt.
+        Answers 0 to n - 1 are those to the first prompt. Tokens in `end_ids` have no text.
         """
         if self.plain or (self.grammar is not None and self.tools is None):
             speaker = ReplyParser(dialogue)
@@ -71,9 +71,9 @@ class Job:
 async def start_answers(
     service: Service, record: RequestRecord, make: Callable[[Dialogue], Job]
 ) -> AnswerStream:
-    """Make an HTTP request's Job on a worker thread, and submit it to the engine.
+    """Make an HTTP request's Job (prompts and settings) on a worker thread, and submit it.
 
-    `make` makes the Job. Raises Busy, TooLong, UsageError or ApiError.
+    `make` makes the Job, which the engine answers. Raises Busy, TooLong, UsageError or ApiError.
     """
     loop = asyncio.get_running_loop()
 

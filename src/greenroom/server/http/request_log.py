@@ -94,8 +94,8 @@ def tpot_s(finished: Finished) -> float | None:
 class RequestLog:
     """Writes one log line for each HTTP request, as text or JSON.
 
-    Successful health checks and scrapes of metrics are left out. `write` gets each line; by default
-    lines go to standard error.
+    The usual results of /health and /metrics are left out. `write` gets each line; by default lines
+    go to standard error.
     """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:

@@ -113,7 +113,7 @@ class Service:
         return self._workers.submit(self._contained, lambda dialogue: dialogue)
 
     def dialogue(self) -> Dialogue:
-        """Return the loaded model's chat template and parsers; ApiError 503 before loading ends."""
+        """Return the model's chat template and parsers; ApiError 503 if the model is not ready."""
         state, progress, _ = self.engine.state()
         if state == "loading":
             raise ApiError(503, f"the model is loading ({progress:.0%})", retry_after_s=5)

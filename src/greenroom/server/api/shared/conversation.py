@@ -1,4 +1,4 @@
-"""Conversations in the form of chat templates, and the engine's Job for an answer."""
+"""Conversations in the form of chat templates, and their conversion to prompts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def chat_job(
     resume: bool = False,
     **job: Any,
 ) -> Job:
-    """Make the engine's Job of a conversation. ApiError if the model does not support it.
+    """Convert a conversation to a Job: prompt and settings for the engine.
+
+    ApiError if the model's chat template does not support the conversation.
 
     tools:   functions that the answer may call, subject to `choice`
     form:    the JSON format of the answer, or None for text

@@ -1,4 +1,4 @@
-"""Grammars of JSON answers, by llguidance."""
+"""llguidance grammars of answers in JSON."""
 
 from __future__ import annotations
 

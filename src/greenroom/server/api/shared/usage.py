@@ -29,7 +29,7 @@ def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
 
 
 def reused(ends: Iterable[AnswerEnd]) -> int:
-    """Return the greatest number of prompt tokens that one of the answers reused."""
+    """Return the most prompt tokens that one answer reused from other requests."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 
 
