@@ -107,7 +107,7 @@ def test_every_device_has_its_own_link_and_its_own_groups():
     assert s.on(Landed(0, 3, 1)) == []  # its device is computing
     (group,) = [a for a in s.on(Computed(1)) if isinstance(a, ComputeGroup)]
     assert (group.experts.tolist(), group.device) == ([3], 1)
-    with pytest.raises(RuntimeError, match="no group under way"):
+    with pytest.raises(RuntimeError, match="device 1 computes no expert group"):
         Scheduler(pieces(devices=2), 4, policy("lru")).on(Computed(1))
 
 

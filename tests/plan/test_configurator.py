@@ -123,7 +123,7 @@ def test_activity_goes_on_from_what_was_kept():
         assert np.array_equal(mine, theirs)
     for layer in range(2):
         assert np.array_equal(one.predicted_hits(layer), other.predicted_hits(layer))
-    with pytest.raises(ValueError, match="uses are of another model"):
+    with pytest.raises(ValueError, match="'uses' do not fit this model"):
         Activity([4]).restore(one.state())
 
 

@@ -54,7 +54,7 @@ def test_distance_and_options_follow_the_name():
         ("noisy-oracle:1,noise=1", r"unknown option of noisy-oracle 'noise': choose one of accu"),
         ("noisy-oracle:1,accuracy", r"options of noisy-oracle are given once, as name=value"),
         ("noisy-oracle:accuracy=1,accuracy=0", r"given once, as name=value: 'accuracy=0'"),
-        ("noisy-oracle:accuracy=2", r"accuracy of noisy-oracle must be between -1 and 1: 2"),
+        ("noisy-oracle:accuracy=2", r"accuracy of noisy-oracle must be between -1 and 1, got 2"),
         ("popularity:half-life=0", r"half-life of popularity must be between 0.1 and"),
     ],
 )

@@ -1,14 +1,14 @@
 """Statistics of expert activations and predictions during decoding, for MoEpic's configurator.
 
-MoEpic (section 3.4.2) counts over all tokens so far (its q), for each layer:
+MoEpic (section 3.4.2) counts over all tokens so far, for each layer:
 
  - H(C): the share of the activated experts that were among the C of the highest cache priority;
  - P(y): the share of the tokens that activated the expert predicted at rank y;
- - PH(y, C): the share of the tokens whose expert predicted at rank y was among those C.
+ - PH(y, C): the share of the tokens whose expert predicted at rank y was among these C experts.
 
-The priority is LCP's (section 3.3): the activations so far, times rho for every omega tokens since
-the last one. What is resident in a real cache of C experts has no part in it, so one recording
-answers for every C.
+An expert's cache priority is that of LCP, MoEpic's eviction policy (section 3.3): the number of its
+activations so far, times rho for every omega tokens since the last one. The priority does not
+depend on what a real cache holds, so one recording gives the figures for every C.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ RHO, OMEGA = 0.25, 128  # MoEpic's defaults
 class Activity:
     """Activation counts of a model's experts by layer, for MoEpic's configurator.
 
-    They give its hit ratio H, accuracy P and joint share PH.
-    `experts[i]` is the number of experts of layer i, `tokens[i]` the number of tokens counted
-    there. Expert ids are within their layer.
+    The counts give MoEpic's hit ratio H, prediction accuracy P and joint share PH (section 3.4.2).
+
+    experts:    the number of experts of each layer
+    tokens:     the number of tokens counted in each layer
+    rho, omega: an expert's cache priority is multiplied by rho for every omega tokens without use
+
+    Expert ids are within their layer.
     """
 
     def __init__(self, experts: Sequence[int], rho: float = RHO, omega: float = OMEGA) -> None:
@@ -53,11 +57,11 @@ class Activity:
         return np.split(self._counted[name], np.cumsum(sizes)[:-1])
 
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
-        """Count a token and the experts of one layer that it activated.
+        """Count a token, and the experts of one layer that it activated.
 
-        The experts are `chosen`.
-
-        `predicted` are the experts that were predicted for it, likeliest first.
+        chosen:    ids of the activated experts, within the layer
+        predicted: ids of the experts that were predicted for the token, likeliest first; None if
+                   there was no prediction
         """
         n, uses, last = self.experts[layer], self._uses[layer], self._last[layer]
         self._clock[layer] += 1
@@ -88,18 +92,21 @@ class Activity:
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Restore activation counts that an earlier run stored.
 
-        ValueError where they are of another model.
+        ValueError if the stored counts are those of a model with other layers or experts.
         """
         for name, array in self._counted.items():
             if name not in state or state[name].shape != array.shape:
-                raise ValueError(f"the stored counts {name} are of another model")
+                raise ValueError(
+                    f"the stored activation counts {name!r} do not fit this model's experts"
+                )
         for name, array in self._counted.items():
             array[:] = state[name]
 
     def hit_ratio(self, layer: int) -> Floats:
-        """Return a layer's hit ratio for every number of cached experts.
+        """Return a layer's hit ratio H(C) for every number C of cached experts.
 
-        H(C) for C = 0 .. experts, [N + 1].
+        An array [experts of the layer + 1], for C = 0 and up. The cached experts are those of the
+        highest cache priority.
         """
         share: Floats = np.cumsum(self._hits[layer]) / max(1, self.activated[layer])
         return share
@@ -107,15 +114,18 @@ class Activity:
     def accuracy(self, layer: int) -> Floats:
         """Return the accuracy of a layer's predictions at every rank.
 
-        P(y) for y = 1 .. experts, [N + 1]; P(0) is 0.
+        An array [experts of the layer + 1]: element y is the share of the tokens that activated the
+        expert predicted at rank y, from 1; element 0 is 0.
         """
         share: Floats = self._right[layer] / max(1, self.tokens[layer])
         return share
 
     def predicted_hits(self, layer: int) -> Floats:
-        """Return the share of predictions right and cached, by rank and cache size.
+        """Return how often an expert's prediction found it cached, by rank and cache size.
 
-        PH(y, C), [N + 1, N + 1]; 0 where y or C is.
+        An array [experts of the layer + 1, experts of the layer + 1]: element (y, C) is the share
+        of the tokens whose expert predicted at rank y was among the C experts of the highest cache
+        priority, activated or not. It is 0 where y or C is 0.
         """
         share: Floats = np.cumsum(self._both[layer], axis=1) / max(1, self.tokens[layer])
         return share

@@ -24,13 +24,19 @@ def build_scheduler(
 ) -> Scheduler:
     """Build a scheduler with the options of a configuration.
 
-    costs:    of transfers and computations, for experts of `expert_bytes`; None where the host's
-              processor computes nothing
-    settings: further arguments of `Scheduler`
+    capacity:     cache slots, counted in unsplit experts
+    costs:        durations of transfers and computations; None if the host's processor computes
+                  nothing
+    expert_bytes: the size of the experts that `costs` describes
+    settings:     further arguments of `Scheduler`
+
+    UsageError if an option computes on the host's processor, but there is no expert cache in host
+    memory.
     """
     options = config.options(pieces, costs, expert_bytes)
     if any(each.uses_host for each in options) and settings.get("host") is None:
         raise UsageError(
-            "co-compute needs experts in host memory: give them slots there (host memory above 0)"
+            "--co-compute auto needs a cache of experts in host memory: give --host-memory"
+            " (simulate: --host-capacity) above 0"
         )
     return Scheduler(pieces, capacity, policy, options=options, **settings)

@@ -1,7 +1,8 @@
 """The cost model: durations of transfers and computation on a machine, in seconds and bytes.
 
-Time is simulated, never slept. Links and processors are queues: a link carries one chunk after
-another, a processor computes one expert after another, and both go on side by side.
+Time is simulated: nothing sleeps. Links and processors are queues. A link carries one chunk after
+another, a processor computes one expert after another, and links and processors work at the same
+time.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ COOLED = 4e-3  # seconds; longer waits slow the processor down no further
 class Link:
     """A simulated link between memories, which carries one chunk of bytes after another.
 
-    Up to `lanes` chunks may be requested at once.
+    bandwidth: bytes a second
+    latency:   seconds
+    lanes:     how many chunks may be under way at once
 
-    A chunk occupies the link for nbytes / bandwidth and arrives `latency` after that. A single lane
-    therefore waits out every latency, and enough lanes reach the full bandwidth. In a chain of
-    links a chunk is passed on when all of it has arrived.
+    A chunk occupies the link for its bytes / bandwidth, and arrives `latency` after that. With a
+    single lane each chunk waits for the latency of the one before; with enough lanes the link
+    reaches its bandwidth. In a chain of links a chunk is passed on when all of it has arrived.
     """
 
     bandwidth: float
@@ -31,12 +34,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The duration of a computation, for any number of tokens.
+    """The duration of a computation in seconds, for any number of tokens.
 
-    In seconds, interpolated linearly between points.
+    points: (tokens, seconds), tokens ascending
 
-    `points` are (tokens, seconds), tokens ascending. Below the first point the time is constant
-    (the weights are read once in any case); above the last it grows in proportion.
+    Between points the duration is interpolated linearly. Below the first point it is constant,
+    since the weights are read once in any case. Above the last point it grows in proportion to the
+    tokens.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -51,6 +55,7 @@ class Work:
         return Work(tuple((tokens, duration + seconds) for tokens, duration in self.points))
 
     def seconds(self, tokens: int) -> float:
+        """Return the duration of a computation over a number of tokens."""
         above = bisect_left(self.points, (tokens, 0.0))
         if above == 0:
             return self.points[0][1]
@@ -65,17 +70,16 @@ class Work:
 class Costs:
     """Durations of a model's transfers and computations on a machine, in seconds.
 
-    links:  from the store to the slots, in order: one (disk to memory) or a chain (disk to host
-            to device), each with lanes of its own
-    expert: one expert of one step, by the tokens that chose it
-    dense:  the rest of one layer, by the tokens of the pass
+    links:    from the disk to the slots, in order: one (disk to memory) or a chain (disk to host to
+              device)
+    expert:   one expert of one step, by the tokens that chose it
+    dense:    the rest of one layer, by the tokens of the pass
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
-            computed in a group of its own
-    ahead:  additional time of a layer while a predictor runs
-    host:   one expert, by its tokens, on the processor of the host memory between two links; None
-            where the host computes nothing
-    wake:   slowdown after a step, per second of each of its waits up to COOLED: threads have
-            fallen asleep, and caches and clock rates have dropped
+              computed in a call of its own
+    ahead:    additional time of a layer while a predictor of experts runs
+    host:     one expert, by its tokens, on the host's processor; None if the host computes nothing
+    wake:     slowdown after a wait of the processor, per second of the wait up to COOLED: threads
+              have fallen asleep, and caches and clock rates have dropped
     """
 
     links: tuple[Link, ...]

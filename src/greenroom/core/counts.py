@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Counts:
     """The scheduler's counters of requests, hits, misses and prefetches since the start.
 
-    A request is one expert of a step. A hit was in its slot when its step began; a hit is `useful`
-    if a prefetch brought it. A prefetch ends in one of these ways; others are still under way, or
-    wait for their layer:
+    A request is one expert of a step (one pass at one layer). It is a hit if the expert was in its
+    slot when the step began, also by a prefetch. A prefetch ends in one of six ways, unless it is
+    under way or waits for its layer:
 
     useful:    its expert was a hit
     late:      its expert was a miss: the transfer was not complete when the step began
@@ -20,15 +20,23 @@ class Counts:
     displaced: complete, but its slot was needed before its layer came
     failed:    the transfer failed
 
-    Of a split expert, a hit has its top segment in its slot; `bottoms` counts requests of split
-    experts, `bottom_hits` those whose bottom segment was there too. Prefetches are counted by
-    piece, tops and bottoms alike.
+    A split expert is a hit if its top segment was in its slot. Prefetches of top and bottom
+    segments are counted one by one.
 
-    Of the misses, `low` were computed from a low-precision copy, `low_hits` of which were there;
-    `left_out` were not computed; `substituted` were computed with another expert's weights; of
-    `joined` only what their copy lacked was fetched; `on_host` were computed by the host's
-    processor. A promotion (of an expert that the host computed, or of a copy to the exact expert)
-    is counted as a prefetch; `adopted` promotions are complete and resident.
+    bottoms:     requests of split experts
+    bottom_hits: of these, requests whose bottom segment was in its slot too
+
+    Misses that were not simply fetched to the device:
+
+    low:         computed from a low-precision copy
+    low_hits:    of these, misses whose copy was in memory
+    left_out:    not computed
+    substituted: computed with another expert's weights
+    joined:      exact, but only what the low-precision copy lacks was fetched
+    on_host:     computed by the host's processor
+
+    A promotion fetches an expert that was computed on the host or from its copy. It is counted as a
+    prefetch; `adopted` counts promotions that are complete and resident.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
 """The scheduler's events and actions, in a run and in a simulation alike.
 
-Events and actions are never modified. They are not frozen dataclasses, since the constructor of a
-frozen one makes a call a field.
+Events and actions are never modified. They are not frozen dataclasses, because the constructor of a
+frozen dataclass makes one call for each field.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ HOST = -1  # the host's processor; devices are numbered from 0
 class Routed:
     """Event: one layer of a forward pass begins, and its router chose these experts.
 
-    The experts are dense ids, ascending, distinct.
-
+    step:         the number of the forward pass
+    experts:      dense ids (layer offset + expert number), ascending, distinct, [n]
     request:      the prompt and its answer that the pass belongs to
-    rows:         how many tokens chose each expert, [n]; None where policies do not need it
-    weights:      the sums of their gate weights, [n]; None where policies do not need them
+    rows:         how many tokens chose each expert, [n]; None if the policy does not need it
+    weights:      the sums of these tokens' gate weights, [n]; None if the policy does not need them
     prefill:      the pass reads (a block of) a prompt
-    tail_weights: share of gate weight from each expert's rank down (see `gates`), [n]; None unless
-                  misses may be approximated
-    device_only:  the host's processor computes none of them
+    tail_weights: share of gate weight from each expert's rank down (see `core.gates`), [n]; None
+                  unless misses may be approximated
+    device_only:  the host's processor may compute none of the experts
     """
 
     step: int
@@ -47,9 +47,8 @@ class Routed:
 class Predicted:
     """Event: a layer is expected to need these experts next, likeliest first.
 
-    The experts are dense ids.
-
-    `certain`: the layer's router has already chosen them; its step has not begun yet.
+    experts: dense ids (layer offset + expert number)
+    certain: the layer's router has already chosen the experts; the layer's step has not begun yet
     """
 
     layer: int
@@ -59,7 +58,10 @@ class Predicted:
 
 @dataclass(slots=True)
 class Landed:
-    """Event: a link has delivered a chunk of an expert's bytes."""
+    """Event: a link has delivered a chunk of an expert's bytes.
+
+    `lane` is the lane of the link that carried the chunk, and is free again.
+    """
 
     lane: int
     piece: int
@@ -68,7 +70,10 @@ class Landed:
 
 @dataclass(slots=True)
 class Failed:
-    """Event: a link could not deliver a chunk of an expert's bytes."""
+    """Event: a link could not deliver a chunk of an expert's bytes.
+
+    `lane` is the lane of the link that should have carried the chunk, and is free again.
+    """
 
     lane: int
     piece: int
@@ -77,9 +82,9 @@ class Failed:
 
 @dataclass(slots=True)
 class Computed:
-    """Event: a processor has computed the group of experts that was ordered.
+    """Event: a processor has computed the expert group that it was given.
 
-    The processor is a device, or `HOST`.
+    `device` is the number of a device, or `HOST` for the host's processor.
     """
 
     device: int = 0
@@ -87,16 +92,15 @@ class Computed:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Event: the current step is abandoned, and transfers not yet begun are dropped."""
+    """Event: the current step is abandoned, and its chunks not yet started are dropped."""
 
 
 @dataclass(slots=True)
 class Resized:
-    """Event: the cache's number of slots changes.
+    """Event: the expert cache gets another number of slots.
 
-    It changes to `capacity`.
-
-    `ahead` is how many slots prefetches may borrow at a time; None leaves that as it is.
+    capacity: the new number of slots, counted in unsplit experts
+    ahead:    how many slots prefetches may borrow at a time; None leaves the number as it is
     """
 
     capacity: int
@@ -105,10 +109,7 @@ class Resized:
 
 @dataclass(slots=True)
 class Pinned:
-    """Event: the set of experts that are never evicted once resident changes.
-
-    It becomes `pieces`.
-    """
+    """Event: the set of experts that are never evicted once resident is replaced by `pieces`."""
 
     pieces: Ints
 
@@ -120,9 +121,12 @@ Event = Pinned | Routed | Predicted | Landed | Failed | Computed | Cancelled | R
 class StartChunk:
     """Action: move one chunk of an expert's bytes over a link, towards its slot.
 
-    staging_slot:   where the chunk waits between two links of a chain; -1 with one link, or where
-                    the piece has a `host_slot`
-    host_slot:      the piece's slot in the host tier, between two links; -1: none
+    piece:          the unsplit expert, segment or copy that the chunk belongs to
+    slot:           the slot in memory to which the piece goes
+    chunk:          the number of the chunk in its piece, from 0
+    staging_slot:   where the chunk waits between two links of a chain; -1 if there is one link
+                    only, or the piece has a `host_slot`
+    host_slot:      the piece's slot in the cache of host memory, between two links; -1: none
     demand:         a step waits for the piece; False for a prefetch
     first_of_piece: this is the first chunk of the transfer
     copy_slot:      slot of the low-precision copy that the piece completes, to be copied to `slot`
@@ -143,15 +147,15 @@ class StartChunk:
 
 @dataclass(slots=True)
 class ComputeGroup:
-    """Action: compute a group of a step's experts from their slots in one call.
+    """Action: compute an expert group, several experts of a step, from their slots in one call.
 
-    The experts are dense ids.
-
-    device: the device that holds all of them; `HOST`: the host's processor computes them from slots
-            of the host tier
-    part:   of split experts 0 is the top segment, 1 the bottom one, which continues the top's
-            result; where misses may be approximated 0 stands for exact weights, 1 for low-precision
-            copies, 2 for skipped experts, which have no slots
+    experts: dense ids (layer offset + expert number), [n]
+    slots:   the slot of each expert in memory, [n]
+    device:  the device that holds all of them; `HOST`: the host's processor computes them from
+             slots of host memory
+    part:    of split experts 0 is the top segment, 1 the bottom one, which continues the top's
+             result; if misses may be approximated, 0 stands for exact weights, 1 for low-precision
+             copies, 2 for skipped experts, which have no slots
     """
 
     experts: Ints
@@ -162,7 +166,7 @@ class ComputeGroup:
 
 @dataclass(slots=True)
 class Move:
-    """Action: copy a resident expert to another slot, before any later action."""
+    """Action: copy a resident expert to another slot of its memory before later actions."""
 
     piece: int
     source: int
@@ -173,7 +177,7 @@ class Move:
 class Trim:
     """Action: change the number of expert slots in a memory.
 
-    Shrink or grow the tier to `capacity` slots; memory above them is free.
+    `capacity` is the new number, counted in unsplit experts. The memory of slots above it is free.
     """
 
     capacity: int
@@ -181,9 +185,9 @@ class Trim:
 
 @dataclass(slots=True)
 class Finish:
-    """Action: end the current step; it may have failed on an unreadable expert.
+    """Action: end the current step; the step may have failed on an unreadable expert.
 
-    `failed` is the piece that could not be read, -1 for none.
+    `failed` is the piece of an expert that could not be read; -1 for none.
     """
 
     failed: int = -1

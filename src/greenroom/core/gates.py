@@ -22,10 +22,12 @@ Floats = NDArray[np.floating[Any]]
 def tail_weights(weights: Floats) -> NDArray[np.float32]:
     """Return each expert's share of a token's gate weights, from its rank down.
 
-    Tail weights [..., K] of gate weights [..., K]; equal weights are ranked as they lie.
+    weights: gate weights [..., K] of the K experts that each token chose
+    returns: tail weights [..., K], from the expert's own weight and all smaller ones
 
-    Weights are rounded to float16, as a trace stores them, so that a replay decides as the run did.
-    Where all weights are 0, every tail weight is 1.
+    Of equal weights the one that comes first has the higher rank. Weights are rounded to float16,
+    as a trace stores them, so that a simulation of the trace decides as the run did. If all weights
+    are 0, every tail weight is 1.
     """
     each = np.abs(weights.astype(np.float16).astype(np.float64))
     order = np.argsort(-each, axis=-1, kind="stable")
@@ -41,11 +43,12 @@ def tail_weights(weights: Floats) -> NDArray[np.float32]:
 def expert_tail_weights(
     chosen: NDArray[np.integer[Any]], weights: Floats, experts: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the largest tail weight of each expert of a step over its tokens.
+    """Return the largest tail weight of each expert of a step over its tokens, [n].
 
-    [n] float32.
+    chosen:  the experts of each of T tokens, [T, K]
+    weights: their gate weights, [T, K]
+    experts: the experts of the step, ascending and distinct, [n]
 
-    `chosen` [T, K] are each token's experts and `experts` [n] the step's, ascending and distinct.
     Ids in `chosen` that are not in `experts` are ignored.
     """
     result = np.zeros(experts.size, np.float32)

@@ -1,11 +1,11 @@
 """Home devices: the device that each expert belongs to, and the slots of each device.
 
-An expert's home device is a hash of its ids (MoE-Infinity, appendix B.2), so it is known wherever
-the ids are, without a table. The hash is (layer + expert) mod devices. It spreads every layer
-evenly, where a mixing hash would be even over the whole model only, and an expert number that is
-popular in many layers is not always on the same device.
+An expert's home device is a hash of its ids (MoE-Infinity, appendix B.2), so no table is needed
+where the ids are known. The hash is (layer + expert) mod devices. It spreads every layer evenly,
+where a mixing hash would be even over the whole model only. An expert number that is popular in
+many layers is not always on the same device.
 
-The slots of a tier with several devices are numbered `local * devices + device`.
+If a memory is spread over several devices, its slots are numbered `local * devices + device`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ T = TypeVar("T")
 
 
 def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
-    """Assign every expert to a home device, by dense id.
+    """Assign every expert of a model to a home device; returns the devices by dense id.
 
-    UsageError where a device would have none.
+    offsets: the dense id of each layer's first expert, and the number of all experts, [layers + 1]
+
+    UsageError if a device would have no expert.
     """
     if not 1 <= devices <= offsets[-1]:
         raise UsageError(f"{offsets[-1]} experts can be spread over 1 to {offsets[-1]} devices,"
@@ -37,8 +39,8 @@ def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
 def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[int]:
     """Divide cache slots among devices, in proportion to each device's experts.
 
-    A capacity of all experts gives each device a slot for every expert of its own. BudgetError
-    where a device would have no slot.
+    Numbers are rounded by the largest remainders. If there is a slot for every expert, each device
+    gets a slot for every expert of its own. BudgetError if a device would have no slot.
     """
     total = sum(experts_per_device)
     exact = [capacity * n / total for n in experts_per_device]
@@ -48,11 +50,15 @@ def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[i
         slots[device] += 1
     if len(slots) > 1 and min(slots) < 1:
         raise BudgetError(
-            f"{len(slots)} devices need at least one slot each, but there are {capacity}"
+            f"{len(slots)} devices need at least one slot each, but there are {capacity} cache"
+            " slots: give the cache more memory"
         )
     return slots
 
 
 def spread(chain: Sequence[T], devices: int) -> tuple[T, ...]:
-    """Repeat the last link of a chain of links for each of several devices."""
+    """Repeat the last link of a chain of links for each of several devices.
+
+    For two devices, (disk, bus) becomes (disk, bus, bus).
+    """
     return (*chain[:-1], *[chain[-1]] * devices)

@@ -2,13 +2,13 @@
 
 A *catalog* answers two questions for every expert of a model: which contiguous byte ranges of
 which files hold the expert (its *extents*), and how these bytes are laid out in a slot (its
-*layout*). No tensors appear here: dtypes are names, as safetensors headers spell torch's
+*layout*). This module has no tensors: dtypes are names, as safetensors headers spell torch's
 ("bfloat16").
 
 A matrix may be stored in its slot in an *encoding*: the bytes of the checkpoint, which kernels
 expand. Such a matrix consists of the tensor of its codes and of *companions*, which are tensors of
-the same slot called `<matrix>.scale`. The meaning of the bytes is defined in runtime/encodings, one
-file a family.
+the same slot called `<matrix>.scale`. runtime/encodings defines the meaning of the bytes, one file
+for each family of encodings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 class TensorSpec:
     """The place of one of an expert's tensors in the expert's memory slot.
 
-    C-contiguous from byte `offset`.
+    The tensor is C-contiguous and begins at byte `offset` of the slot.
     """
 
     name: str
@@ -73,12 +73,12 @@ class TensorSpec:
 class WeightSpec:
     """One weight matrix of an expert: its encoding, and the tensors that hold it.
 
-    The tensors are in the expert's slot.
+    The tensors are in the expert's memory slot.
 
-    shape: of a plain matrix the tensor's, which is [inputs, outputs] where the module has
+    shape: of a plain matrix the tensor's, which is [inputs, outputs] if the module has
            `is_transposed`; of an encoded one always [outputs, inputs]
-    dtype: of a plain matrix the tensor's; of an encoded one the model's, to which kernels expand it
-    parts: the codes, then the companions
+    dtype: of a plain matrix the tensor's; of an encoded one the dtype to which kernels expand it
+    parts: the tensor of the codes, then its companions (scales)
     """
 
     name: str
@@ -92,8 +92,9 @@ class WeightSpec:
 class Segment:
     """A segment of a split expert: a range of its intermediate channels.
 
-    first:  its first channel
-    offset: its first byte in the expert's slot; offsets of its tensors count from there
+    first:  the number of its first channel
+    offset: its first byte in the expert's slot
+    layout: its tensors, whose offsets count from the segment's first byte
     """
 
     first: int
@@ -105,10 +106,10 @@ class Segment:
 class SlotLayout:
     """The layout of an expert's tensors in its memory slot, and their bytes.
 
-    encodings: of the matrices that are not plain
-    dtype:     to which these are expanded
-    segments:  of an expert that is stored in several, one after another; `tensors` then describe
-               the unsplit expert, and `nbytes` counts all segments
+    encodings: encoding of each matrix that is not plain, by the parameter's name
+    dtype:     the dtype to which kernels expand encoded matrices
+    segments:  the segments of a split expert, one after another; `tensors` then describe the
+               unsplit expert, and `nbytes` counts all segments
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -126,7 +127,7 @@ class SlotLayout:
     ) -> SlotLayout:
         """Build the slot layout of an expert from its tensors' names, shapes and dtypes.
 
-        One tensor after another, each aligned.
+        The tensors lie one after another, each aligned to ALIGNMENT bytes.
         """
         specs, end = [], 0
         for name, shape, tensor_dtype in tensors:
@@ -154,10 +155,9 @@ class SlotLayout:
 class Copy:
     """A copy of a two-dimensional strided block from a file's bytes to an expert's slot.
 
-    The block is of elements of an extent.
-
     Element (i, j) is read at byte `source + i * source_strides[0] + j * source_strides[1]` of the
-    extent and written at byte `target + i * target_strides[0] + j * target_strides[1]` of the slot.
+    byte range of the file, and written at byte `target + i * target_strides[0] + j *
+    target_strides[1]` of the slot. The dtypes may differ.
     """
 
     source: int
@@ -179,6 +179,7 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes that the copy reads."""
         return self.shape[0] * self.shape[1] * ITEMSIZE[self.source_dtype]
 
 
@@ -186,7 +187,8 @@ class Copy:
 class Extent:
     """A contiguous byte range of a file, and its copies to an expert's slot.
 
-    An extent of contiguous copies may be read in chunks cut anywhere; others are read in one go.
+    If all of its copies are contiguous, an extent may be read in chunks cut anywhere; otherwise it
+    is read in one go.
     """
 
     file: int
@@ -203,8 +205,11 @@ class Extent:
 class Catalog:
     """The catalog of a checkpoint's experts: byte ranges in files, and layouts in memory.
 
-    `offsets[layer] + expert` is an expert's dense id; `layers[layer]` is the name of its experts
-    module; `locate(layer, expert)` gives its extents, in file order.
+    files:   the paths of the checkpoint's files
+    layers:  the name of each layer's experts module
+    offsets: `offsets[layer] + expert` is an expert's dense id, [layers + 1]
+    layouts: the layout of an expert in its memory slot, for each layer
+    locate:  takes a layer and an expert's number; returns the expert's extents, in file order
     """
 
     files: tuple[str, ...]
@@ -224,10 +229,7 @@ class Catalog:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Return the bytes of a memory slot that fits any expert.
-
-        A multiple of the alignment.
-        """
+        """Return the bytes of a memory slot that fits any expert of a checkpoint."""
         return max(layout.nbytes for layout in self.layouts)
 
     @cached_property

@@ -1,6 +1,6 @@
 """Machine profiles: links between memories, and the processors that compute from them.
 
-`greenroom doctor` measures one and `simulate --machine` takes it. The file is JSON:
+`greenroom doctor` measures a profile and `simulate --machine` takes it. The file is JSON:
 
     {"format": "greenroom-machine", "version": 1, "host": {...},
      "links": [{"source": "disk", "target": "host",
@@ -43,7 +43,7 @@ NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides
 class Table:
     """Measured computation times of a processor, by bytes of weights and tokens.
 
-    seconds[i][j] for nbytes[i] and for tokens[j], both ascending.
+    `seconds[i][j]` is the time for `nbytes[i]` and `tokens[j]`; both are ascending.
     """
 
     nbytes: tuple[int, ...]
@@ -53,7 +53,7 @@ class Table:
     def at(self, nbytes: int) -> Work:
         """Interpolate measured computation times for weights of a given size in bytes.
 
-        Beyond the table, times are in proportion.
+        Below the smallest and above the largest measured size, times are in proportion to the size.
         """
         if nbytes <= 0:
             return Work.constant(0.0)
@@ -80,15 +80,15 @@ class Route:
 class Processor:
     """A processor of a machine, which computes experts from slots in one memory.
 
-    It computes dense layers too; the slots are in `memory`.
+    expert, dense: times of experts and of the dense weights of a layer, by bytes and tokens
 
-    Times of a running model beyond its matrices, in seconds (0 where they were not measured):
+    Further times of a running model, in seconds (0 if they were not measured):
 
     layer: of each layer of a pass (attention, norms, router, Python)
-    ahead: of each layer while a predictor runs, in addition
+    ahead: of each layer while a predictor of experts runs, in addition
     fetch: for each fetched expert
     copy:  for each byte of a fetched expert
-    wake:  slowdown per second of a wait before (see `Costs`)
+    wake:  slowdown after a wait, per second of the wait (see `Costs`)
     """
 
     name: str
@@ -104,7 +104,11 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine: memories (disk, host, device), the links between them, and its processors."""
+    """A machine: memories (disk, host, device), the links between them, and its processors.
+
+    `host` and `measured` describe the machine and its measurement; they are copied from its
+    profile.
+    """
 
     routes: tuple[Route, ...]
     processors: tuple[Processor, ...]
@@ -121,13 +125,14 @@ class Machine:
     ) -> Costs:
         """Return a model's transfer and computation costs on this machine.
 
-        Its experts have `expert_bytes`.
+        expert_bytes: the size of an expert
+        dense_bytes:  the size of the dense weights of a layer
+        processor:    the name of the processor that computes (default: the first one)
+        store:        the name of the memory that holds all experts (default: the source of the
+                      first link)
 
-        dense_bytes: of the dense weights of a layer
-        processor:   computes (default: the first one)
-        store:       holds all experts (default: the source of the first link)
-
-        UnknownName lists the valid names; UsageError where no links join store and processor.
+        UnknownName lists the valid names; UsageError if no links lead from `store` to the
+        processor.
         """
         chosen = self.processor(processor)
         links = self.path(self.routes[0].source if store is None else store, chosen.memory)
@@ -143,12 +148,15 @@ class Machine:
         )
 
     def _host_processor(self, memory: str) -> Processor | None:
-        """The processor of the memory from which `memory` is filled; None where there is none."""
+        """Find the processor of the memory from which `memory` is filled; None if there is none."""
         sources = [route.source for route in self.routes if route.target == memory]
         return next((p for p in self.processors if p.memory in sources), None)
 
     def processor(self, name: str | None = None) -> Processor:
-        """Find a machine's processor by its name; without a name, the first processor."""
+        """Find a machine's processor by its name; without a name, the first processor.
+
+        UnknownName lists the names of the machine's processors.
+        """
         if name is None:
             return self.processors[0]
         named = {p.name: p for p in self.processors}
@@ -159,7 +167,8 @@ class Machine:
     def path(self, source: str, target: str) -> tuple[Link, ...]:
         """List the links from one of a machine's memories to another, in order.
 
-        A memory has at most one link onward.
+        UnknownName if the machine has no memory `source`; UsageError if no links lead to `target`,
+        or both are the same memory.
         """
         onward = {route.source: route for route in self.routes}
         places = {*onward, *(route.target for route in self.routes)}
@@ -169,11 +178,17 @@ class Machine:
         place = source
         while place != target:
             if place not in onward or len(links) == len(onward):
-                raise UsageError(f"no link leads from {source} to {target} on this machine")
+                raise UsageError(
+                    f"no link leads from {source} to {target} in the machine's profile:"
+                    " choose another --store or --processor"
+                )
             links.append(onward[place].link)
             place = onward[place].target
         if not links:
-            raise UsageError(f"experts in {source} are in the slots' own memory: nothing to move")
+            raise UsageError(
+                f"--store {source} is the memory of the processor itself, so no expert would be"
+                " moved: choose another --store or --processor"
+            )
         return tuple(links)
 
     def as_json(self) -> dict[str, Any]:
@@ -191,9 +206,9 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a machine profile from a file.
+        """Read a machine profile from a JSON file, as `greenroom doctor` writes it.
 
-        ProfileError says what is wrong.
+        ProfileError if the file cannot be read, is damaged, or has another version.
         """
         profile = read_json(
             path, FORMAT, "is no machine profile", "greenroom doctor -o", ProfileError
@@ -215,7 +230,7 @@ class Machine:
 
     def _checked(self) -> Machine:
         if not self.routes or not self.processors:
-            raise Malformed("a machine has at least one link and one processor")
+            raise Malformed("links and processors must have at least one entry each")
         return self
 
 
@@ -260,9 +275,12 @@ def _table(entry: JsonObject, where: str) -> Table:
     seconds = entry.list_of("seconds", list_of(number))
     for name, values in (("nbytes", nbytes), ("tokens", tokens)):
         if not values or list(values) != sorted(set(values)):
-            raise Malformed(f"{where}: {name} of a table must be ascending numbers from 1")
+            raise Malformed(f"{where}: {name} must be a list of ascending numbers from 1")
     if [len(row) for row in seconds] != [len(tokens)] * len(nbytes):
-        raise Malformed(f"{where}: a table of times must have {len(nbytes)} rows of {len(tokens)}")
+        raise Malformed(
+            f"{where}: seconds must have {len(nbytes)} rows (as nbytes) of {len(tokens)} numbers"
+            " (as tokens)"
+        )
     return Table(nbytes, tokens, seconds)
 
 

@@ -1,7 +1,7 @@
 """Pieces of experts: the units in which weights are stored, moved and cached.
 
-A piece is an unsplit expert, the top or the bottom segment of a split one, a low-precision copy, or
-the remainder of an expert that such a copy lacks.
+A piece is an unsplit expert, the top or the bottom segment of a split expert, a low-precision copy,
+or the remainder of an expert: the bytes that its low-precision copy lacks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ SECONDARY_SLOTS_PER_CHOICE = 2
 class Split:
     """A split of a model's experts into top segments (cached) and bottom segments (fetched).
 
-    Tops may stay resident, bottoms are fetched when needed.
+    Top segments may stay resident, bottom segments are fetched when they are needed.
 
-    tops, bottoms: bytes of each, by layer; a layer with bottoms of 0 bytes is not split
-    secondary_slots: slots for bottoms, each as large as the largest
+    tops, bottoms:   the bytes of each expert's top and bottom segment, by layer; a layer whose
+                     bottom segments have 0 bytes is not split
+    secondary_slots: the number of slots for bottom segments, each as large as the largest of them
+
+    UsageError if no layer is split, or a number is too small.
     """
 
     tops: tuple[int, ...]
@@ -38,11 +41,20 @@ class Split:
 
     def __post_init__(self) -> None:
         if not any(self.bottoms):
-            raise UsageError("no layer is split: leave out the split")
+            raise UsageError(
+                "--split leaves the experts of every layer unsplit:"
+                " give a share below 1, or no --split"
+            )
         if min(self.tops) < 1 or min(self.bottoms) < 0:
-            raise UsageError("a top has at least a byte, a bottom none or more")
+            raise UsageError(
+                "a top segment needs at least 1 byte and a bottom segment 0,"
+                f" got {min(self.tops)} and {min(self.bottoms)}"
+            )
         if self.secondary_slots < 1:
-            raise UsageError(f"bottom segments need at least one slot, got {self.secondary_slots}")
+            raise UsageError(
+                f"the cache of bottom segments has {self.secondary_slots} slots: it needs at least"
+                " 1; give the expert cache more memory"
+            )
 
     @classmethod
     def of(
@@ -50,11 +62,18 @@ class Split:
     ) -> Split:
         """Make a split of a model's experts by each layer's share, rounded to eighths.
 
-        The experts have `nbytes`.
+        nbytes: the size of an expert
+        shares: the share of an expert that is its top segment, one for all layers or one each; at
+                least an eighth is taken
+
+        UsageError if there is not one share for each layer, or no layer is split.
         """
         each = [shares] * layers if isinstance(shares, float) else list(shares)
         if len(each) != layers:
-            raise UsageError(f"the split has {len(each)} numbers, the model has {layers} layers")
+            raise UsageError(
+                f"--split has {len(each)} numbers, but the model has {layers} layers:"
+                " give one number, or one a layer"
+            )
         tops = tuple(nbytes * min(8, max(1, round(8 * share))) // 8 for share in each)
         return cls(tops, tuple(nbytes - top for top in tops), secondary_slots)
 
@@ -62,7 +81,7 @@ class Split:
     def unsplit_bytes(self) -> int:
         """Return the bytes of a slot that fits any unsplit expert.
 
-        Capacities are counted in such slots.
+        Cache capacities are counted in such slots.
         """
         return max(a + b for a, b in zip(self.tops, self.bottoms, strict=True))
 
@@ -76,9 +95,12 @@ class Split:
 class Copies:
     """Low-precision copies of a model's experts, which are stored in addition to the experts.
 
-    exact, low: bytes of an expert and of its copy, by layer
-    remainder: bytes of an expert that its copy lacks, by layer; empty unless copies are nested
-    secondary_slots: slots for copies, each as large as the largest
+    exact, low:      the bytes of an expert and of its copy, by layer
+    remainder:       the bytes of an expert that its copy lacks, by layer; empty unless copies are
+                     nested: parts of their experts' own bytes
+    secondary_slots: the number of slots for copies, each as large as the largest of them
+
+    UsageError if a copy is not smaller than its expert, or there are no slots.
     """
 
     exact: tuple[int, ...]
@@ -87,11 +109,16 @@ class Copies:
     secondary_slots: int
 
     def __post_init__(self) -> None:
-        if any(a >= b for a, b in zip(self.low, self.exact, strict=True)):
-            raise UsageError("a low-precision copy must be smaller than its expert")
+        for low, exact in zip(self.low, self.exact, strict=True):
+            if low >= exact:
+                raise UsageError(
+                    "a low-precision copy must be smaller than its expert,"
+                    f" got {low} bytes for an expert of {exact} bytes"
+                )
         if self.secondary_slots < 1:
             raise UsageError(
-                f"low-precision copies need at least one slot, got {self.secondary_slots}"
+                f"the cache of low-precision copies has {self.secondary_slots} slots: it needs at"
+                " least 1; give the expert cache more memory, or a higher --low-share"
             )
 
     @classmethod
@@ -100,7 +127,8 @@ class Copies:
     ) -> Copies:
         """Describe low-precision copies that take a given share of their experts' bytes.
 
-        The experts have `nbytes`.
+        nbytes: the size of an expert
+        nested: a copy is a part of its expert's own bytes
         """
         low = max(1, round(nbytes * share))
         remainder = (nbytes - low,) * layers if nested else ()
@@ -108,7 +136,7 @@ class Copies:
 
     @property
     def reserved(self) -> int:
-        """Return how many slots of exact experts the low-precision copies take the memory of."""
+        """Return the memory of all slots for low-precision copies, counted in exact experts."""
         return -(-self.secondary_slots * max(self.low) // max(self.exact))
 
 
@@ -116,11 +144,15 @@ class Copies:
 class Pieces:
     """The pieces of all of a model's experts: layer, bytes and chunks of each.
 
-    Under dense ids.
+    offsets:     the dense id of each layer's first expert, and the number of experts, [layers + 1]
+    layer:       the layer of each piece
+    nbytes:      the size of each piece
+    chunks:      the number of chunks in which each piece is transferred
+    home_device: the device on which each piece has its slot, of `devices` devices
 
-    The first pieces have the experts' ids: unsplit and exact experts, or tops. A bottom or a
-    low-precision copy of each comes next; then, where copies are nested, the remainder of each. The
-    slot of piece `id` is on device `home_device[id]`, one of `devices`.
+    Pieces 0 to experts - 1 have the experts' dense ids: unsplit or exact experts, or top segments.
+    Then follows the bottom segment or the low-precision copy of each expert, if experts are split
+    or have copies; then, if copies are nested, the remainder of each expert.
     """
 
     offsets: tuple[int, ...]
@@ -142,10 +174,11 @@ class Pieces:
     ) -> Pieces:
         """Make the pieces of unsplit experts: one piece for each expert.
 
-        So piece ids are expert ids.
+        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
+        nbytes:  the size of an expert, by layer
+        chunks:  the number of transfers of each piece (default: 1)
 
-        `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[piece]` is
-        the number of a piece's transfers (default: 1).
+        A piece has the id of its expert.
         """
         return cls._of(offsets, (nbytes,), chunks, devices)
 
@@ -155,7 +188,8 @@ class Pieces:
     ) -> Pieces:
         """Make the pieces of split experts on one device: top and bottom segments.
 
-        `chunks` as in `unsplit`.
+        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
+        chunks:  the number of transfers of each piece (default: 1)
         """
         return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
 
@@ -165,7 +199,8 @@ class Pieces:
     ) -> Pieces:
         """Make the pieces of exact experts and low-precision copies, on one device.
 
-        `chunks` as in `unsplit`.
+        offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
+        chunks:  the number of transfers of each piece (default: 1)
         """
         kinds = (copies.exact, copies.low, copies.remainder)[: 3 if copies.remainder else 2]
         return replace(cls._of(offsets, kinds, chunks), copies=copies)
@@ -178,9 +213,9 @@ class Pieces:
         chunks: Sequence[int] | None,
         devices: int = 1,
     ) -> Pieces:
-        """Make pieces of several kinds, of which every expert has one each.
+        """Make pieces of several kinds, one of each kind for every expert.
 
-        `nbytes[kind][layer]`.
+        `nbytes[kind][layer]` is the size of a piece.
         """
         layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         ones = np.ones(len(nbytes) * layer.size, np.int64)
@@ -195,17 +230,14 @@ class Pieces:
 
     @property
     def experts(self) -> int:
-        """Return the number of a model's experts.
-
-        An expert's id is that of its first piece.
-        """
+        """Return the number of a model's experts, in all layers."""
         return self.offsets[-1]
 
     @property
     def primary(self) -> Pieces:
         """Return the pieces that an eviction policy manages, one for each expert.
 
-        Unsplit and exact experts, or tops.
+        These are the unsplit or exact experts, or the top segments of split experts.
         """
         n = self.experts
         return replace(
@@ -214,17 +246,14 @@ class Pieces:
         )  # fmt: skip
 
     def secondary_of(self, expert: int) -> int:
-        """Return the id of an expert's bottom segment or low-precision copy.
-
-        -1 where it has none.
-        """
+        """Return the id of an expert's bottom segment or low-precision copy; -1 if it has none."""
         piece = self.experts + expert
         return piece if piece < len(self) and self.nbytes[piece] else -1
 
     def slots_per_device(self, capacity: int) -> list[int]:
-        """Divide a number of cache slots among devices, by their experts.
+        """Divide a number of cache slots among devices, in proportion to each device's pieces.
 
-        `capacity` slots in all. BudgetError where a device would have none.
+        BudgetError if one of several devices would have no slot.
         """
         if self.devices == 1:
             return [capacity]

@@ -1,8 +1,8 @@
 """The plan of how a step's experts are computed, and the options that change it.
 
-A step whose experts are all computed as stored, on their home devices, has no plan. Options decide
-which weights are used, in which form, on which processor. The scheduler decides about slots,
-sources of transfers, and groups.
+A step is one layer of one forward pass. If all its experts are computed as stored, on their home
+devices, it has no plan. Options decide which weights are used, in which form, on which processor.
+The scheduler decides about slots, sources of transfers, and expert groups.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ EXACT, LOW, SKIP = 0, 1, 2  # forms: stored weights, the low-precision copy, not
 Flags = NDArray[np.bool_]
 
 
-class Plan(NamedTuple):
-    """The plan of a step: each expert's weights, precision and processor.
+class StepPlan(NamedTuple):
+    """The plan of one layer's experts in a pass: each expert's weights, form and processor.
 
-    All arrays are [n].
+    All arrays are [n], one element for each expert of the step (one pass at one layer).
 
-    request: index into the routed experts
-    weights: the expert whose weights are used; a different one is a substitute
-    form:    EXACT, LOW or SKIP
-    place:   the device's number, or HOST
+    request: index into the experts that the router chose
+    weights: the expert whose weights are used; another one than the chosen expert is a substitute
+    form:    EXACT, LOW (the low-precision copy) or SKIP (not computed)
+    place:   the device's number, or HOST for the host's processor
     """
 
     request: Ints
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     place: NDArray[np.int8]
 
     @classmethod
-    def of(cls, event: Routed, pieces: Pieces) -> Plan:
+    def of(cls, event: Routed, pieces: Pieces) -> StepPlan:
         """Build a step's default plan: every expert exact, on its home device."""
         n = event.experts.size
         return cls(
@@ -48,32 +48,39 @@ class Plan(NamedTuple):
             pieces.home_device[event.experts].astype(np.int8),
         )
 
-    def ordered(self, experts: Ints) -> tuple[Plan, int]:
+    def ordered(self, experts: Ints) -> tuple[StepPlan, int]:
         """Sort a plan: exact experts first, then low-precision, skipped and substituted ones.
 
-        Returns the ordered plan, and how many rows are exact.
+        `experts` are those that the router chose. Returns the sorted plan, and the number of exact
+        rows.
         """
         kind = np.where(
             (self.form == EXACT) & (self.weights != experts[self.request]), 3, self.form
         )
         order = np.argsort(kind, kind="stable")
         rows = self.request[order], self.weights[order], self.form[order], self.place[order]
-        return Plan(*rows), int((kind == EXACT).sum())
+        return StepPlan(*rows), int((kind == EXACT).sum())
 
 
 class PromotionCandidate(NamedTuple):
-    """An expert that a scheduler option wants fetched while a link is idle."""
+    """An expert that a scheduler option wants fetched while a link is idle.
+
+    `layer` is the expert's layer: the fetch is dropped if the layer's next step does not use it.
+    """
 
     expert: int
     layer: int
 
 
 class ComputedGroup(NamedTuple):
-    """A group of a step's experts that a processor has computed in one call.
+    """An expert group: experts of a step that a processor has computed in one call.
 
-    device: the device's number, or HOST
-    form:   EXACT, LOW or SKIP
-    tokens: how many tokens each expert has, [n]
+    layer:   the layer of the step
+    prefill: the pass reads a prompt
+    device:  the device's number, or HOST for the host's processor
+    form:    EXACT, LOW (from low-precision copies) or SKIP (not computed)
+    experts: dense ids (layer offset + expert number), [n]
+    tokens:  how many tokens chose each expert, [n]
     """
 
     layer: int
@@ -87,7 +94,7 @@ class ComputedGroup(NamedTuple):
 class TransferStatus(NamedTuple):
     """The state of the transfer of an expert's piece.
 
-    `sure`: all of its chunks have started.
+    `sure`: all of its chunks have started, and it was not dropped.
     """
 
     sure: bool
@@ -99,54 +106,59 @@ class View(Protocol):
     pieces: Pieces
 
     def resident(self, experts: Ints) -> Flags:
-        """Tell for each expert whether it has a cache slot.
-
-        Flags [n].
-        """
+        """Tell for each expert whether it has a cache slot of its own, flags [n]."""
 
     def borrowed(self, expert: int) -> bool:
-        """Tell whether an expert's prefetch, complete or not, has a borrowed slot."""
+        """Tell whether an expert has a borrowed cache slot, for a prefetch or a promotion.
+
+        The transfer to the slot may be complete or not.
+        """
 
     def in_flight(self, expert: int) -> TransferStatus | None:
-        """Return the state of an expert's transfer; None where it has none."""
+        """Return the state of an expert's transfer; None if no transfer is under way."""
 
     def in_host(self, expert: int) -> bool:
-        """Tell whether an expert has a slot of host memory, complete or not."""
+        """Tell whether an expert has a slot of host memory; its bytes may still be on their way."""
 
     def room(self, expert: int) -> int:
-        """Count the slots in an expert's slot group that are neither pinned nor borrowed."""
+        """Count the slots in an expert's slot group that a step may fill.
+
+        These are the group's slots less those for the pinned set of experts, and less the borrowed
+        slots of all groups.
+        """
 
     def promotions(self) -> int:
         """Return how many promotion candidates may wait for a transfer.
 
-        0 where no slot can be borrowed for them.
+        0 if none can be fetched: no slots may be borrowed, or the policy never inserts.
         """
 
     def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
         """Return the chunks that a new demand for an expert must wait for.
 
-        As (link, piece, chunks).
+        step_pieces: pieces of the step that are on their way already
 
-        They are the chunks on lanes, and those that the step's own pieces still lack.
+        Returns (link, piece, chunks): the chunks that these pieces still lack on the first and on
+        the last link of their path, and one for each other chunk that a link carries now.
         """
 
 
 class Option:
     """Base class of scheduler options, which can change how a step's experts are computed.
 
-    Methods that are not overridden cost nothing.
-
     approximates: its plans may have forms other than EXACT
     uses_host:    its plans may leave experts to the host's processor
+
+    The scheduler calls only those methods that a subclass overrides, so the others cost nothing.
     """
 
     approximates = False
     uses_host = False
 
-    def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
-        """Return a step's plan, changed by the option or as it was.
+    def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
+        """Return a step's plan, changed by the option or as it was; None is the default plan.
 
-        The scheduler's state may not change.
+        The method may not change the scheduler's state.
         """
         return plan
 
@@ -157,20 +169,20 @@ class Option:
         """Observe that a link has delivered a chunk of an expert's bytes."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
-        """Observe that a processor has computed a group of experts, and how long it took."""
+        """Observe that a processor has computed an expert group, and how long it took."""
 
     def candidates(self, view: View) -> Sequence[PromotionCandidate]:
         """Propose experts to fetch while a link is idle, the best first.
 
-        The scheduler dismisses those that are resident or on their way already.
+        Experts that are resident or on their way already may be among them.
         """
         return ()
 
     def dismiss(self, expert: int) -> None:
-        """Dismiss a proposed expert, which is being fetched or needs no transfer."""
+        """Remove an expert from the candidates: it is being fetched, or needs no transfer."""
 
     def calibrated(self, costs: Costs) -> None:
-        """Take over measured costs of transfers and computations."""
+        """Replace the expected costs of transfers and computations by measured ones."""
 
 
 def overrides(option: Option, method: str) -> bool:

@@ -1,9 +1,9 @@
 """The interface of eviction policies: compiled functions over a state of arrays.
 
 A policy observes prompts, steps, hits, inserts and evictions, and chooses a victim among the
-residents that are not pinned. It never counts, moves or reads a clock: each call passes a
-`LogicalTime`. Its functions are `compiled`, so that the cache and the simulator can bind them into
-one loop. Its state is a NamedTuple of arrays, which `build_state` makes.
+residents that are not pinned. It does not count requests or read a clock: each call passes a
+`LogicalTime`. Its functions are `compiled`, so that the cache and the simulator can compile them
+into one loop. Its state is a NamedTuple of arrays, which `build_state` makes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ NO_WEIGHTS: Weights = np.empty(0, np.float32)
 class CacheState(NamedTuple):
     """The arrays of a cache that an eviction policy reads: pieces, slots, slot groups.
 
-    P pieces, S slots, G groups (budgets that do not share slots).
+    A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
+    device. There are P pieces of experts, S slots and G slot groups.
     """
 
     slot_of: Ints  # [P] slot of a resident or arriving piece, else -1
@@ -57,7 +58,8 @@ class CacheState(NamedTuple):
 class LogicalTime(NamedTuple):
     """The logical time of a cache request, which an eviction policy reads.
 
-    All fields but `index` are equal for a step's requests.
+    A request is one expert of one step. All fields but `index` are equal for the requests of a
+    step.
     """
 
     clock: int  # pass or token * layers + layer; in the order `rounds` the request's index
@@ -70,9 +72,10 @@ class LogicalTime(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyOption:
-    """An option of an eviction policy or a predictor, given as `name=value`.
+    """An option of an eviction policy or a predictor, which users give as `name=value`.
 
-    Its type is the default's.
+    Its values have the type of `default`. Numbers are from `least` to `most`; if there are
+    `choices`, the value is one of them.
     """
 
     name: str
@@ -85,7 +88,8 @@ class PolicyOption:
     def parse(self, policy: str, text: str) -> int | float | str:
         """Parse and check the value of a policy's or predictor's option.
 
-        UsageError says what would be right.
+        `policy` is the name of the policy or predictor, for the messages. UnknownName or UsageError
+        says which values are valid.
         """
         if self.choices and text not in self.choices:
             raise UnknownName(f"{self.name} of {policy}", text, self.choices)
@@ -93,18 +97,22 @@ class PolicyOption:
             value = type(self.default)(text)
         except ValueError:
             kind = "a whole number" if isinstance(self.default, int) else "a number"
-            raise UsageError(f"{self.name} of {policy} must be {kind}: {text!r}") from None
+            raise UsageError(f"{self.name} of {policy} must be {kind}, got {text!r}") from None
         if not isinstance(value, str) and not self.least <= value <= self.most:
             bounds = f"at least {self.least:g}"
             if self.most != float("inf"):
                 bounds = f"between {self.least:g} and {self.most:g}"
-            raise UsageError(f"{self.name} of {policy} must be {bounds}: {text}")
+            raise UsageError(f"{self.name} of {policy} must be {bounds}, got {text}")
         return value
 
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """Facts for an eviction policy before the first request: model, slots, trace."""
+    """Facts for an eviction policy before the first request: model, slots, trace.
+
+    A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
+    device. There are P pieces of experts.
+    """
 
     layer: Ints  # [P] the layer of each piece
     group_of: Ints  # [P] the group of each piece
@@ -116,18 +124,17 @@ class PolicySetup:
 
     @property
     def pieces(self) -> int:
+        """Return the number of pieces of experts."""
         return self.layer.size
 
     @property
     def groups(self) -> int:
+        """Return the number of slot groups of the cache."""
         return len(self.sizes)
 
     @property
     def required_trace(self) -> Stream:
-        """Return the complete trace, for eviction policies that need it.
-
-        They have `needs_trace`.
-        """
+        """Return the complete trace, for eviction policies with `needs_trace`."""
         assert self.trace is not None
         return self.trace
 
@@ -153,21 +160,21 @@ def ignore_step(
 class Policy:
     """An eviction policy: its name, its compiled functions and its options.
 
-    `state` is what `build_state` made, `cache` the `CacheState`, `now` the `LogicalTime`.
+    In the functions `state` is what `build_state` made, `cache` the `CacheState`, `now` the
+    `LogicalTime`.
 
-    victim(cache, state, group, piece, now): a resident piece of the group that is not pinned, or
-        -1; `piece` is the one that needs the slot, -1 where the cache shrinks
-    on_hit, on_insert(cache, state, piece, now): a request was a hit; it was a miss, and its piece
-        now has a slot
+    victim(cache, state, group, piece, now): returns a resident piece of the slot group that is not
+        pinned, or -1; `piece` is the one that needs the slot, -1 if the cache shrinks
+    on_hit(cache, state, piece, now): called when the requested piece has a slot
+    on_insert(cache, state, piece, now): called when a requested piece without a slot has got one
     on_evict(cache, state, piece, now): called before a piece loses its slot
     on_step(cache, state, pieces, rows, weights, now): called before the requests of a step; `rows`
         are the tokens that chose each piece (empty: one each), `weights` the sums of their gate
         weights (empty: unknown)
     on_request(cache, state, now): called before the first step of a prompt
-    weighs: the policy reads rows and weights; others may be called with empty ones
-    needs_trace: the policy needs the future, and cannot run online
-    preload: pieces that are resident from the start; all others are computed from scratch slots
-        and never inserted
+    weighs: the policy reads rows and weights; other policies may get empty ones
+    needs_trace: the policy must know future requests, and runs in simulations only
+    preload: returns the pieces that are resident from the start; no other piece is inserted then
     """
 
     name: str
@@ -187,7 +194,7 @@ class Policy:
     def check_online(self) -> None:
         """Check that an eviction policy can run online, without knowing future requests.
 
-        UsageError where it cannot.
+        UsageError if it cannot.
         """
         if self.needs_trace:
             raise UsageError(
@@ -203,7 +210,7 @@ class Policy:
     def with_options(self, text: str) -> Policy:
         """Copy an eviction policy with other option values.
 
-        They are `name=value[,name=value...]`. UsageError for a wrong one.
+        `text` is `name=value[,name=value...]`. UsageError or UnknownName says what is wrong in it.
         """
         options = {o.name: o for o in self.options}
         values: dict[str, int | float | str] = {}
@@ -229,7 +236,13 @@ class Policy:
     ) -> PolicySetup:
         """Collect what an eviction policy needs to build its initial state.
 
-        It is the argument of `build_state`. UsageError where a required trace is missing.
+        layer:    the layer of each piece, [pieces]
+        group_of: the slot group of each piece, [pieces]
+        sizes:    the slots of each slot group
+        trace:    the complete trace, or None
+
+        The result is the argument of `build_state`. UsageError if the policy needs a trace and has
+        none.
         """
         if trace is None:
             self.check_online()

@@ -1,6 +1,6 @@
 """The interface of predictors: they observe routing and predict which experts come next.
 
-A predictor knows no tensors, clocks or slots. Its drivers (a run, a simulation, a recording) call
+A predictor has no tensors, clocks or slots. Its drivers (a run, a simulation, a recording) call
 `begin` when a pass begins. For every layer they call `observe` with the choices of the layer's
 router, and then `predict` for the layers ahead.
 
@@ -23,10 +23,12 @@ Inputs = NDArray[np.float32]
 class PassStart(NamedTuple):
     """The start of a forward pass over tokens of one request, for expert predictors.
 
-    T tokens.
-
-    `first` is the position of its first token among all tokens since the start of the run or of
-    the trace, by which predictors that read a trace find their place.
+    request:   the prompt and its answer that the pass belongs to
+    first:     the position of its first token among all tokens since the start of the run or of the
+               trace; predictors that read a trace find their place by it
+    tokens:    the number of tokens
+    prefill:   the pass reads (a block of) a prompt
+    token_ids: the ids of the tokens, [tokens], or None
     """
 
     request: int
@@ -39,9 +41,10 @@ class PassStart(NamedTuple):
 class LayerRouting(NamedTuple):
     """The experts that a layer's router chose for each token, in rank order.
 
-    K experts of T tokens; ids are within the layer.
-
-    `inputs` are the hidden states that entered the router, where the predictor needs them.
+    experts: K experts for each of T tokens, [T, K]; ids are within the layer
+    weights: their gate weights, [T, K], or None
+    inputs:  the hidden states that entered the router, [T, hidden size], if the predictor needs
+             them
     """
 
     layer: int
@@ -53,10 +56,9 @@ class LayerRouting(NamedTuple):
 class LayerPrediction(NamedTuple):
     """The experts that a predictor expects in a layer, likeliest first.
 
-    Ids are within the layer.
-
-    There is one row a token of this pass; or a single row where the layer is in the next pass, for
-    its first token. -1 fills rows in which fewer experts are expected.
+    layer:   from 0 to 2 * layers - 1; numbers from `layers` on are layers of the next pass
+    experts: ids within the layer, [T, width] for the T tokens of this pass, or [1, width] for the
+             first token of the next pass; -1 fills rows in which fewer experts are expected
     """
 
     layer: int  # 0 .. 2 * layers - 1: beyond the last, a layer of the next pass
@@ -77,7 +79,7 @@ class Shape(NamedTuple):
     def width(self) -> int:
         """Return how many experts a prediction contains: twice a token's top-k, where available.
 
-        At most all of the smallest layer.
+        It is at most the number of experts of the smallest layer.
         """
         return min(2 * self.top_k, *self.experts_per_layer)
 
@@ -88,7 +90,7 @@ class Gates(Protocol):
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
         """Rank the experts that a layer's router would choose, likeliest first.
 
-        [T, H] -> [T, width].
+        `inputs` are hidden states [T, hidden size]; returns ids within the layer, [T, width].
         """
         ...
 
@@ -96,7 +98,7 @@ class Gates(Protocol):
 class Predictor(Protocol):
     """Interface of predictors of which experts a model's next layers choose.
 
-    `distance` is how many layers ahead `predict` looks; None where it may predict any layer.
+    `distance` is how many layers ahead `predict` looks; None if it may predict any layer.
     """
 
     name: str
@@ -105,7 +107,7 @@ class Predictor(Protocol):
     def begin(self, at: PassStart) -> None:
         """Begin a forward pass in an expert predictor.
 
-        A prediction may follow before its first layer.
+        `predict(-1)` may follow before the pass's first layer.
         """
         ...
 
@@ -116,20 +118,17 @@ class Predictor(Protocol):
     def predict(self, layer: int) -> list[LayerPrediction]:
         """Predict the experts of the layers that follow a given layer.
 
-        -1: before the first layer of the pass.
+        Layer -1 stands for the start of the pass.
         """
         ...
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """Return a predictor's learned state, to be saved between runs.
-
-        Empty where there is none.
-        """
+        """Return a predictor's learned state, to be saved between runs; empty if it has none."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Restore a predictor's learned state from an earlier run.
 
-        ValueError where it does not fit this model.
+        ValueError if the state does not fit this model.
         """
         ...

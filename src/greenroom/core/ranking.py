@@ -14,10 +14,12 @@ from greenroom.core.compiling.compile_cache import jit
 def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.int64]:
     """Return the columns of each row's highest scores, highest first.
 
-    [T, E] -> [T, width].
+    scores: [T, E]
+    width:  how many columns are returned for each row, at most E
+    above:  only scores greater than this count
 
-    `width` is at most E; ties go to the lower column. Only scores greater than `above` count; -1
-    fills the row where there are fewer.
+    Returns [T, width]. Equal scores are in the order of their columns. -1 fills a row with fewer
+    scores.
     """
     rows, columns = scores.shape
     best = np.full((rows, width), -1, np.int64)

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 class Stream(NamedTuple):
     """A sequence of expert requests, grouped in steps of one layer each.
 
-    N requests in S steps; the pieces of a step are distinct.
-
-    Orders (they differ in what a step is): `runtime`, one step a pass and layer, ids ascending;
-    `natural`, one step a token and layer, experts as stored; `rounds`, one step a request, for
-    each token, each rank, each layer.
+    There are N requests in S steps; the pieces of a step are distinct. A step depends on the order
+    of the trace's requests: in `runtime`, a step is a pass at a layer, ids ascending; in `natural`,
+    a token at a layer, experts as stored; in `rounds`, one request, for each token, each rank, each
+    layer.
     """
 
     pieces: NDArray[np.int32]  # [N] dense ids, offsets[layer] + expert

@@ -223,7 +223,7 @@ def test_numbers_that_no_float_holds(cli: Run, folder: Path, tmp_path: Path) -> 
         path = tmp_path / f"{name}.json"
         path.write_text(f'{{"format": "greenroom-pins", "version": 1, "tasks": {text}}}')
         line = cli("run", folder, "Hi", "--cache", "50%", "--pin", path).mistake
-        assert line.startswith(f"{path} holds no pins: it is not usable: ")
+        assert line.startswith(f"{path} is no file of pinned experts: it is not usable: ")
 
 
 def test_a_budget_that_is_too_small_says_how_much_would_do(

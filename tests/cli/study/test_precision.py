@@ -132,12 +132,15 @@ def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
         (("--low-share", "20%"), "--low-share is for --miss-precision, which is off"),
         (("--low-follow",), "--low-follow is for --miss-precision, which is off"),
         (("--miss-precision", "int2"), "unknown miss_precision 'int2'"),
-        (("--skip-below", 1.5), "--skip-below is a share of the gate weights, from 0 to 1: 1.5"),
+        (
+            ("--skip-below", 1.5),
+            "--skip-below must be a share of the gate weights, from 0 to 1, got 1.5",
+        ),
         ((*LOW, "--skip-below", 0.95), "--skip-below 0.95 must be less than --low-below 0.9"),
         (("--skip-below", 0.3, "--substitute-below", 0.2), "must be less than --substitute-below"),
         ((*LOW, "--low-share", "2MB"), "--low-share must be a share, as 12.5%"),
         ((*LOW, "--split", "0.5"), "--miss-precision and --split exclude each other"),
-        (("--miss-precision", "int4", "--low-below", 0), "--low-below 0 serves no miss"),
+        (("--miss-precision", "int4", "--low-below", 0), "--low-below 0 computes no miss"),
         (("--miss-precision", "int8"), "this pack has copies in int4: make a pack"),
     ],
 )

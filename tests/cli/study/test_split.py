@@ -112,7 +112,10 @@ def test_budgets_and_pins_of_a_run_count_as_a_replay(
     ("options", "said"),
     [
         (("--split", "0.5"), "--split has an effect only with --machine"),
-        (("--split", "2", "--machine", "auto"), "--split is a share of an expert, at most 1: 2"),
+        (
+            ("--split", "2", "--machine", "auto"),
+            "--split must be a share of an expert, at most 1, got 2",
+        ),
         (("--pin", "never"), "unknown pin 'never': choose one of step, none, FILE"),
         (("--pin", "none.json", "--order", "runtime"), "cannot read none.json"),
         (("--pin", "none.json"), "--pin FILE is about misses of real passes"),
@@ -164,4 +167,4 @@ def test_a_pinned_run_says_so_and_refuses_too_many(
     ran = cli("run", source, "def g", "--cache", "50%", "--pin", pins, *ANSWER)
     assert "pinned experts leave none of" in ran.mistake
     ran = cli("run", source, "def g", "--cache", "50%", "--pin", prompts, *ANSWER)
-    assert "holds no pins" in ran.mistake
+    assert "is no file of pinned experts" in ran.mistake

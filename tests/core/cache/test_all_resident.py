@@ -35,7 +35,7 @@ def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> N
     while scheduler.step is not None:
         landings = [Landed(a.lane, a.piece) for a in actions if isinstance(a, StartChunk)]
         actions = [a for e in landings for a in scheduler.on(e)]
-        if scheduler.step is not None and scheduler.step.groups:
+        if scheduler.step is not None and scheduler.step.expert_groups:
             actions += scheduler.on(Computed())
 
 

@@ -71,9 +71,9 @@ def test_per_layer_scope_spreads_the_remainder_over_the_first_layers():
 
 
 def test_names_and_capacities_that_cannot_be_are_refused():
-    with pytest.raises(BudgetError, match="at least one slot: 0"):
+    with pytest.raises(BudgetError, match="at least one slot, got 0"):
         Cache(PIECES, 0, policy("lru"))
-    with pytest.raises(BudgetError, match="a slot for each of 3 layers: 2"):
+    with pytest.raises(BudgetError, match="a cache slot for each of 3 layers, got 2"):
         Cache(PIECES, 2, policy("lru"), "per-layer")
     with pytest.raises(UnknownName, match="unknown pin 'all': choose one of step, none"):
         Cache(PIECES, 3, policy("lru")).serve(ids(0), 0, "all")

@@ -93,12 +93,12 @@ def test_a_file_and_back(tmp_path):
     [
         ("{", "it is not JSON"),
         ({"format": "x"}, "greenroom trace hot makes such files"),
-        ({"version": 2}, "pins of version 2: make them again"),
-        ({"tasks": {}}, "has no tasks"),
+        ({"version": 2}, "pinned experts of version 2, this Greenroom reads version 1"),
+        ({"tasks": {}}, "has no task with pinned experts"),
         ({"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}}, "are not those of the model"),
         (
             {"tasks": {"a": {"experts": [[0], [9]], "pattern": [[0] * 4, [0] * 4]}}},
-            "must be different ids below 4",
+            "must be different numbers from 0 to 3",
         ),
         (
             {"tasks": {"a": {"experts": [[0], [1]], "pattern": [[-1] * 4, [0] * 4]}}},

@@ -64,11 +64,13 @@ def test_several_devices_share_each_layers_slots_out():
 
 
 def test_bad_scopes():
-    with pytest.raises(UsageError, match="the scope has 2 numbers, the model has 3 layers"):
+    with pytest.raises(UsageError, match="--scope has 2 numbers, but the model has 3 layers"):
         split_capacity(9, 3, (1, 2))
-    with pytest.raises(UsageError, match="numbers of a scope must be above 0: 0"):
+    with pytest.raises(UsageError, match="--scope must have numbers above 0, got 0"):
         split_capacity(9, 3, (1, 2, 0))
-    with pytest.raises(BudgetError, match="scope given needs a slot for each of 3 layers: 2"):
+    with pytest.raises(
+        BudgetError, match=r"--scope N,N,... needs a cache slot for each of 3 layers, got 2"
+    ):
         split_capacity(2, 3, (1, 2, 1))
 
 

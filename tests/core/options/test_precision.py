@@ -192,7 +192,7 @@ def test_the_memory_of_copies_comes_from_the_experts():
     ("of", "message"),
     [
         (((100,), (100,), (), 2), "must be smaller than its expert"),
-        (((100,), (50,), (), 0), "need at least one slot, got 0"),
+        (((100,), (50,), (), 0), "the cache of low-precision copies has 0 slots"),
     ],
 )
 def test_bad_copies(of, message):
@@ -202,7 +202,9 @@ def test_bad_copies(of, message):
 
 def test_no_tier_in_between():
     every = Pieces.with_copies(OFFSETS, copies())
-    with pytest.raises(UsageError, match="low-precision copies work without a host tier only"):
+    with pytest.raises(
+        UsageError, match=r"--miss-precision and --host-memory .* exclude each other"
+    ):
         Scheduler(
             every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )

@@ -53,7 +53,7 @@ def test_guesses_become_dense_ids_and_layers_beyond_the_last_the_next_pass_s():
 def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_another_layer_s():
     foresight = Foresight(FixedPredictor((1, [[0, 4]])), OFFSETS)
     with pytest.raises(
-        PredictorError, match="says: layer 1 has 4 experts, and it predicts number 4"
+        PredictorError, match="says predicts expert 4 in layer 1, whose experts are 0 to 3"
     ):
         foresight.begin(at(False))
 

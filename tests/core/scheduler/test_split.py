@@ -50,7 +50,10 @@ def test_slots_of_tops_are_what_bottoms_leave():
     assert group_sizes(every, 5, (3.0, 1.0)) == [4, 1]
     uneven = Pieces.with_split(OFFSETS, split((25, 50), (75, 50)))  # 575 bytes
     assert group_sizes(uneven, 8, "per-layer") == [6, 8 - 2]
-    with pytest.raises(BudgetError, match="the memory of 1 experts is too small to split them: 3 "):
+    with pytest.raises(
+        BudgetError,
+        match=r"memory for 1 experts is too small to split them \(--split\): .* 3 bottom",
+    ):
         group_sizes(every, 1, "shared")
 
 
@@ -144,9 +147,9 @@ def test_prefetches_have_half_of_the_slots():
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        (((60,), (0,), 2), "no layer is split: leave out the split"),
-        (((0,), (40,), 2), "a top has at least a byte"),
-        (((60,), (40,), 0), "bottom segments need at least one slot, got 0"),
+        (((60,), (0,), 2), "--split leaves the experts of every layer unsplit"),
+        (((0,), (40,), 2), "a top segment needs at least 1 byte"),
+        (((60,), (40,), 0), "the cache of bottom segments has 0 slots"),
     ],
 )
 def test_bad_splits(of, message):
@@ -156,7 +159,7 @@ def test_bad_splits(of, message):
 
 def test_no_tier_in_between():
     every = Pieces.with_split(OFFSETS, split())
-    with pytest.raises(UsageError, match="split experts work without a host tier only"):
+    with pytest.raises(UsageError, match=r"--split and --host-memory .* exclude each other"):
         Scheduler(
             every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
         )

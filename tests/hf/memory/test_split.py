@@ -210,7 +210,7 @@ def test_ratios_take_the_nearest_segment():
             "--split needs experts that are packed in segments: make such a pack with",
         ),
         ({"split": "0"}, "--split must be numbers above 0"),
-        ({"split": "1.5"}, "--split is a share of an expert, at most 1: 1.5"),
+        ({"split": "1.5"}, "--split must be a share of an expert, at most 1, got 1.5"),
         ({"split": "half"}, "--split must be numbers, one a layer"),
     ],
 )

@@ -1,9 +1,9 @@
 """The all-resident path: steps whose experts all have slots bypass the scheduler's event machine.
 
-While LRU evicts nothing its state is the order of use, so this order can be passed to the policy
-later, when the cache shrinks. To call the policy in every step takes ten microseconds of a layer's
-thirty, and five times as long after the weights have displaced everything from the processor's
-caches.
+While an LRU cache evicts nothing, its state is the order in which experts were used. So this order
+is recorded here, and passed to the policy when the cache shrinks. A call of the policy in every
+step would take 10 of a layer's 30 microseconds, and five times as long when the weights have
+displaced the policy's data from the processor's caches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from greenroom.core.pieces import Ints
 class AllResident:
     """The order in which cached experts were used, while steps bypass the event machine.
 
-    slot_of:    the cache's slot of each expert, -1 where it has none
-    tier_slots: the tier's slot for each slot of the cache
-    used:       the number of the last step that used each expert, from 1; 0: none has
-    steps:      steps so far
+    slot_of:    the cache slot of each expert; -1 if it has none
+    tier_slots: for each cache slot, the number of its slot in memory
+    used:       for each expert, the number of the last step that used it, from 1; 0 if none has
+    steps:      the number of steps so far
     """
 
     def __init__(self, placement: Placement, counts: Counts) -> None:
@@ -32,7 +32,7 @@ class AllResident:
 
     @staticmethod
     def of(placement: Placement, counts: Counts) -> AllResident | None:
-        """Make an `AllResident` for an LRU cache with a slot for every expert; else None."""
+        """Make an `AllResident` for an LRU cache with a slot for every expert; else return None."""
         cache = placement.cache
         if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None
@@ -41,9 +41,8 @@ class AllResident:
     def step(self, experts: Ints) -> Ints | None:
         """Serve a step whose experts are all resident; returns the experts' slots in memory.
 
-        The experts are in ascending order, the slots are numbered as in the tier.
-
-        None, and nothing is counted, where one of them has no slot.
+        `experts` are dense ids (layer offset + expert number), ascending. If one of them has no
+        slot, the method counts nothing and returns None.
         """
         slots: Ints = self.slot_of[experts]
         if slots.min() < 0:
@@ -56,7 +55,7 @@ class AllResident:
     def count(self, experts: int) -> None:
         """Count a step whose experts are all cache hits.
 
-        The caller updates `used`.
+        The caller writes the number of the step to `used` for each of its experts.
         """
         self.steps += 1
         self._counts.steps += 1
@@ -66,7 +65,7 @@ class AllResident:
     def report(self) -> None:
         """Report the experts used so far to the eviction policy, in their order of use.
 
-        The order is by step, then by id.
+        Experts of one step are reported by ascending id. The record of uses is empty afterwards.
         """
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]

@@ -27,7 +27,7 @@ PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
 def bind(policy: Policy) -> Bound:
     """Build the cache's compiled functions for an eviction policy.
 
-    They are compiled once for all settings of the policy.
+    Two settings of one policy share the compiled code.
     """
     return _bind(*(getattr(policy, part) for part in PARTS), policy.preload is not None)
 

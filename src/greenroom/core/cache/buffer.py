@@ -1,11 +1,13 @@
 """The prefetch buffer: the cache slots that prefetched experts borrow.
 
-A prefetch borrows a free slot, or that of the policy's victim. The policy knows nothing of the
-piece while it is in the buffer: an insertion is reported when a step requests the piece, as if it
-had just arrived. A piece that no step requests returns its slot, and the next miss takes this slot
-without an eviction. So prefetching costs the cache at most the slots that are borrowed at a time.
+A prefetch borrows a free slot, or that of the policy's victim. The policy is not told of the piece
+while it is in the buffer; when a step requests the piece, the policy sees an insertion, as if the
+piece had just arrived. If no step requests the piece, its slot is returned, and the next miss takes
+the slot without an eviction. So prefetching costs the cache at most the slots that are borrowed at
+a time.
 
-The steps of a prompt stream through borrowed slots too; experts resident for decoding stay.
+Experts of a prompt that find no free cache slot pass through borrowed slots too. So the experts
+that decoding has made resident stay.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from enum import IntEnum
 
 
 class BorrowState(IntEnum):
-    """The state of a prefetched piece of an expert in a borrowed cache slot."""
+    """The state of a borrowed cache slot: its prefetch moves, is complete, or is in use."""
 
     MOVING = 0  # its prefetch is not complete
     COMPLETE = 1  # its prefetch is complete; its layer has not come yet
@@ -27,8 +29,9 @@ class BorrowState(IntEnum):
 class BorrowedSlot:
     """A cache slot borrowed for a prefetch, and the piece of an expert in it.
 
-    layer, chance: of its prefetch: the layer that it is for, and the chance of use
-    promotion:     the piece becomes resident on arrival
+    layer:     the layer that the prefetch is for; -1 once a step uses the slot
+    chance:    the estimated probability that the layer's next step uses the piece
+    promotion: the piece becomes resident when its transfer is complete
     """
 
     piece: int
@@ -42,9 +45,10 @@ class BorrowedSlot:
 class PrefetchBuffer:
     """The cache slots borrowed by prefetched pieces of experts, up to a limit.
 
-    At most `size` slots at a time, by piece; none of the pieces is resident.
+    size:     how many slots prefetches may borrow at a time; the callers check `full` first
+    borrowed: the borrowed slots by piece; the eviction policy knows none of these pieces
 
-    Slots are numbered as in the cache. The caller returns the slots that a method releases.
+    Slots have the numbers of the cache. The caller returns the slots that a method releases.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -72,7 +76,8 @@ class PrefetchBuffer:
     def unused_prefetches(self, layer: int, used: Collection[int]) -> list[BorrowedSlot]:
         """Return a layer's prefetches that its router did not choose.
 
-        They are not among the `used` pieces.
+        `used` are the pieces that the router chose. Slots that a step uses already are not
+        returned.
         """
         coming = self._coming.get(layer)
         return [entry for piece, entry in coming.items() if piece not in used] if coming else []
@@ -80,7 +85,7 @@ class PrefetchBuffer:
     def least_likely(self, chance: float, excluded: Collection[int] = ()) -> BorrowedSlot | None:
         """Find the complete prefetch least likely to be used, below a given chance.
 
-        None where no complete prefetch has a lower chance.
+        Pieces in `excluded` are not considered. None if no complete prefetch has a lower chance.
         """
         entries = self.borrowed.values()
         waiting = [
@@ -91,9 +96,9 @@ class PrefetchBuffer:
         return min(waiting, key=lambda e: (e.chance, e.piece), default=None)
 
     def occupy(self, piece: int, slot: int = -1) -> int:
-        """Mark a borrowed slot as used by the current step to compute a piece.
+        """Mark the borrowed slot of an expert's piece as used by the current step; returns it.
 
-        Where the piece has none yet, it gets `slot`.
+        If the piece has no borrowed slot yet, `slot` becomes its borrowed slot.
         """
         entry = self.borrowed.get(piece)
         if entry is None:
@@ -118,6 +123,6 @@ class PrefetchBuffer:
 def default_borrow_limit(top_k: int) -> int:
     """Return the default limit of borrowed cache slots, for a number of experts per token.
 
-    The limit is the experts of four layers; runs with others are in docs/log/.
+    The limit is what one token uses in four layers; docs/log/ compares other limits.
     """
     return 4 * top_k

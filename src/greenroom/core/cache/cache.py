@@ -34,7 +34,7 @@ MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
 
 def check_pin(pin: str) -> None:
-    """Check the name of a pinning mode; UnknownName unless it is one of PINS."""
+    """Check a pinning mode: "step" or "none"; UnknownName for any other name."""
     if pin not in PINS:
         raise UnknownName("pin", pin, PINS)
 
@@ -45,9 +45,9 @@ class ServedStep:
 
     All arrays are in the order of the step's requests.
 
-    slots:   the slot of each request's piece; -1: it passes through a scratch slot
+    slots:   the cache slot of each requested piece; -1 where the cache gave it none
     hits:    1 where the piece was resident
-    evicted: the piece that made room, or -1
+    evicted: the piece that was evicted for the request, or -1
     pinned:  the step's pieces stay pinned until `release`
     misses:  how many pieces were not resident"""
 
@@ -59,15 +59,13 @@ class ServedStep:
 
 
 class Cache:
-    """The expert cache: slots in groups of a fixed size, under one eviction policy.
+    """The expert cache: slots in slot groups of a fixed size, under one eviction policy.
 
-    A piece has its slot on its home device. Each of several devices has its own instance of the
-    policy, for the pieces of that device; slots of all devices lie in the same arrays, in order.
-
-    A miss always inserts (demand paging without bypass; only a policy with a `preload` differs).
-    The pieces of a step are pinned while it is served, unless the step needs more slots of a group
-    than it has. `sizes` are the slots of each group. `trace` is for policies that need all of it.
-    """
+    A slot group is a set of slots under one budget: those of all layers, or of one layer; each of
+    several devices has its own groups, and its own instance of the policy. A piece has its slot on
+    its home device. `sizes` are the slots of each group. Every miss is inserted, unless the policy
+    has a `preload`, or `fill` or `without_slot` of `serve` forbid it. `trace` is for policies that
+    must know the whole trace."""
 
     def __init__(
         self,
@@ -83,13 +81,14 @@ class Cache:
         self._bound = bind(policy)
         if pieces.devices > 1 and policy.needs_trace:
             raise UsageError(
-                f"policy {policy.name} must know the whole trace, which works on one device only"
+                f"policy {policy.name} must know the whole trace, which works on one device only,"
+                f" got {pieces.devices} devices: choose another policy"
             )
         sizes = group_sizes(pieces, capacity, scope)
         self.state = self._empty(sizes)
-        self._parts = self._divided()
+        self._device_states = self._divided()
         each, self._policy_states = len(sizes) // pieces.devices, []
-        for device, part in enumerate(self._parts):
+        for device, part in enumerate(self._device_states):
             own_sizes = tuple(sizes[device * each : (device + 1) * each])
             setup = policy.setup(pieces.layer, part.group_of, own_sizes, pieces.layers, seed, trace)
             self._policy_states.append(policy.build_state(setup))
@@ -101,7 +100,9 @@ class Cache:
         self._last_seen = [(-1, 0)] * pieces.devices
         # Steps not yet reported to each device's policy: their pieces, and the rows of `steps`
         # for `serving.serve`.
-        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._parts]
+        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [
+            [] for _ in self._device_states
+        ]
         self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not stored
         # Of the last step of hits: pinned before a policy chooses a victim.
         self._unpinned = NO_PIECES
@@ -151,15 +152,14 @@ class Cache:
     ) -> ServedStep:
         """Request distinct pieces of one layer's experts from the cache, in the given order.
 
-        The logical time is `now`.
-
-        token:         the pass; now // layers by default
-        request:       the prompt
-        rows, weights: as in `Stream`
+        now:           the logical time: pass or token * layers + layer
+        token:         the pass or token; now // layers by default
+        request:       the prompt and its answer
+        rows, weights: tokens that chose each piece and sums of their gate weights, [n] or None
         pin:           with "step" the pieces stay pinned until `release`, unless the step is larger
-                       than its group
+                       than its slot group
         fill:          -1, or how many misses may be inserted, into free slots only
-        without_slot:  misses that get no slot, [n] or empty"""
+        without_slot:  flags of misses that get no slot, [n] or empty"""
         if pin != "step":
             check_pin(pin)
         piece = int(pieces[0]) if pieces.size else 0
@@ -199,9 +199,7 @@ class Cache:
         fill: int,
         without_slot: Flags,
     ) -> ServedStep:
-        """Serve a step's pieces of one device.
-
-        A step of hits needs no decision of the policy; it is reported before the next decision."""
+        """Serve a step's pieces of one device; a step of hits is reported to the policy later."""
         request, index = self._last_seen[device]
         log, size = self._unreported[device], pieces.size
         log.append((pieces, (*at, index, at[2] != request, size)))
@@ -237,12 +235,12 @@ class Cache:
         if self._unpinned.size:
             self.pin_hits()
         misses: int = self._bound.serve(
-            self._parts[device], self._policy_states[device],
+            self._device_states[device], self._policy_states[device],
             np.concatenate(pieces) if len(pieces) > 1 else pieces[0], rows, weights,
             np.array(steps), pinned, fill, without_slot, out,
         )  # fmt: skip
         if misses < 0:
-            raise RuntimeError("no piece can be evicted: every resident is pinned")
+            raise RuntimeError(f"no expert of device {device} can be evicted: all are pinned")
         return misses
 
     def pin_hits(self) -> None:
@@ -269,7 +267,7 @@ class Cache:
         device = int(self.pieces.home_device[piece])
         self._report_hits()
         return (
-            self._parts[device],
+            self._device_states[device],
             self._policy_states[device],
             LogicalTime(*self.now, self._last_seen[device][1]),
         )
@@ -277,7 +275,7 @@ class Cache:
     def pin(self, pieces: Ints) -> None:
         """Replace the set of experts that are never evicted once they are resident.
 
-        BudgetError where they would leave a group no slot for others."""
+        BudgetError if the set would take all slots of a slot group."""
         self._check_pinned(self.sizes, pieces)
         self.state.pinned[self.pinned_set] -= 1
         self.pinned_set = np.sort(pieces)
@@ -286,7 +284,7 @@ class Cache:
     def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
         """Return the number of slots of each slot group for a given cache capacity.
 
-        BudgetError where the pinned set would leave a group no slot."""
+        BudgetError if the pinned set would take all slots of a slot group."""
         sizes = group_sizes(self.pieces, capacity, self.scope)
         self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
@@ -296,8 +294,8 @@ class Cache:
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
             if count >= size:
                 raise BudgetError(
-                    f"{count} pinned experts leave none of {size} slots for the others: pin fewer,"
-                    f" or have more than {count} slots"
+                    f"{count} pinned experts leave none of {size} cache slots for the others:"
+                    f" pin fewer experts (--pin), or give the cache memory for more than {count}"
                 )
 
     def fits(self, pieces: Ints) -> bool:
@@ -305,17 +303,20 @@ class Cache:
         if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(
-            size <= self.unpinned_slots(group) for group, size in self.slots_needed(pieces).items()
+            size <= self.unpinned_slots(slot_group)
+            for slot_group, size in self.slots_needed(pieces).items()
         )
 
-    def unpinned_slots(self, group: int) -> int:
-        """Return how many slots of a slot group are not reserved for pinned experts."""
+    def unpinned_slots(self, slot_group: int) -> int:
+        """Return how many slots of a slot group the pinned set leaves to other experts."""
         if not self.pinned_set.size:
-            return self.sizes[group]
-        return self.sizes[group] - int((self.state.group_of[self.pinned_set] == group).sum())
+            return self.sizes[slot_group]
+        return self.sizes[slot_group] - int(
+            (self.state.group_of[self.pinned_set] == slot_group).sum()
+        )
 
     def slots_needed(self, pieces: Ints) -> dict[int, int]:
-        """Count the slots that a step's unpinned pieces need in each slot group."""
+        """Count the slots that a step needs in each slot group, without pinned experts."""
         if self.pinned_set.size:
             pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
@@ -342,8 +343,8 @@ class Cache:
     def borrow(self, piece: int) -> tuple[int, int]:
         """Borrow a cache slot for a piece: a free slot, or one by eviction.
 
-        Returns (slot, evicted piece or -1); the slot is -1 where all are pinned. No insertion is
-        reported to the policy. `return_slot` returns it."""
+        Returns (slot, evicted piece or -1); the slot is -1 if every resident is pinned. The policy
+        sees no insertion. `return_slot` frees the slot again."""
         state, policy_state, at = self._at(piece)
         slot, evicted = self._bound.borrow(state, policy_state, piece, at)
         return int(slot), int(evicted)
@@ -357,14 +358,12 @@ class Cache:
     def return_slot(self, slot: int) -> None:
         """Free a cache slot that was borrowed."""
         state = self.state
-        group = int(np.searchsorted(state.first, slot, side="right")) - 1
-        state.free[state.first[group] + state.free_count[group]] = slot
-        state.free_count[group] += 1
+        slot_group = int(np.searchsorted(state.first, slot, side="right")) - 1
+        state.free[state.first[slot_group] + state.free_count[slot_group]] = slot
+        state.free_count[slot_group] += 1
 
     def room(self, layer: int) -> int:
-        """Count the cache slots that a layer's experts may use.
-
-        These are the slots of the groups that the layer's pieces belong to."""
+        """Count the cache slots that a layer's experts may use: all of the layer's slot groups."""
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1
@@ -375,19 +374,21 @@ class Cache:
         return np.sort(self.state.piece_in[self.state.piece_in >= 0])
 
     def resize(self, capacity: int) -> None:
-        """Change the cache's number of slots; the policy chooses victims, other pieces may move."""
+        """Change the cache's number of slots; the policy chooses victims, other pieces may move.
+
+        BudgetError if the new capacity is too small for the slot groups or the pinned set."""
         state, sizes = self.state, self.sizes_for(capacity)
         self._report_hits()
         each = len(sizes) // self.pieces.devices
-        for group, size in enumerate(sizes):
-            members = [p for p in self.residents() if state.group_of[p] == group]
+        for slot_group, size in enumerate(sizes):
+            members = [p for p in self.residents() if state.group_of[p] == slot_group]
             for _ in range(len(members) - size):
                 part, policy_state, at = self._at(members[0])
-                if self._bound.evict_victim(part, policy_state, group % each, at) < 0:
-                    raise RuntimeError("a pinned piece cannot be evicted")
+                if self._bound.evict_victim(part, policy_state, slot_group % each, at) < 0:
+                    raise RuntimeError(f"cannot shrink to {capacity} slots: all experts are pinned")
         residents = self.residents()
         self.state = self._empty(sizes)._replace(pinned=state.pinned)
-        self._parts = self._divided()
+        self._device_states = self._divided()
         preload(self.state, residents)
 
 

@@ -1,9 +1,9 @@
 """Pinned sets: a task's most used experts, which the cache never evicts (PreMoe, section 3).
 
-A file has one or several tasks. The experts of a single task are pinned from the start. Of several
-tasks, the one is chosen whose pattern is nearest, by the cosine of the angle, to the experts that a
-request's prompt used: PreMoe's retrieval, with counts in place of gate scores. Pinning an expert
-does not fetch it; it stays once it is resident.
+A file has one or several tasks. With a single task, its experts are pinned from the start. With
+several tasks, each request's prompt selects one: the task whose pattern has the smallest angle to
+the prompt's counts of expert uses. This is PreMoe's retrieval, with counts in place of gate scores.
+Pinning an expert does not fetch it; the expert stays once it is resident.
 
     {"format": "greenroom-pins", "version": 1, "model": ...,
      "tasks": {"coding": {"experts": [[3, 8], ...], "pattern": [[0.1, ...], ...]}}}
@@ -43,7 +43,8 @@ Floats = NDArray[np.float64]
 class Task:
     """A task's pinned experts, and its pattern of expert use.
 
-    The experts are dense ids, ascending; the pattern is [P].
+    experts: dense ids (layer offset + expert number), ascending
+    pattern: the share of the task's tokens that used each expert, [experts of the model]
     """
 
     experts: Ints
@@ -54,7 +55,7 @@ class Task:
 class Pins:
     """The pinned experts of several tasks, by task name, for one model.
 
-    Layer i's experts begin at `offsets[i]` [L + 1].
+    offsets: the dense id of each layer's first expert, and the number of all experts, [layers + 1]
     """
 
     tasks: Mapping[str, Task]
@@ -62,7 +63,7 @@ class Pins:
 
     @property
     def first(self) -> Ints:
-        """Return the experts to pin at the start: those of a single task, else none."""
+        """Return the experts to pin at the start: those of a single task, or none of several."""
         if len(self.tasks) > 1:
             return np.empty(0, np.int64)
         return next(iter(self.tasks.values())).experts
@@ -70,9 +71,9 @@ class Pins:
     def nearest(self, counts: Floats | Ints) -> str:
         """Find the task whose pattern of expert use is nearest to a prompt's.
 
-        The prompt's pattern are its counts of expert uses, [P].
+        counts: how often the prompt used each expert, [experts of the model]
 
-        The first task where all counts are 0.
+        The nearest pattern has the largest cosine. The first task is returned if all counts are 0.
         """
         norm = np.linalg.norm(counts) or 1.0
 
@@ -103,18 +104,26 @@ class Pins:
     def load(cls, path: str | Path, offsets: Sequence[int]) -> Pins:
         """Read a file of pinned experts, and check that it fits the model.
 
-        UsageError where it does not fit.
+        `offsets` [layers + 1] are the dense ids of the model's first expert in each layer.
+        UsageError if the file cannot be read, is damaged, or is of another model.
         """
-        content = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
+        content = read_json(
+            path, FORMAT, "is no file of pinned experts", "greenroom trace hot", UsageError
+        )
         if (version := content.value("version", None)) != VERSION:
-            raise UsageError(f"{path}: pins of version {show_value(version)}: make them again")
+            raise UsageError(
+                f"{path} has pinned experts of version {show_value(version)}, this Greenroom reads"
+                f" version {VERSION}: make the file again with greenroom trace hot"
+            )
         try:
             raw = content.object("tasks")
             tasks = {name: _task(raw.object(name), offsets) for name in raw}
         except Malformed as error:
             raise UsageError(f"{path} is damaged, or of another model: {error}") from error
         if not tasks:
-            raise UsageError(f"{path} has no tasks")
+            raise UsageError(
+                f"{path} has no task with pinned experts: greenroom trace hot makes such files"
+            )
         return cls(tasks, tuple(offsets))
 
 
@@ -125,10 +134,12 @@ def _task(raw: JsonObject, offsets: Sequence[int]) -> Task:
         raw.list_of("pattern", list_of(number)),
     )
     if len(experts) != len(ranges) or [len(p) for p in pattern] != [b - a for a, b in ranges]:
-        raise Malformed("its layers or experts are not those of the model")
+        raise Malformed("a task does not have the model's numbers of layers and experts")
     for ids_in_layer, (a, b) in zip(experts, ranges, strict=True):
         if any(e >= b - a for e in ids_in_layer) or len({*ids_in_layer}) < len(ids_in_layer):
-            raise Malformed(f"experts of a layer must be different ids below {b - a}")
+            raise Malformed(
+                f"the pinned experts of a layer must be different numbers from 0 to {b - a - 1}"
+            )
     ids = [
         a + e for ids_in_layer, (a, _) in zip(experts, ranges, strict=True) for e in ids_in_layer
     ]

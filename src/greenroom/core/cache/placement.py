@@ -17,11 +17,12 @@ from greenroom.core.policy import Policy
 class Placement:
     """The slots for experts in one memory, and the experts in them.
 
-    cache:      residents under a policy, in slots with numbers of the cache
-    tier_slots: the tier's slot for each slot of the cache
-    buffer:     slots of the cache that prefetches and streamed experts borrow
-    secondary:  slots for bottom segments or low-precision copies
-    capacity:   slots of the tier now, in unsplit experts; `target_capacity` after a resize
+    cache:      the experts that are resident under the eviction policy
+    tier_slots: for each cache slot, the number of its slot in memory
+    buffer:     the cache slots that prefetches and experts of prompts borrow
+    secondary:  the slots for bottom segments of split experts, or for low-precision copies
+    capacity:   the number of slots, counted in unsplit experts
+    target_capacity: the requested number of slots; another one than `capacity` until a resize
     """
 
     def __init__(
@@ -42,11 +43,14 @@ class Placement:
     # ---- lookups
 
     def resident(self, expert: int) -> bool:
-        """Tell whether an expert has a cache slot, its own or a borrowed one."""
+        """Tell whether an expert has a cache slot, its own or a borrowed one.
+
+        The expert's bytes may still be on their way to the slot.
+        """
         return bool(self.cache.state.slot_of[expert] >= 0) or expert in self.buffer.borrowed
 
     def slot(self, expert: int) -> int:
-        """Return the memory slot of a resident expert."""
+        """Return the memory slot of an expert that has a cache slot of its own."""
         return int(self.tier_slots[self.cache.state.slot_of[expert]])
 
     def has_secondary(self, expert: int) -> bool:
@@ -56,7 +60,10 @@ class Placement:
         return expert in self.secondary.slot_of or self.secondary_of(expert) < 0
 
     def missing_chunks(self, expert: int) -> int:
-        """Return the chunks of an expert that have no memory slot yet."""
+        """Count the chunks of an expert's pieces that have no memory slot yet.
+
+        The pieces are the unsplit expert, or the top and bottom segments of a split one.
+        """
         chunks = 0 if self.resident(expert) else int(self.pieces.chunks[expert])
         if not self.has_secondary(expert):
             chunks += int(self.pieces.chunks[self.secondary_of(expert)])
@@ -80,14 +87,17 @@ class Placement:
         self.cache.return_slot(self.buffer.release(piece))
 
     def vacate(self, piece: int) -> None:
-        """Free the slot of an expert's piece whose transfer failed or was dropped."""
+        """Free the slot of an expert's piece whose transfer failed or was dropped.
+
+        The piece has a secondary or a borrowed slot; another piece is left as it is.
+        """
         if self.is_secondary(piece):
             self.secondary.free(piece - self._experts)
         elif piece in self.buffer.borrowed:
             self.return_slot(piece)
 
     def borrowed(self, experts: Sequence[int]) -> dict[int, BorrowedSlot]:
-        """Return the borrowed slots that experts of a step have."""
+        """Return the borrowed cache slots of some experts, by expert."""
         slots = self.buffer.borrowed
         return {expert: slots[expert] for expert in experts if expert in slots} if slots else {}
 
@@ -96,31 +106,34 @@ class Placement:
     ) -> BorrowedSlot | bool | None:
         """Find a borrowed slot that must be reclaimed to make room for a step.
 
-        False: the step needs none; None: none can be had.
+        prefetched: those of the step's experts that have borrowed slots already
 
-        The `prefetched` ones of its experts have borrowed slots already.
+        False if the step has room already; None if it has not, and no complete prefetch can be
+        displaced.
         """
         borrowed, group_of = self.buffer.borrowed, self.cache.state.group_of
         one_group = self.cache.state.first.size == 2
-        for group, needed in self.cache.slots_needed(experts).items():
-            others = set() if one_group else {p for p in borrowed if group_of[p] != group}
+        for slot_group, needed in self.cache.slots_needed(experts).items():
+            others = set() if one_group else {p for p in borrowed if group_of[p] != slot_group}
             size = needed - len({*prefetched} - others)
-            if size + len(borrowed) - len(others) > self.cache.unpinned_slots(group):
+            if size + len(borrowed) - len(others) > self.cache.unpinned_slots(slot_group):
                 return self.buffer.least_likely(2.0, excluded=others.union(prefetched))
         return False
 
     def exchange(self, slot: int, tier_slot: int) -> None:
-        """Exchange memory slots, so that a cache slot has a prefetched piece's bytes.
+        """Exchange the memory slots of two cache slots, so that prefetched bytes stay in place.
 
-        The memory slot that the cache slot had until now is free, or of a miss that has not begun.
+        Cache slot `slot` gets the memory slot `tier_slot`, in which the prefetched bytes are. The
+        cache slot that had `tier_slot` gets the other one, whose bytes are not needed.
         """
         other = self.tier_slots.tolist().index(tier_slot)
         self.tier_slots[[slot, other]] = self.tier_slots[[other, slot]]
 
     def prompt_share(self, layer: int) -> int:
-        """Limit how many misses of a prompt's step are admitted to the cache.
+        """Return how many misses of a prompt's step the cache may insert.
 
-        The limit is the layer's even share of the cache.
+        This is the layer's share of the slots, less its residents. Layers that share all slots have
+        equal shares.
         """
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
@@ -142,18 +155,25 @@ class Placement:
         self.holds_all = self.cache.capacity >= len(self.pieces) and not self.secondary
 
     def resize(self, capacity: int, ahead: int | None) -> None:
-        """Request another capacity of the cache; it limits borrowed slots at once."""
+        """Request another capacity of the cache, which `apply_resize` applies later.
+
+        `ahead` is the number of slots that prefetches may borrow at a time; None leaves it as it
+        is. The limit of borrowed slots changes at once.
+        """
         self.target_capacity = capacity
         if ahead is not None:
             self._ahead = ahead
         self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Apply the requested cache capacity and move residents; no transfer may be under way."""
+        """Apply the requested cache capacity; returns the moves of residents, then a `Trim`.
+
+        No transfer may be under way.
+        """
         self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
         self._set_capacity(self.target_capacity)
         return [*moves, Trim(self.capacity)]
 
     def _borrow_limit(self) -> int:
-        """Slots that may be borrowed: at most a quarter of all."""
+        """Return how many slots may be borrowed at a time: at most a quarter of all."""
         return max(0, min(self._ahead, self.target_capacity // 4))

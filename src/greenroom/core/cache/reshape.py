@@ -1,7 +1,8 @@
-"""Resizing of the cache: which expert moves to which slot.
+"""Resizing of the cache: which expert moves to which slot in memory.
 
-The tier has a kind of slots for each device, or for each size of slots: slot s is number s // kinds
-of kind s % kinds. A piece never moves to a slot of another kind.
+The slots of a memory are of one or several kinds, since they are on several devices or of several
+sizes. Memory slot s is number s // kinds of kind s % kinds. A piece of an expert never moves to a
+slot of another kind.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from greenroom.core.pieces import Ints
 
 
 def kinds_of(cache: Cache) -> int:
-    """Count the kinds of slots in a memory, by what they hold and their device.
+    """Count the kinds of slots in a memory, which differ in device or size.
 
-    Slots of tops are a kind for each group, since sizes differ; those of bottoms are the last kind.
-    Exact experts and low-precision copies are two kinds. Else each device's slots are a kind.
+    Unsplit experts have one kind for each device. Split experts have one kind for the top segments
+    of each slot group, whose sizes differ, and one for bottom segments. Exact experts and
+    low-precision copies are two kinds.
     """
     pieces = cache.pieces
     if pieces.split is not None:
@@ -28,11 +30,13 @@ def kinds_of(cache: Cache) -> int:
 
 
 def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[Move]]:
-    """Resize the expert cache; no slot may be borrowed, and no transfer under way.
+    """Resize the expert cache; returns the new memory slots of the cache slots, and the moves.
 
-    `tier_slots[s]` is the tier's slot for slot s of the cache, of the same kind. The policy chooses
-    victims; a resident moves only where the tier loses its slot. Returns the new `tier_slots`, and
-    the moves, none of which overwrites another's source.
+    tier_slots: for each cache slot, the number of its slot in memory
+
+    The policy chooses victims. A resident moves only if its memory slot is beyond the new capacity.
+    No move overwrites the source of another. No slot may be borrowed, and no transfer may be under
+    way.
     """
     before = {
         piece: int(tier_slots[cache.state.slot_of[piece]]) for piece in cache.residents().tolist()
@@ -65,7 +69,7 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
 def initial_tier_slots(cache: Cache) -> Ints:
     """Return the first memory slot of each cache slot, before any slots were exchanged.
 
-    An array [slots].
+    An array [cache slots].
     """
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:

@@ -1,8 +1,8 @@
 """Scopes of the cache: which layers share slots, and how many slots each layer has.
 
-`shared` is one pool for all layers; `per-layer` ("-Dist") gives each layer as many slots; a tuple
-of numbers, one a layer, divides the slots in proportion to them, and exactly where they add up to
-all slots.
+`shared` is one pool for all layers. `per-layer` ("-Dist" in papers) gives each layer the same
+number of slots. A tuple of numbers, one a layer, divides the slots in proportion to them; if the
+numbers add up to all slots, each layer gets exactly its number.
 """
 
 from __future__ import annotations
@@ -22,40 +22,49 @@ Floats = NDArray[np.float64]
 
 
 def check_scope(scope: Scope, layers: int) -> None:
-    """Check that a model can have a scope: layers sharing slots, or slots by layer.
+    """Check a cache's scope: a name, or one number of slots or share for each layer.
 
-    UnknownName or UsageError unless a model of `layers` layers can have it.
+    UnknownName for another name; UsageError unless there are `layers` numbers above 0.
     """
     if isinstance(scope, str):
         if scope not in SCOPES:
             raise UnknownName("scope", scope, SCOPES)
     elif len(scope) != layers:
-        raise UsageError(f"the scope has {len(scope)} numbers, the model has {layers} layers")
+        raise UsageError(
+            f"--scope has {len(scope)} numbers, but the model has {layers} layers: give one a layer"
+        )
     elif min(scope) <= 0:
-        raise UsageError(f"the numbers of a scope must be above 0: {min(scope):g}")
+        raise UsageError(f"--scope must have numbers above 0, got {min(scope):g}")
 
 
 def name_of(scope: Scope) -> str:
-    """Return the name of a cache scope, as results show it."""
+    """Return the name of a cache scope, as results show it; "given" for numbers by layer."""
     return scope if isinstance(scope, str) else "given"
 
 
 def split_capacity(
     capacity: int, layers: int, scope: Scope, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Divide a cache's slots into groups: one for all layers, or one a layer.
+    """Divide a cache's slots into slot groups: one for all layers, or one a layer.
 
-    `per-layer` gives capacity // layers each, and one more to the first capacity % layers. With a
-    tuple each layer has at least one slot, and at most `most` (its number of experts).
+    scope: "shared" gives one group. "per-layer" gives each layer capacity // layers slots, and one
+           more to the first capacity % layers. Numbers divide the slots in proportion to them; each
+           layer then gets at least one slot, and at most its number in `most`
+    most:  the experts of each layer; None: no limit
+
+    BudgetError if a slot group would have no slot.
     """
     check_scope(scope, layers)
     if capacity < 1:
-        raise BudgetError(f"a cache needs at least one slot: {capacity}")
+        raise BudgetError(
+            f"the expert cache needs at least one slot, got {capacity}: give it more memory"
+        )
     if scope == "shared":
         return [capacity]
     if capacity < layers:
         raise BudgetError(
-            f"scope {name_of(scope)} needs a slot for each of {layers} layers: {capacity}"
+            f"--scope {scope if isinstance(scope, str) else 'N,N,...'} needs a cache slot for each"
+            f" of {layers} layers, got {capacity}: give the cache more memory, or --scope shared"
         )
     if scope == "per-layer":
         return [capacity // layers + (i < capacity % layers) for i in range(layers)]
@@ -64,9 +73,10 @@ def split_capacity(
 
 
 def least_capacity(pieces: Pieces, scope: Scope) -> int:
-    """Return the smallest capacity of a cache whose layers share slots by this scope.
+    """Return the smallest capacity of a cache whose layers share slots by a given scope.
 
-    Each slot group has at least one slot.
+    It is counted in unsplit experts, and includes the memory of bottom segments or low-precision
+    copies. Each slot group then has at least one slot.
     """
     check_scope(scope, pieces.layers)
     if pieces.split is None:
@@ -80,14 +90,15 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
     """Count the slots for split experts' top segments in each slot group.
 
-    The memory is that of `capacity` unsplit experts.
+    capacity: the cache's memory, counted in unsplit experts; bottom segments take a fixed part of
+              it
 
-    No group has more than its experts. BudgetError says how much memory is needed.
+    No slot group has more slots than experts. BudgetError says how much memory is needed.
     """
     if capacity < (enough := least_capacity(pieces, scope)):
         raise BudgetError(
-            f"the memory of {capacity} experts is too small to split them:"
-            f" {split.secondary_slots} slots for bottoms, and tops, need that of {enough}"
+            f"memory for {capacity} experts is too small to split them (--split): the slots"
+            f" for top segments and {split.secondary_slots} bottom segments need that of {enough}"
         )
     counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
     budget = float(capacity * split.unsplit_bytes - split.reserved)
@@ -100,15 +111,15 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
 def exact_slots(copies: Copies, capacity: int) -> int:
     """Count the slots left for exact experts beside their low-precision copies.
 
-    The memory is that of `capacity` exact experts.
+    capacity: the cache's memory, counted in exact experts
 
-    BudgetError says how much memory is needed.
+    BudgetError if the copies leave no slot.
     """
     if capacity <= copies.reserved:
         raise BudgetError(
-            f"the memory of {capacity} experts is too small:"
-            f" {copies.secondary_slots} low-precision copies take that of {copies.reserved},"
-            " and one must be left"
+            f"memory for {capacity} experts is too small for --miss-precision:"
+            f" {copies.secondary_slots} low-precision copies take that of {copies.reserved}"
+            f" experts, so {copies.reserved + 1} are needed"
         )
     return capacity - copies.reserved
 
@@ -116,9 +127,8 @@ def exact_slots(copies: Copies, capacity: int) -> int:
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:
     """Divide a number of slots into whole numbers in proportion to shares.
 
-    Each number is from 1 to its `most`; they add up to `capacity`.
-
-    Rounding is by the largest remainders. Where all of `most` is less than `capacity`, all of it.
+    Each number is from 1 to its element of `most`. The numbers add up to `capacity`, or to the sum
+    of `most` if this is less. They are rounded by the largest remainders.
     """
     top = np.asarray(most, np.float64)
     exact = filled(capacity, np.asarray(shares, np.float64), np.minimum(1.0, top), top)
@@ -133,7 +143,8 @@ def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) ->
 def filled(total: float, shares: Floats, least: Floats, most: Floats) -> Floats:
     """Divide a total in proportion to shares, within lower and upper bounds.
 
-    At most all of `most`.
+    Returns `most` if its sum is at most `total`. The result adds up to more than `total` if the sum
+    of `least` does.
     """
     if most.sum() <= total:
         return most

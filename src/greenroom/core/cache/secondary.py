@@ -1,11 +1,11 @@
 """Secondary slots: for bottom segments of split experts, or low-precision copies.
 
-An expert has one secondary piece: the bottom segment of a split expert (MoEpic, section 2.3), or
-the low-precision copy of an expert that may be approximated (`precision`).
+An expert has at most one secondary piece: the bottom segment if it is split (MoEpic, section 2.3),
+or its low-precision copy.
 
-A secondary piece is fetched when a step needs it, or prefetched, and has a slot until it has been
-computed. It can be used again until its slot is needed for another one, the least recently used
-first. Prefetches have at most half of the slots, so that a step always gets some.
+A secondary piece is fetched when a step needs it, or prefetched. It keeps its slot until it has
+been computed, and after that until the slot is needed: the least recently used piece loses its slot
+first. Prefetches may hold at most half of the slots, so that a step always gets some.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection
 class SecondarySlots:
     """The slots for split experts' bottom segments or for low-precision copies, by expert.
 
-    The piece in a slot is complete or on its way.
+    slot_of: the slot of each expert's secondary piece, which is complete or on its way
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -40,23 +40,22 @@ class SecondarySlots:
 
     @property
     def room(self) -> bool:
-        """Tell whether a prefetch can have a secondary slot.
+        """Tell whether a prefetch of a bottom segment can have a slot now.
 
-        At most half of the slots hold prefetches.
+        At most half of the secondary slots hold prefetches.
         """
         few = len(self._ahead) < self.capacity // 2
         return few and bool(self._free or self._idle)
 
     def is_prefetched(self, expert: int) -> bool:
-        """Tell whether a secondary piece was prefetched for a layer that has not come yet."""
+        """Tell whether an expert's bottom segment was prefetched for a step still to come."""
         return expert in self._ahead
 
     def claim(self, expert: int) -> int:
         """Give a step a secondary slot with an expert's bottom segment or low-precision copy.
 
-        Returns the slot; -1 where none is available.
-
-        A piece that had no slot counts as on its way from now on.
+        Returns the slot; -1 if none is free or idle. A piece that had no slot counts as on its way
+        from now on: the caller starts its transfer.
         """
         if expert not in self.slot_of and self._take(expert) < 0:
             return -1
@@ -66,9 +65,9 @@ class SecondarySlots:
         return self.slot_of[expert]
 
     def begin_prefetch(self, expert: int, layer: int) -> int:
-        """Begin the prefetch of an expert's secondary piece; returns its slot.
+        """Reserve a secondary slot for the prefetch of an expert's bottom segment; returns it.
 
-        -1 where there is no room for a prefetch.
+        -1 if there is no room for a prefetch.
         """
         if not self.room:
             return -1
@@ -93,7 +92,10 @@ class SecondarySlots:
             self._idle[expert] = None
 
     def release(self, expert: int) -> None:
-        """Record that a step no longer uses an expert's bottom segment or low-precision copy."""
+        """Record that a step no longer uses an expert's bottom segment or low-precision copy.
+
+        A complete piece stays in its slot until the slot is needed.
+        """
         self._busy.discard(expert)
         if expert not in self._moving:
             self._idle[expert] = None
@@ -107,19 +109,19 @@ class SecondarySlots:
         self._free.append(self.slot_of.pop(expert))
 
     def end_prefetches(self, layer: int, used: Collection[int]) -> list[tuple[int, bool]]:
-        """End the prefetches of secondary pieces that a layer's step does not use.
+        """End the prefetches of bottom segments that a layer's step does not use.
 
-        The step uses the experts `used`.
+        used: the experts of the step
 
-        Returns (expert, whether its piece is complete) of each.
+        Returns (expert, whether its bottom segment is complete) for each prefetch ended.
         """
         wrong = [e for e, of in self._ahead.items() if of == layer and e not in used]
         return [self._end_prefetch(expert) for expert in wrong]
 
     def end_all_prefetches(self) -> list[tuple[int, bool]]:
-        """End all prefetches of bottom segments and low-precision copies.
+        """End all prefetches of bottom segments.
 
-        Returns (expert, whether its piece is complete) of each.
+        Returns (expert, whether its bottom segment is complete) for each prefetch ended.
         """
         return [self._end_prefetch(expert) for expert in list(self._ahead)]
 

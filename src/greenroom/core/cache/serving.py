@@ -1,7 +1,7 @@
 """Templates of the expert cache's functions, which are compiled with an eviction policy's.
 
-`with_parts` replaces the names below by the policy's functions, and `evict` and `miss` by compiled
-ones.
+`bind` copies these functions with other globals: in place of `victim`, `on_hit` and the other names
+below, the copies call the policy's functions.
 """
 
 from __future__ import annotations
@@ -28,42 +28,45 @@ bypass = False
 
 
 def evict(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> None:
-    slot, group = state.slot_of[piece], state.group_of[piece]
+    """Evict a resident piece from the cache, and report this to the eviction policy."""
+    slot, slot_group = state.slot_of[piece], state.group_of[piece]
     on_evict(state, policy_state, piece, now)
     state.slot_of[piece] = -1
     state.piece_in[slot] = -1
-    state.free[state.first[group] + state.free_count[group]] = slot
-    state.free_count[group] += 1
+    state.free[state.first[slot_group] + state.free_count[slot_group]] = slot
+    state.free_count[slot_group] += 1
 
 
 def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
     """Find a cache slot for a piece that has none, by eviction if needed.
 
-    Returns (slot, evicted piece or -1).
+    Returns (slot, evicted piece or -1). In place of a slot, BYPASS says that the policy never
+    inserts, and STUCK that nothing can be evicted.
     """
     if bypass:
         return BYPASS, -1
-    group = state.group_of[piece]
+    slot_group = state.group_of[piece]
     evicted = -1
-    if state.free_count[group] == 0:
-        evicted = victim(state, policy_state, group, piece, now)
+    if state.free_count[slot_group] == 0:
+        evicted = victim(state, policy_state, slot_group, piece, now)
         if evicted < 0:
             return STUCK, -1
         on_evict(state, policy_state, evicted, now)
         slot = state.slot_of[evicted]
         state.slot_of[evicted] = -1
     else:
-        state.free_count[group] -= 1
-        slot = state.free[state.first[group] + state.free_count[group]]
+        state.free_count[slot_group] -= 1
+        slot = state.free[state.first[slot_group] + state.free_count[slot_group]]
     state.slot_of[piece], state.piece_in[slot] = slot, piece
     on_insert(state, policy_state, piece, now)
     return slot, evicted
 
 
 def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> int:
-    """Make a piece resident whose bytes are in a slot already; returns the slot.
+    """Make a piece resident whose bytes are in a cache slot already; returns the slot.
 
-    BYPASS where the policy does not insert it.
+    The slot was freed just before, and is the next free one of its slot group. BYPASS if the policy
+    never inserts.
     """
     slot: int = miss(state, policy_state, piece, now)[0]
     return slot
@@ -72,16 +75,16 @@ def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) ->
 def borrow(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
     """Borrow a cache slot for a piece, without reporting the piece to the eviction policy.
 
-    Returns (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
+    Returns (slot, evicted piece or -1); the slot is -1 if nothing can be evicted.
     """
-    group, evicted = state.group_of[piece], -1
-    if state.free_count[group] == 0:
-        evicted = int(victim(state, policy_state, group, piece, now))
+    slot_group, evicted = state.group_of[piece], -1
+    if state.free_count[slot_group] == 0:
+        evicted = int(victim(state, policy_state, slot_group, piece, now))
         if evicted < 0:
             return -1, -1
         evict(state, policy_state, evicted, now)
-    state.free_count[group] -= 1
-    return state.free[state.first[group] + state.free_count[group]], evicted
+    state.free_count[slot_group] -= 1
+    return state.free[state.first[slot_group] + state.free_count[slot_group]], evicted
 
 
 def serve(
@@ -96,17 +99,23 @@ def serve(
     without_slot: Flags,
     out: Ints,
 ) -> int:
-    """Serve the cache requests of consecutive steps; all steps but the last are hits.
+    """Serve the cache requests of consecutive steps; all steps but the last must be hits.
 
-    steps:        [S, 7]: each step's `LogicalTime` (5 numbers), whether a prompt begins with it,
-                  and the number of its pieces
-    rows, weights, pin, fill, without_slot, out: of the last step
-    fill:         -1, or how many misses are inserted, into free slots only; nothing is evicted, and
-                  the other misses get no slot
-    without_slot: misses that get no slot, [n] or empty
-    out:          receives slots, hits and evicted pieces, [3, n]
+    pieces: the requested pieces of all steps, one step after another
+    steps:  [S, 7]: for each of S steps its `LogicalTime` (5 numbers), whether a prompt begins with
+            it, and the number of its pieces
 
-    Returns the number of misses; STUCK where nothing can be evicted.
+    The other arguments are those of the last step, which has n pieces:
+
+    rows, weights: tokens that chose each piece and sums of their gate weights, [n] or empty; they
+                   are passed to the policy for every step
+    pin:           pin the pieces
+    fill:          -1, or how many misses are inserted, into free slots only; nothing is evicted
+                   then, and the other misses get no slot
+    without_slot:  flags of misses that get no slot, [n] or empty
+    out:           receives slots, hits and evicted pieces, [3, n]
+
+    Returns the number of misses; STUCK if nothing can be evicted.
     """
     begin, missed, last = 0, 0, steps.shape[0] - 1
     for s in range(last + 1):
@@ -145,12 +154,12 @@ def serve(
     return missed
 
 
-def evict_victim(state: CacheState, policy_state: Any, group: int, now: LogicalTime) -> int:
-    """Evict the piece that the policy chooses from a slot group.
+def evict_victim(state: CacheState, policy_state: Any, slot_group: int, now: LogicalTime) -> int:
+    """Evict the piece that the policy chooses from a slot group, to shrink the group.
 
-    Returns the piece, or -1: all are pinned.
+    Returns the piece; -1 if all of the group's pieces are pinned.
     """
-    piece = int(victim(state, policy_state, group, -1, now))
+    piece = int(victim(state, policy_state, slot_group, -1, now))
     if piece >= 0:
         evict(state, policy_state, piece, now)
     return piece

@@ -1,4 +1,4 @@
-"""The arrays of the expert cache: groups of slots, and the experts in them."""
+"""The arrays of the expert cache: slot groups, and the experts in the slots."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from greenroom.core.policy import CacheState
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     """Return the number of slots of each of the cache's slot groups.
 
-    Each device has its own groups, one device's after another's.
+    Each device has its own slot groups; one device's come after another's.
 
-    `capacity` counts slots of unsplit experts. Where experts are split, its memory less that of the
-    slots for bottoms is divided into slots for tops; low-precision copies are handled likewise.
+    `capacity` counts slots of unsplit experts. If experts are split, the memory left beside the
+    slots for bottom segments is divided into slots for top segments. If there are low-precision
+    copies, their slots are taken off likewise.
     """
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
@@ -36,8 +37,9 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:
     """Build the state of an empty cache with slot groups of the given sizes.
 
-    layer:    the layer of each piece, [P]
-    group_of: the group of each piece, [P]; by default one group for all layers, or one a layer
+    layer:    the layer of each piece, [pieces]
+    group_of: the slot group of each piece, [pieces]; by default one group for all layers, or one a
+              layer
     """
     if group_of is None:
         group_of = np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64)
@@ -59,7 +61,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
 def preload(state: CacheState, pieces: Ints) -> None:
     """Give cache slots to pieces that an eviction policy wants resident from the start."""
     for piece in pieces.tolist():
-        group = state.group_of[piece]
-        state.free_count[group] -= 1
-        slot = state.free[state.first[group] + state.free_count[group]]
+        slot_group = state.group_of[piece]
+        state.free_count[slot_group] -= 1
+        slot = state.free[state.first[slot_group] + state.free_count[slot_group]]
         state.slot_of[piece], state.piece_in[slot] = slot, piece

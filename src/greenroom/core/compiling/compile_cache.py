@@ -1,9 +1,10 @@
 """The compile cache: Numba's compiled code on disk, under a digest of its sources.
 
-There is one file a function and signature. Its name is the key, so a file is never out of date and
-nothing is locked. A file is written under another name and renamed. A damaged file does not match
-its checksum, and its function is compiled again. Processes, installations and checkouts of one user
-share the folder. Where it cannot be written, each process compiles what it needs.
+There is one file for each function and signature. The file's name has a digest of all that the code
+depends on, so a file is never out of date and nothing is locked. A file is written under another
+name and renamed. A damaged file does not match its checksum, and its function is compiled again.
+All processes, installations and checkouts of one user share the folder. If the folder cannot be
+written, each process compiles what it needs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CompileCache:
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         """Load a function's compiled code for an argument signature from disk.
 
-        None where it is not on disk.
+        None if the code is not on disk, or its file is damaged.
         """
         target_context.refresh()
         data = read(self.path(sig, target_context.codegen()))
@@ -80,9 +81,9 @@ def entry_point(function: Any, signature: Any) -> Any:
 
 
 def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
-    """Copy a function with other compiled functions and constants among its globals.
+    """Copy a function, with some of its module's globals replaced.
 
-    They are `parts`.
+    parts: compiled functions and constants by the names under which the function refers to them
     """
     scope = template.__globals__ | parts
     copied = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
@@ -99,7 +100,7 @@ def versions() -> tuple[Any, ...]:
 
 
 def read(path: Path) -> bytes | None:
-    """Read a file of the compile cache; None where it is missing or damaged."""
+    """Read a file of the compile cache; None if it is missing or damaged."""
     try:
         data = path.read_bytes()
         os.utime(path)  # `trim` removes the files used longest ago
@@ -112,7 +113,7 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, data: bytes) -> None:
     """Write a file of the compile cache atomically, then trim the folder.
 
-    Does nothing where the file cannot be written.
+    If the file cannot be written, the function returns without an error.
     """
     with suppress(OSError):
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -128,9 +129,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 def trim(where: Path, limit: int) -> None:
-    """Remove a folder's least recently used files until it is below a size.
+    """Remove a folder's least recently used files until the folder is below a size.
 
-    It holds at most `limit` bytes afterwards.
+    limit: the most bytes that the remaining files have in all
     """
     with os.scandir(where) as entries:
         files = [(s.st_mtime, s.st_size, e.path) for e in entries if (s := _status(e)) is not None]

@@ -2,8 +2,8 @@
 
 It covers the function's instructions and constants, and the values of its names, followed through
 Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line numbers
-are no part of it. Of other packages only the names in use count: their versions belong in the
-caller's key.
+do not change it. Objects of other packages are added by their names; the caller adds the packages'
+versions.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ COPIED = "__slotnames__"  # left on a class when an object of it is first copied
 
 
 class FunctionDigest:
-    """A hash of a function's code and of all values that it refers to.
+    """A hash of a function's code and of all values that the code refers to.
 
-    An object that occurs again is added by its number.
+    An object that occurs again is added by its number, so that cycles end.
     """
 
     def __init__(self, module: str) -> None:
@@ -49,9 +49,9 @@ class FunctionDigest:
         return digest._hash.hexdigest()
 
     def add(self, value: Any) -> None:
-        """Add a value to the digest of a function.
+        """Add a value, and everything that the value refers to, to a function's digest.
 
-        TypeError where it has no content that is equal in every process.
+        TypeError if the value's text contains an address, which differs from process to process.
         """
         kind = type(value)
         if kind in PLAIN:
@@ -116,7 +116,9 @@ class FunctionDigest:
         elif self._is_own(type(value).__module__):
             self.add(vars(value))
         elif " at 0x" in (text := repr(value)):
-            raise TypeError(f"no digest of {text}: its content differs from process to process")
+            raise TypeError(
+                f"no digest of {text}: its text has an address, which differs in every process"
+            )
         else:
             self._put(text)
 
@@ -167,7 +169,7 @@ def _package(module: str) -> str:
 
 @cache
 def _digest_of_code(code: CodeType) -> tuple[bytes, tuple[str, ...]]:
-    """The digest of a code object, and the names in it, each once, in order."""
+    """Return a code object's digest, and the names in it, each once, in order."""
     steps, used = bytearray(code.co_code), dict[int, int]()
     extended = 0
     for i in range(0, len(steps), 2):  # number constants by use: a docstring has a number too

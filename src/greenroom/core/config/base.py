@@ -15,16 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """Thresholds of gate weight below which an expert's miss is approximated; 0: never.
+    """Thresholds of gate weight below which a missing expert is approximated; 0: never.
 
-    They are of the tail weight (see `gates`).
+    They are compared with the expert's tail weight: the share of a token's gate weights that the
+    expert and all lower-ranked experts have together (HOBBIT, section 3.2; see `core.gates`).
 
-    low:        the expert is computed from its copy in `precision`
     skip:       the expert is not computed
-    substitute: the expert is computed with another expert's weights
-    promote:    the exact expert is fetched after its copy was computed, while the link is idle
-    share:      share of the cache's memory for copies
-    """
+    substitute: the expert is computed with a resident expert's weights
+    low:        the expert is computed from its low-precision copy, which is stored in `precision`
+    promote:    the exact expert is fetched while the link is idle, after its copy was computed
+    share:      the share of the cache's memory for copies
+
+    If several thresholds are set, an expert is served by the first rule in the order skip,
+    substitute, low whose threshold is above its tail weight. If no substitute is found, the next
+    rule follows."""
 
     low: float = 0.0
     skip: float = 0.0
@@ -37,8 +41,7 @@ class Approximation:
     def highest(self) -> float:
         """Return the highest gate-weight threshold below which misses may be approximated.
 
-        Misses with a tail weight from here on are exact.
-        """
+        Misses with this tail weight or more are exact."""
         return max(self.low, self.skip, self.substitute)
 
 
@@ -46,15 +49,14 @@ class Approximation:
 class OptionConfig:
     """Base class of the settings of one scheduler option; subclasses have the fields.
 
-    `SchedulerConfig` inherits from all subclasses and calls each of them in turn. The defaults of
-    the fields leave the option off.
-    """
+    `SchedulerConfig` inherits from all subclasses and calls the methods of each in turn. With the
+    defaults of its fields an option is off."""
 
     def check(self) -> None:
         """Check a scheduler option's settings; UsageError for fields that exclude each other."""
 
     def approximation(self) -> Approximation | None:
-        """Return the thresholds below which misses are approximated; None: all are exact."""
+        """Return the thresholds below which misses are approximated; None if all are exact."""
         return None
 
     def uses_host(self) -> bool:
@@ -64,11 +66,12 @@ class OptionConfig:
     def proposes(self) -> bool:
         """Tell whether an option proposes experts to fetch while a link is idle.
 
-        Slots may then be borrowed for them, with or without prefetching."""
+        If it does, cache slots may be borrowed for these experts, with or without prefetching."""
         return False
 
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
-        """Build a scheduler option from its settings; None where it is off.
+        """Build a scheduler option from its settings; None if it is off.
 
-        `costs` are those of links and processors, None where the host computes nothing."""
+        costs:        durations of transfers and computations; None if the host computes nothing
+        expert_bytes: the size of the experts that `costs` describes"""
         return None

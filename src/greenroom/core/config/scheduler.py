@@ -1,4 +1,4 @@
-"""The configuration of the scheduler and its options, shared by runs, simulations and plans."""
+"""Settings of the expert scheduler and its options, for runs, simulations and plans."""
 
 from __future__ import annotations
 
@@ -50,21 +50,30 @@ class SchedulerConfig(
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 
     def approximation(self) -> Approximation | None:
+        """Return the thresholds below which misses are approximated; None if all are exact.
+
+        If several options have thresholds, those of the first are returned, in the order of this
+        class's bases. `PrecisionConfig` (first) has all three kinds of thresholds: of skipped,
+        substituted and low-precision experts. `Approximation` says which of them serves an expert
+        if several are set.
+        """
         each_option = (kind.approximation(self) for kind in OPTIONS)
         return next((each for each in each_option if each is not None), None)
 
     def uses_host(self) -> bool:
+        """Tell whether any option lets the host's processor compute missing experts."""
         return any(kind.uses_host(self) for kind in OPTIONS)
 
     def proposes(self) -> bool:
+        """Tell whether any option proposes experts to fetch while a link is idle."""
         return any(kind.proposes(self) for kind in OPTIONS)
 
     def options(
         self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0
     ) -> list[Option]:
-        """Build the scheduler options that are on.
+        """Build the scheduler options that are on, in the order of this class's bases.
 
-        See `OptionConfig.build`.
+        In this order they change a step's plan. The arguments are those of `OptionConfig.build`.
         """
         options = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
         return [each for each in options if each is not None]
@@ -86,11 +95,14 @@ def option_names() -> list[str]:
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """Copy a scheduler configuration with other values.
+    """Copy a scheduler configuration with other values of its fields.
 
-    UsageError for a name that is no field of it.
+    UsageError for a name that is no field of the configuration.
     """
     for name in values:
         if name not in type(config).__dataclass_fields__:
-            raise UsageError(f"no option of the scheduler is called {name}")
+            raise UsageError(
+                f"there is no scheduler option {name!r}:"
+                f" choose one of {', '.join(type(config).__dataclass_fields__)}"
+            )
     return replace(config, **values)

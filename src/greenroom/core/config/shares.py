@@ -1,4 +1,4 @@
-"""Parsers of cache slots and split shares by layer, as users write them."""
+"""Parsers of `--scope` and `--split`: cache slots and split shares, one number a layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SCOPES = ("shared", "per-layer")
 
 
 def scope_of(scope: str) -> str | tuple[float, ...]:
-    """Parse `--scope`: a name, or one number of cache slots (or share) a layer.
+    """Parse `--scope`: a name, or one number of cache slots (or share) for each layer.
 
-    They are written as `12,8,8,4`, or are the `slots` of a JSON file, which `greenroom trace
+    Numbers are written as `12,8,8,4`, or read from `slots` of a JSON file that `greenroom trace
     budgets` writes. UnknownName or UsageError for any other text.
     """
     if scope in SCOPES:
@@ -29,12 +29,11 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
 
 
 def split_of(split: str) -> float | tuple[float, ...] | str | None:
-    """Parse `--split`: which share of an expert is its top segment.
+    """Parse `--split`: the share of an expert's bytes that is its top segment.
 
-    One share, or one a layer; None: off.
-
-    Written as `0.5` or `0.5,0.4,1`, or the `split` of a JSON file, which `greenroom trace budgets`
-    writes; "auto" is returned as it is. UsageError for any other text.
+    Returns one share, or one for each layer; None for "off"; "auto" as it is. Shares are written as
+    `0.5` or `0.5,0.4,1`, or read from `split` of a JSON file that `greenroom trace budgets` writes.
+    UsageError for any other text.
     """
     if split in ("off", "auto"):
         return None if split == "off" else split
@@ -43,7 +42,7 @@ def split_of(split: str) -> float | tuple[float, ...] | str | None:
     else:
         shares = _numbers(split.split(","), "--split")
     if max(shares) > 1:
-        raise UsageError(f"--split is a share of an expert, at most 1: {max(shares):g}")
+        raise UsageError(f"--split must be a share of an expert, at most 1, got {max(shares):g}")
     return shares[0] if len(shares) == 1 else shares
 
 
@@ -51,12 +50,13 @@ BUDGETS = "greenroom-budgets"  # the format in a file of budgets
 
 
 def read_budgets(path: str | Path) -> JsonObject:
-    """Read each layer's slots and split from a file of `greenroom trace budgets`.
+    """Read a file of each layer's cache slots and split shares, from `greenroom trace budgets`.
 
-    `slots`, and `split` where it is on.
-
-    UsageError where the file cannot be read, or is another file."""
-    return read_json(path, BUDGETS, "holds no budgets", "greenroom trace budgets", UsageError)
+    Returns its JSON object. UsageError if the file cannot be read, or has another format.
+    """
+    return read_json(
+        path, BUDGETS, "is no file of cache budgets", "greenroom trace budgets", UsageError
+    )
 
 
 def _numbers_in(path: str, name: str) -> tuple[float, ...]:
@@ -73,12 +73,12 @@ def _numbers(texts: list[str], what: str) -> tuple[float, ...]:
     try:
         numbers = tuple(map(float, texts))
     except ValueError:
-        raise UsageError(f"{what} must be numbers, one a layer: {','.join(texts)!r}") from None
+        raise UsageError(f"{what} must be numbers, one a layer, got {','.join(texts)!r}") from None
     return _check_above_0(numbers, what)
 
 
 def _check_above_0(numbers: tuple[float, ...], what: str) -> tuple[float, ...]:
     if not numbers or not all(0 < each < math.inf for each in numbers):
         text = ",".join(f"{each:g}" for each in numbers)
-        raise UsageError(f"{what} must be numbers above 0, one a layer: {text[:80]!r}")
+        raise UsageError(f"{what} must be numbers above 0, one a layer, got {text[:80]!r}")
     return numbers

@@ -1,6 +1,6 @@
 """Co-compute: settings for computing some missing experts on the host's processor.
 
-See `rules.cocompute`.
+The option itself is in `core.options.rules.cocompute`.
 """
 
 from __future__ import annotations

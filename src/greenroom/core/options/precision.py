@@ -1,6 +1,6 @@
 """Settings of which missing experts are approximated, and how.
 
-See `rules.precision`.
+The rules themselves are in `core.options.rules.precision`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ PRECISIONS = ("off", "int8", "int4")
 
 
 def check_gate_share(value: float, name: str) -> None:
-    """Check that a threshold is a share of gate weights; UsageError otherwise."""
+    """Check that an option's threshold is a share from 0 to 1; UsageError otherwise."""
     if not 0 <= value <= 1:
-        raise UsageError(f"{name} is a share of the gate weights, from 0 to 1: {value}")
+        raise UsageError(f"{name} must be a share of the gate weights, from 0 to 1, got {value}")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig(OptionConfig):
-    """Settings of which missing experts are approximated, and how."""
+    """Settings of which missing experts are approximated, and how.
+
+    If several thresholds are set, a miss is served by the first rule in the order skip, substitute,
+    low precision whose threshold is above the expert's tail weight. So each threshold must be less
+    than the next; UsageError otherwise.
+    """
 
     miss_precision: str = option(
         "off", "compute misses with a low gate weight from the low-precision copies of a pack that"
@@ -64,7 +69,10 @@ class PrecisionConfig(OptionConfig):
 
     def check(self) -> None:
         if self.miss_precision != "off" and self.low_below == 0:
-            raise UsageError("--low-below 0 serves no miss from its copy: leave out both")
+            raise UsageError(
+                "--low-below 0 computes no miss from its low-precision copy:"
+                " give more than 0, or leave out --miss-precision"
+            )
         at = self._thresholds()
         order = [(name, v) for name, v in (
             ("skip-below", at.skip), ("substitute-below", at.substitute), ("low-below", at.low),

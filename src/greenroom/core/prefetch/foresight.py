@@ -14,11 +14,11 @@ from greenroom.errors import PredictorError
 class Foresight:
     """A predictor of experts, whose predictions become events for the scheduler.
 
-    While not `on` it only observes.
+    While `on` is False the predictor observes, and makes no predictions.
 
-    Predictions for the tokens of a prompt are dropped: nearly all experts are used there, and the
+    Predictions for the tokens of a prompt are dropped: a prompt uses nearly all experts, and the
     scheduler has its own estimate. The last layers of a prompt predict the first layers of the
-    first token.
+    first answer token.
     """
 
     def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:
@@ -33,7 +33,10 @@ class Foresight:
         return self._predict(-1)
 
     def routed(self, routing: LayerRouting) -> list[Predicted]:
-        """Observe the experts that a router chose; returns predictions for later layers."""
+        """Observe the experts that a router chose; returns predictions for later layers.
+
+        PredictorError if the predictor names an expert that the layer does not have.
+        """
         self.predictor.observe(routing)
         return self._predict(routing.layer)
 
@@ -48,8 +51,8 @@ class Foresight:
         experts, first, end = ranked(guess.experts), self._offsets[layer], self._offsets[layer + 1]
         if len(experts) and experts.max() >= end - first:  # would be another layer's
             raise PredictorError(
-                f"predictor {self.predictor.name}: layer {layer} has {end - first} experts, and it"
-                f" predicts number {experts.max()}"
+                f"predictor {self.predictor.name} predicts expert {experts.max()} in layer {layer},"
+                f" whose experts are 0 to {end - first - 1}"
             )
         return Predicted(layer, experts + first)
 
@@ -57,9 +60,8 @@ class Foresight:
 def ranked(rows: Ids) -> Ids:
     """Combine the expert rankings of several tokens into one by Borda count.
 
-    The rankings are [T, width].
-
-    Ties go to the smaller id; -1 stands for no expert.
+    `rows` [T, width] has each token's experts, likeliest first; -1 stands for no expert. Returns
+    the experts with any points, those with the most points first; ties go to the smaller id.
     """
     if len(rows) == 1:
         row: Ids = rows[0]

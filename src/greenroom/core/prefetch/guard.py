@@ -44,9 +44,9 @@ MOST_TOKENS = 64  # a pass with more tokens is a prompt's
 class Guard:
     """The decision whether forward passes prefetch experts, by timed trials with and without.
 
-    `on` is the decision for the next pass.
-
-    It starts with prefetching on. `verdict` is a line about the last change of the decision.
+    on:      the decision for the next pass; the first passes prefetch
+    verdict: one line about the last change of the decision; None before the first trial has ended
+    trials:  the number of completed trials
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -64,10 +64,12 @@ class Guard:
     def passed(self, seconds: float, stall_s: float, tokens: int = 1) -> None:
         """Record the time of a forward pass, and its stalls for missing experts.
 
-        `stall_s` of the time were stalls.
+        seconds: the time of the pass
+        stall_s: the seconds of this time in which computation waited for experts
+        tokens:  the number of tokens in the pass
 
-        Only passes with as many tokens as the one before and at most MOST_TOKENS are counted:
-        neither prompts nor the first token after one.
+        A pass counts only if it has as many tokens as the pass before, and at most MOST_TOKENS. So
+        prompts and the first token after a prompt are left out.
         """
         comparable = tokens == self._tokens and tokens <= MOST_TOKENS
         self._tokens = tokens
@@ -83,9 +85,9 @@ class Guard:
         self.on = self._incumbent if self._trial is None else self._trial.on
 
     def changed(self) -> None:
-        """Start a new trial of prefetching soon, because the number of slots has changed.
+        """End a trial of prefetching, and begin a new one soon: conditions have changed.
 
-        As soon as the share of passes allows.
+        The new trial begins as soon as the share of passes for trials allows it.
         """
         self._trial, self.on = None, self._incumbent
         self._next, self._interval = self._passes, INTERVAL
@@ -127,7 +129,13 @@ class Guard:
 
 
 class TrialResult:
-    """The result of a trial of prefetching: ratio of times with and without it."""
+    """The result of a trial of prefetching: ratio of times with and without it.
+
+    ratio:     the trimmed mean of the pairs' ratios
+    low, high: the bounds of its bootstrap interval; in a clear case the lowest and highest ratio
+    pairs:     the number of pairs of blocks
+    decided:   the interval excludes 1
+    """
 
     def __init__(self, logs: list[float], draws: np.random.Generator, clear: bool) -> None:
         self.pairs = len(logs)
@@ -154,7 +162,7 @@ class TrialResult:
 class Trial:
     """A trial of forward passes with and without prefetching.
 
-    `on`: the next pass prefetches.
+    `on` tells whether the next pass prefetches.
     """
 
     def __init__(self, first: bool, random: np.random.Generator) -> None:
@@ -170,7 +178,7 @@ class Trial:
     def passed(self, seconds: float, last: bool = False) -> TrialResult | None:
         """Record a forward pass's time; returns the trial's result if the pass ends it.
 
-        `last`: no more passes are allowed.
+        `last` ends the trial with the current pair of blocks.
         """
         self._block.append(seconds)
         if len(self._block) < BLOCK and not self._far_behind():
@@ -208,7 +216,7 @@ class Trial:
 
 
 def _trimmed(rows: np.ndarray) -> np.ndarray:
-    """The mean of each row without its smallest and largest values: [R, N] -> [R]."""
+    """Return the mean of each row without its smallest and largest values: [R, N] -> [R]."""
     cut = int(TRIM * rows.shape[1])
     trimmed_means: np.ndarray = np.sort(rows, 1)[:, cut : rows.shape[1] - cut].mean(1)
     return trimmed_means

@@ -2,18 +2,21 @@
 
 A predictor ranks experts. How often the expert at each rank is used is counted while a model runs
 (by layer, with all layers as the prior). So each rank has a chance of use, whatever the predictor's
-own scores mean. A prefetch candidate is a predicted piece that is not resident. Its value is
+own scores mean. A prefetch candidate is a predicted piece that is not resident. With the times of a
+`chunk`, of its `transfer` (all its chunks), and of the `gap` between two layers in which the link
+has no demands, for a candidate `layers` ahead:
 
-    (chance - regret) * min(transfer, idle) - (1 - chance) * (delay + CARRY * transfer)    seconds
+    over  = max(0, 1 - gap / chunk)
+    saved = min((1 - over) * transfer, layers * gap)
+    delay = over * transfer + (1 - over) * min(1, chunk / gap) * chunk / 2
+    value = (chance - regret) * saved - (1 - chance) * (delay + CARRY * transfer)
 
-where `transfer` is the time of its transfer; `idle` is the link's time for prefetches until its
-layer is routed (the overlap budget: the pace of layers, less the time in which demands are under
-way); `regret` is the chance that the expert which it evicts would be used in the next step of that
-expert's layer; `delay` is the time that demands would wait for a wrong prefetch: half a chunk where
-the link's gaps are longer than chunks, and nearly the whole transfer where they are shorter, as
-each chunk then overruns its gap. So on a saturated link only nearly certain experts are prefetched.
-A transfer on an idle link has a cost, too: it slows computation on the same memory by a share CARRY
-of its time. Nearer layers go first.
+`regret` is the chance that the expert which the prefetch evicts would be used in the next step of
+that expert's layer. `over` is the share of a chunk that overruns its gap. `delay` is the time that
+demands would wait for a wrong prefetch: at most half a chunk if the gap is longer than a chunk, and
+nearly the whole transfer if it is much shorter. So on a saturated link only nearly certain experts
+are prefetched. A transfer on an idle link has a cost, too: it slows computation on the same memory
+by a share CARRY of its time. Candidates for nearer layers go first.
 
 In prefill nearly every expert is used. There the candidates are the next layer's experts, by how
 often prompts have used them; predictions for single tokens are of no use.
@@ -73,7 +76,10 @@ class Ranks:
 class Accuracy:
     """The accuracy of expert predictions by layer: used, correctly predicted, and in time.
 
-    Correct predictions are among the top-k predicted ones.
+    used:     experts that the layers' routers chose
+    right:    of these, experts among as many likeliest predicted ones as the step used
+    in_time:  of the right ones, experts that were in their slots when the step began
+    distance: how many layers ahead the latest prediction was made
     """
 
     def __init__(self, layers: int) -> None:
@@ -83,30 +89,25 @@ class Accuracy:
         self.distance = [0] * layers  # of the latest prediction
 
     def reset(self) -> None:
-        """Set all counts of the predictions' accuracy to 0."""
+        """Set the counts of used, right and timely predicted experts to 0."""
         for counts in (self.used, self.right, self.in_time):
             counts[:] = [0] * len(counts)
 
     def by_layer(self) -> list[float | None]:
-        """Return the accuracy of expert predictions for each layer.
-
-        None where there were no predictions.
-        """
+        """Return the accuracy of expert predictions for each layer; None without predictions."""
         pairs = zip(self.right, self.used, strict=True)
         return [right / used if used else None for right, used in pairs]
 
     def share(self) -> float | None:
-        """Return the accuracy of expert predictions over all layers.
-
-        None where nothing was predicted.
-        """
+        """Return the accuracy of expert predictions over all layers; None without predictions."""
         used = sum(self.used)
         return sum(self.right) / used if used else None
 
     def good(self) -> float | None:
-        """Return ProMoE's GOODPRED: accuracy x share of correct predictions fetched in time.
+        """Return ProMoE's GOODPRED (section 4.1): accuracy x share of predictions in time.
 
-        ProMoE, section 4.1.
+        This is the share of the used experts that were predicted, and were in their slots when the
+        step began. None without predictions.
         """
         used = sum(self.used)
         return sum(self.in_time) / used if used else None
@@ -115,10 +116,10 @@ class Accuracy:
 class Lookahead:
     """The prefetch candidates of all layers, with their chances of use.
 
-    After the last layer comes the next pass's first.
+    After the last layer comes the next pass's first layer.
 
-    It is plain Python over about a dozen numbers, run once a layer under a lock: an operation of
-    NumPy takes as long as ten of Python.
+    The class has plain Python over about a dozen numbers, which runs once a layer under a lock: an
+    operation of NumPy takes as long as ten of Python.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -139,10 +140,7 @@ class Lookahead:
         self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used each piece
 
     def expect(self, layer: int, pieces: Ints) -> None:
-        """Set the predicted experts of a layer, in place of an earlier prediction.
-
-        The likeliest is first.
-        """
+        """Set the predicted experts of a layer, the likeliest first, for an earlier prediction."""
         ranked: list[int] = pieces.tolist()
         self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
         self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
@@ -150,7 +148,7 @@ class Lookahead:
     def expect_certain(self, layer: int, pieces: Ints) -> None:
         """Set the experts that a layer's router has already chosen as prefetch candidates.
 
-        The layer's prediction is still checked when the layer is routed.
+        The accuracy of the layer's prediction is still checked when the layer is routed.
         """
         self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
@@ -161,10 +159,7 @@ class Lookahead:
             self.candidates.pop(layer, None)
 
     def ahead(self, layer: int) -> int:
-        """Count the layers from the last routed one to a given one.
-
-        At least 1.
-        """
+        """Count the layers from the last routed layer to a given one, at least 1."""
         return (layer - self._at - 1) % self._layers + 1
 
     def routed(
@@ -172,7 +167,10 @@ class Lookahead:
     ) -> LayerForecast | None:
         """Compare a layer's prediction with its router's choice; returns the prediction.
 
-        `slot_of` [pieces] is negative for pieces that were not resident before this step.
+        pieces:  the experts that the router chose
+        slot_of: for each piece its cache slot before this step; negative if it had none
+
+        In prefill nothing is compared; the next layer's candidates are set, and None is returned.
         """
         self.pace.routed(now, prefill, same_pass=layer > self._at)
         self._at, self._prefill = layer, prefill
@@ -220,7 +218,7 @@ class Lookahead:
         accuracy.distance[layer] = expected.distance
 
     def evicted(self, piece: int) -> None:
-        """Record the expert that a prefetch evicted, to see whether it is needed soon."""
+        """Record that a prefetch evicted an expert, to count whether the expert is needed soon."""
         self._victims[self._layer_of[piece]].add(piece)
 
     def _regret(self, layer: int, pieces: Ints) -> None:
@@ -233,7 +231,7 @@ class Lookahead:
             victims.clear()
 
     def _chances(self, layer: int, width: int) -> list[float]:
-        """Chances of use by rank."""
+        """Return the chances of use of a layer's predicted experts, by rank."""
         ranks, every = self._ranks[layer], self._all
         ranks.widen(width)
         every.widen(width)
@@ -244,7 +242,7 @@ class Lookahead:
         ]
 
     def clear(self) -> None:
-        """Drop all candidates for prefetches."""
+        """Drop the prefetch candidates of all layers."""
         self.candidates.clear()
 
     def nearest(
@@ -256,13 +254,14 @@ class Lookahead:
     ) -> PrefetchCandidate | None:
         """Find the prefetch candidate for the nearest layer that is worth its transfer.
 
-        Worthless candidates before it are dropped.
+        slot_of:   for each piece its cache slot; negative if it has none
+        borrowed:  the pieces in borrowed slots
+        can_start: tells whether the transfer of a piece can start now; other candidates are passed
+                   over
+        chunks:    returns the number of chunks of a piece that are to be transferred
 
-        Candidates that have a slot are dropped, too: resident ones, whose `slot_of` is not
-        negative, and `borrowed` ones. Those that cannot start now are passed over.
-
-        can_start: tells whether the transfer of a piece can start now
-        chunks:    the number of chunks of a piece that are to be transferred
+        Candidates that are not worth their transfer, or have a slot already, are dropped on the
+        way. None if no candidate is left that can start.
         """
         count = chunks or self._chunks.__getitem__
         for layer in sorted(self.candidates, key=self.ahead):
@@ -288,9 +287,11 @@ class Lookahead:
             del self.candidates[candidate.layer]
 
     def value(self, chunks: int, chance: float, layers: int) -> float:
-        """Return the seconds that a prefetch is expected to save.
+        """Return the seconds that a prefetch is expected to save; the module has the formula.
 
-        The prefetch is of `chunks`, `layers` ahead.
+        chunks: the chunks to be transferred
+        chance: the chance that the expert is used
+        layers: how many layers ahead the expert's layer is
         """
         chunk = self.pace.chunk.value
         if chunk is None:

@@ -1,6 +1,6 @@
 """The measured times between layers and between chunks of transfers, while a model runs.
 
-All times are in seconds, as moving averages; those of layers are separate for prefill and decode.
+All times are moving averages, in seconds; those between layers are separate for prefill and decode.
 A value is None until it has been measured.
 """
 
@@ -13,7 +13,7 @@ KEEP = 0.9  # weight of the past at each sample: about the last ten count
 
 @dataclass(slots=True)
 class Average:
-    """An exponential moving average."""
+    """An exponential moving average; None before the first sample."""
 
     value: float | None = None
 
@@ -25,9 +25,12 @@ class Average:
 class Pace:
     """Moving averages of a link's idle time per layer and time per chunk.
 
+    The link is the first one (from disk), or a device's link if host memory has slots for all
+    experts.
+
     idle:  seconds from one layer's routing to the next one's in which no demand was under way or
            waiting, (decode, prefill)
-    chunk: seconds from one chunk's arrival to the next one's, while the first link is busy
+    chunk: seconds from one chunk's arrival to the next one's, while the link is busy
     """
 
     idle: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
@@ -40,7 +43,7 @@ class Pace:
     def routed(self, now: float, prefill: bool, same_pass: bool) -> None:
         """Record when a layer was routed, to average the link's idle time per layer.
 
-        The time between passes is not counted.
+        The time between two passes is not counted.
         """
         self._settle(now)
         if same_pass and self._routed is not None and now > self._routed:
@@ -52,11 +55,11 @@ class Pace:
         self._routed = None
 
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
-        """Record whether the first link is idle or carries a chunk.
+        """Record how many chunks a link carries now, to average its busy and idle times.
 
-        moving:    chunks on its lanes now
-        demanding: demands are under way or waiting
-        landed:    it has just delivered a chunk
+        moving:    the number of chunks on the link; 0: it is idle
+        demanding: transfers that a step waits for are under way or waiting
+        landed:    the link has just delivered a chunk
         """
         if landed and self._busy_since is not None and now > self._busy_since:
             self.chunk.add(now - self._busy_since)

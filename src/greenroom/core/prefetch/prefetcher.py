@@ -18,7 +18,7 @@ from greenroom.core.transfers.transfers import Transfers
 class Prefetcher:
     """Prefetches of predicted experts into borrowed slots, which a step can reclaim.
 
-    Of a split expert the segments that have no slot are fetched, the top segment first.
+    If experts are split, the segments that have no slot are fetched, the top segment first.
     """
 
     def __init__(
@@ -31,10 +31,7 @@ class Prefetcher:
     # ---- predictions and their outcome
 
     def predicted(self, event: Predicted) -> None:
-        """Take over a prediction of a layer's experts as candidates for prefetches.
-
-        The experts may be a certain choice.
-        """
+        """Replace a layer's prefetch candidates by its predicted, or already chosen, experts."""
         if event.certain:
             self.lookahead.expect_certain(event.layer, event.experts)
         else:
@@ -43,7 +40,7 @@ class Prefetcher:
     def routed(self, event: Routed, now: float) -> LayerForecast | None:
         """End a layer's prefetches of experts that its router did not choose.
 
-        Returns the prediction for the layer.
+        Returns the earlier prediction for the layer; None if there was none, or in prefill.
         """
         placement = self._placement
         expected = self.lookahead.routed(
@@ -69,7 +66,10 @@ class Prefetcher:
         return expected
 
     def landed(self, piece: int) -> None:
-        """Mark a prefetched expert as arrived, before any step has requested it."""
+        """Handle the end of a prefetch that no step has requested yet.
+
+        A promoted expert becomes resident; another one waits in its borrowed slot.
+        """
         placement = self._placement
         if placement.buffer.borrowed[piece].promotion:
             placement.cache.admit(piece, placement.buffer.release(piece))
@@ -80,7 +80,8 @@ class Prefetcher:
     def count_in_time(self, layer: int, k: int, present: set[int], expected: LayerForecast) -> None:
         """Count a layer's predicted experts that were present when its step began.
 
-        The `k` likeliest experts; `present` ones count.
+        present: the step's experts that are in their slots; of these, experts among the `k`
+                 likeliest predicted ones count
         """
         likely = expected.ranked[:k]
         self.lookahead.accuracy.in_time[layer] += len(present.intersection(likely))
@@ -88,11 +89,9 @@ class Prefetcher:
     # ---- starting prefetches
 
     def begin_next(self, excluded: Collection[int]) -> bool:
-        """Begin the next prefetch of an expert that is worth its transfer.
+        """Begin the next prefetch of an expert that is worth its transfer; False if none begins.
 
-        None of the `excluded` experts.
-
-        False where there is no such candidate, or no link is idle.
+        `excluded` experts are not prefetched now.
         """
         placement, queue = self._placement, self._transfers.queue
         if not self.lookahead.candidates:
@@ -150,7 +149,7 @@ class Prefetcher:
     def promote(self, options: Sequence[Option], view: View) -> bool:
         """Begin to fetch an expert that becomes resident in the cache on arrival.
 
-        False where no option has a candidate, or no slot or link is available.
+        False if no option proposes one, or no slot or link is available.
         """
         placement, queue = self._placement, self._transfers.queue
         for option in options:
@@ -171,9 +170,9 @@ class Prefetcher:
     # ---- reclaiming borrowed slots
 
     def make_room(self, experts: Ints, prefetched: Collection[int]) -> bool:
-        """Reclaim slots from prefetches for a step; tells whether the step fits the cache.
+        """Displace prefetched experts until a step's experts fit the cache; False if they cannot.
 
-        The `prefetched` ones of its experts have borrowed slots already.
+        prefetched: those of the step's experts that have borrowed slots already
         """
         if not self._placement.buffer.borrowed:
             return self._placement.cache.fits(experts)
@@ -185,9 +184,9 @@ class Prefetcher:
         return True
 
     def yield_slot(self) -> bool:
-        """Reclaim a slot from a prefetch for a step that cannot continue without it.
+        """Displace a prefetched expert for a step that cannot continue without a slot.
 
-        False where none is available yet.
+        If no prefetch is complete, all of them are dropped. False if no slot is free yet.
         """
         buffer = self._placement.buffer
         if (least := buffer.least_likely(2.0)) is not None:
@@ -200,7 +199,7 @@ class Prefetcher:
         return len(buffer.borrowed) < before
 
     def abandon(self) -> None:
-        """End all prefetches of experts; chunks under way arrive first."""
+        """End all prefetches of experts; chunks under way arrive before their slots are free."""
         placement = self._placement
         self.lookahead.clear()
         for borrowed in list(placement.buffer.borrowed.values()):
@@ -215,7 +214,7 @@ class Prefetcher:
                 self._transfers.drop_prefetch(placement.secondary_of(expert))
 
     def retire(self, now: float) -> None:
-        """Count the prefetches that an emptied cache ends, and drop all prefetch candidates."""
+        """Count the prefetches that end with an emptied cache, and drop all prefetch candidates."""
         for borrowed in self._placement.buffer.borrowed.values():
             self._counts.dropped += borrowed.state is BorrowState.MOVING
             self._counts.displaced += borrowed.state is BorrowState.COMPLETE
@@ -229,7 +228,7 @@ class Prefetcher:
 
 
 class _Complete:
-    """The experts of which no chunk is missing."""
+    """The experts of which no chunk is missing, as a container."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement

@@ -1,6 +1,6 @@
 """A step's use of borrowed cache slots: prefetched experts, and experts never cached.
 
-The latter stream through borrowed slots.
+Experts that the cache does not insert pass through borrowed slots one after another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Borrowing:
-    """A step's use of borrowed cache slots, for prefetched experts and streamed ones."""
+    """A step's use of borrowed cache slots, for prefetched experts and uncached ones."""
 
     def __init__(
         self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
@@ -25,10 +25,11 @@ class Borrowing:
         self._prefetcher, self._counts = prefetcher, counts
 
     def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
-        """Reclaim borrowed cache slots that a step needs at its start.
+        """Reclaim the borrowed cache slots that a step needs at its start.
 
-        Returns the borrowed slots of the step's own experts, returned or not; and how many misses
-        the cache inserts while the others stream through, -1: all of them.
+        Returns the borrowed slots of the step's own experts, some of which the cache has back
+        already; and how many misses the cache may insert while the others pass through borrowed
+        slots, -1: all.
         """
         placement = self._placement
         prefetched = placement.borrowed(experts.tolist())
@@ -39,9 +40,12 @@ class Borrowing:
         return prefetched, -1
 
     def fetch(self, step: Step, misses: list[int], prefetched: dict[int, BorrowedSlot]) -> None:
-        """Use the prefetches of a step's experts, and request the other missing experts.
+        """Use the prefetches of a step's experts, and request its other missing experts.
 
-        Requests for which the cache has no slot wait for a borrowed one.
+        misses:     the indices of the missing experts in the step
+        prefetched: the borrowed slots of the step's experts, by expert
+
+        Experts for which the cache has no slot wait for a borrowed one.
         """
         placement, slots = self._placement, step.served.slots.tolist()
         tier_slots = {p: int(placement.tier_slots[b.slot]) for p, b in prefetched.items()}
@@ -84,7 +88,7 @@ class Borrowing:
     def stream(self, step: Step) -> None:
         """Give borrowed cache slots to a step's experts that wait for a slot.
 
-        In their order on each device.
+        On each device the experts get slots in their order, as long as there are any.
         """
         full: set[int] = set()  # devices without a slot now
         for request in step.waiting[::-1]:
@@ -98,12 +102,12 @@ class Borrowing:
                 step.stream(request, slot)
 
     def _slot_to_stream(self, step: Step, piece: int) -> int:
-        """Borrow a slot for an expert to stream through; -1 where it must wait for one."""
+        """Borrow a slot for an expert to pass through; -1 if the expert must wait for one."""
         placement = self._placement
         while True:
             # A step may always borrow one slot.
             at_limit = placement.buffer.full and step.streamed
             slot = -1 if at_limit else placement.cache.borrow(piece)[0]
-            moving = step.missing or step.groups or step.ready
+            moving = step.missing or step.expert_groups or step.ready
             if slot >= 0 or moving or not self._prefetcher.yield_slot():
                 return slot

@@ -1,6 +1,6 @@
 """Leases of host slots, substitute experts and low-precision copies for a step.
 
-Its plan decides which it needs.
+The step's plan decides which leases it needs.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ import numpy as np
 from greenroom.core.cache.cache import NO_FLAGS, Flags
 from greenroom.core.cache.placement import Placement
 from greenroom.core.events import HOST, Routed
-from greenroom.core.plan import Plan
+from greenroom.core.plan import StepPlan
 from greenroom.core.scheduler.step import Step
 from greenroom.core.transfers.transfers import Transfers
 
 
 def lease(
-    step: Step, event: Routed, plan: Plan, placement: Placement, transfers: Transfers
-) -> tuple[Flags, Plan | None]:
+    step: Step, event: Routed, plan: StepPlan, placement: Placement, transfers: Transfers
+) -> tuple[Flags, StepPlan | None]:
     """Lease the host slots and pin the substitute experts that a step's plan needs.
 
-    Returns flags of the exact requests that get no slot on a device, and the plan of the requests
-    that are approximated. A request without a host slot is computed on its device.
+    Returns flags of the exact experts that get no slot on a device, and the plan of the
+    approximated experts (None if there are none). An expert that the plan leaves to the host, but
+    that gets no host slot, is computed on its device.
     """
     plan, exact = plan.ordered(event.experts)
     step.choose(event, plan.request[:exact])
     approximated = None
     if exact < plan.request.size:
-        approximated = Plan(
+        approximated = StepPlan(
             plan.request[exact:], plan.weights[exact:], plan.form[exact:], plan.place[exact:]
         )
         experts = event.experts[approximated.request].tolist()

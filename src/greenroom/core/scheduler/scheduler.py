@@ -1,17 +1,16 @@
 """The scheduler: an event machine that decides about experts, in runs and simulations.
 
-`on(event, now) -> actions`. One step is under way at a time. Its requests are counted one by one in
-ascending id, as the cache serves them. Resident experts are computed in the first group, the
-others in later groups, as they arrive. A step that needs more slots than there are reuses them: an
-expert is loaded only after the expert that had its slot earlier in the step has been computed.
+`on(event, now) -> actions`. One step, one pass at one layer, is under way at a time. Its requests
+are counted in ascending id, as the cache serves them. Resident experts are computed in the first
+expert group, the others in later groups, as they arrive. A step that needs more slots than there
+are reuses them: an expert is loaded only after the expert that had its slot has been computed.
 
-The scheduler owns these parts and calls them; none of them knows the scheduler:
+The scheduler owns these objects and calls them; none of them knows the scheduler:
  - `Placement`: which expert has which slot; calls the policy
  - `Transfers`: the queue of transfers, its links and their sources
  - `Prefetcher`: predictions, and the prefetches that are worth their cost
  - `Step`: the requests of the current step, and its leases
- - options: the plan of a step (see `plan`)
-"""
+ - options: the plan of a step (see `plan`)"""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from greenroom.core.events import (
     Routed,
 )
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.plan import Option, Plan, overrides
+from greenroom.core.plan import Option, StepPlan, overrides
 from greenroom.core.policy import Policy
 from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.prefetch.prefetcher import Prefetcher
@@ -57,9 +56,8 @@ AnyOption = TypeVar("AnyOption", bound=Option)
 class Scheduler:
     """The event machine that decides which experts are cached, fetched and computed.
 
-    For one tier of slots, filled over one link or a chain.
-
-    Where `pieces` has several devices, each has slots, a last link and groups of its own."""
+    It manages one memory with slots, filled over one link or a chain of links. Each of several
+    devices has slots, a last link and expert groups of its own."""
 
     def __init__(
         self,
@@ -79,12 +77,12 @@ class Scheduler:
     ) -> None:
         """Build a scheduler with an empty cache.
 
-        capacity: slots, in unsplit experts
-        pin:      see `Cache.serve`
+        capacity: cache slots, counted in unsplit experts
+        pin:      "step": the experts of a step are not evicted while it lasts; "none": they may be
         lanes:    transfers at a time on each link of the chain
         staging_slots: of a chain; None: as many as its lanes need
         ahead:    slots that may be borrowed at a time, at most a quarter of all
-        host:     the tier between the two links of a chain
+        host:     the cache in host memory, between the two links of a chain
         options:  in the order in which they change a step's plan
         after:    an emptied scheduler, whose counts and prediction statistics are continued"""
         _check(pieces, pin, ahead, host)
@@ -102,9 +100,9 @@ class Scheduler:
         self.view = StateView(self.placement, self.transfers, self.lookahead.accuracy, self.counts)
         self.step: Step | None = None
         self.all_resident_path: AllResident | None = None
-        self.parts = pieces.split is not None or any(o.approximates for o in options)
+        self.groups_have_parts = pieces.split is not None or any(o.approximates for o in options)
         # Steps without misses may need more than one group.
-        self._detailed = self.parts or pieces.devices > 1
+        self._detailed = self.groups_have_parts or pieces.devices > 1
         self._planners = [o.plan for o in options if overrides(o, "plan")]
         self._observers = [o.computed for o in options if overrides(o, "computed")]
         self._proposers = [o for o in options if overrides(o, "candidates")]
@@ -153,7 +151,7 @@ class Scheduler:
 
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
-            raise RuntimeError("a step is under way already")
+            raise RuntimeError("Routed while a step is under way: the step must finish first")
         if self.all_resident_path is not None:
             self._leave_all_resident()
         placement, transfers, counts = self.placement, self.transfers, self.counts
@@ -161,7 +159,7 @@ class Scheduler:
             transfers.host.routed(event)
         borrows = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
         expected = self.prefetcher.routed(event, self._now) if borrows else None
-        plan: Plan | None = None
+        plan: StepPlan | None = None
         for option in self._planners:
             plan = option(event, plan, self.view)
         clock = event.step * self._layers + event.layer
@@ -293,9 +291,9 @@ class Scheduler:
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
-        if step is None or event.device not in step.groups:
-            raise RuntimeError("Computed for a device that has no group under way")
-        requests = step.groups.pop(event.device)
+        if step is None or event.device not in step.expert_groups:
+            raise RuntimeError(f"Computed, but device {event.device} computes no expert group")
+        requests = step.expert_groups.pop(event.device)
         if self._observers:
             group = step.describe_group(event.device, requests)
             seconds = self._now - step.start_times[event.device]
@@ -344,7 +342,7 @@ class Scheduler:
 
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
-            self.step.groups.clear()
+            self.step.expert_groups.clear()
             self.step.abort()
             self._advance(actions)
 
@@ -392,9 +390,11 @@ class Scheduler:
 
 
 def _check(pieces: Pieces, pin: str, ahead: int, host: HostTier | None) -> None:
-    """Check a scheduler's settings; UsageError where settings exclude each other."""
+    """Check a scheduler's settings; UsageError if settings exclude each other."""
     if ahead and pin != "step":
-        raise UsageError("prefetching needs the experts of a step to be pinned: set pin to step")
-    for name, parts in (("split experts", pieces.split), ("low-precision copies", pieces.copies)):
+        raise UsageError(f"prefetching (--prefetch) needs --pin step, got --pin {pin}")
+    for name, parts in (("--split", pieces.split), ("--miss-precision", pieces.copies)):
         if host is not None and parts is not None:
-            raise UsageError(f"{name} work without a host tier only: leave out one of them")
+            raise UsageError(
+                f"{name} and --host-memory (or --host-capacity) exclude each other: use one of them"
+            )

@@ -11,7 +11,7 @@ from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import HOST, ComputeGroup, Routed
 from greenroom.core.pieces import Ints
-from greenroom.core.plan import EXACT, LOW, SKIP, ComputedGroup, Plan
+from greenroom.core.plan import EXACT, LOW, SKIP, ComputedGroup, StepPlan
 from greenroom.core.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -22,17 +22,49 @@ class Step:
     """A step: one layer of one forward pass, with a request for each expert.
 
     Requests are numbered in the order in which they are counted. A request ends when its expert, or
-    both segments of a split expert, are computed. Leases are pins of residents, borrowed slots,
-    secondary slots and host slots; they end with the step.
+    both segments of a split expert, are computed. A step leases what it needs: pins of residents,
+    borrowed slots, secondary slots (of bottom segments and copies) and host slots. The leases end
+    with the step.
     """
 
     __slots__ = (
-        "_counts", "_one_place", "_placement", "_served_pieces", "_split", "_transfers",
-        "aborted", "array", "awaiting_secondary", "blocked", "clock", "exact", "experts",
-        "failed", "groups", "hits", "host_leases", "late_pieces", "layer", "missing",
-        "next_part", "on_host", "part", "pinned", "prefill", "ready", "released",
-        "secondary_slots", "served", "slots", "start_times", "streamed", "substitutes",
-        "tokens", "uncomputed", "waiting", "weights",
+        "_counts",
+        "_one_place",
+        "_placement",
+        "_served_pieces",
+        "_split",
+        "_transfers",
+        "aborted",
+        "array",
+        "awaiting_secondary",
+        "blocked",
+        "clock",
+        "exact",
+        "expert_groups",
+        "experts",
+        "failed",
+        "hits",
+        "host_leases",
+        "late_pieces",
+        "layer",
+        "missing",
+        "next_part",
+        "on_host",
+        "part",
+        "pinned",
+        "prefill",
+        "ready",
+        "released",
+        "secondary_slots",
+        "served",
+        "slots",
+        "start_times",
+        "streamed",
+        "substitutes",
+        "tokens",
+        "uncomputed",
+        "waiting",
+        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +85,7 @@ class Step:
         self.released: set[int] = (
             set()
         )  # computed residents, unpinned for the step's other requests
-        self.groups: dict[int, Sequence[int]] = {}  # requests being computed, by device
+        self.expert_groups: dict[int, Sequence[int]] = {}  # requests being computed, by device
         self.start_times: dict[int, float] = {}  # when each group was ordered
         self.part = EXACT  # of the current group: a segment, or a form
         self.next_part: list[int] = []  # of each request; empty: experts have one part
@@ -69,7 +101,10 @@ class Step:
     # ---- the start of a step
 
     def choose(self, event: Routed, requests: Ints) -> None:
-        """Restrict a step's exact experts to some of the routed experts."""
+        """Restrict a step's exact experts to some of the experts that the router chose.
+
+        `requests` are the indices of these experts.
+        """
         if requests.size < event.experts.size:
             self.array = event.experts[requests]
             self.tokens = None if event.rows is None else event.rows[requests]
@@ -77,10 +112,7 @@ class Step:
             self.exact = self.uncomputed = requests.size
 
     def begin(self, served: ServedStep) -> None:
-        """Begin a step with the slots that the cache has given to its experts.
-
-        To its exact requests.
-        """
+        """Begin a step with the slots that the cache has given to its exact experts."""
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.tier_slots[served.slots]
@@ -90,17 +122,14 @@ class Step:
     def begin_resident(self, served: ServedStep, now: float) -> ComputeGroup:
         """Begin a step whose experts are all resident on one device.
 
-        Returns its only group.
+        Returns the action that computes the step's only expert group.
         """
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
-        self.groups[0], self.start_times[0] = range(self.exact), now
+        self.expert_groups[0], self.start_times[0] = range(self.exact), now
         return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
 
     def split(self) -> None:
-        """Add the bottom segments of split experts to a step's requests.
-
-        The requests are those of tops.
-        """
+        """Add the bottom segments of split experts to a step's requests for top segments."""
         secondary, secondary_of = self._placement.secondary, self._placement.secondary_of
         self.next_part = [EXACT] * len(self.experts)
         self.awaiting_secondary = [
@@ -109,8 +138,11 @@ class Step:
         self._counts.bottoms += len(self.awaiting_secondary)
         self._counts.bottom_hits += sum(map(secondary.is_complete, self.experts))
 
-    def approximate(self, event: Routed, plan: Plan) -> None:
-        """Add the experts that a step computes approximately to its requests."""
+    def approximate(self, event: Routed, plan: StepPlan) -> None:
+        """Add the experts that a step computes approximately, or skips, to its requests.
+
+        `plan` has only these experts.
+        """
         placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
         self.array = np.concatenate([self.array, event.experts[plan.request]])
         self.experts = self.array.tolist()
@@ -132,7 +164,7 @@ class Step:
         counts.substituted += len(forms) - len(low) - skipped
 
     def compute_on_host(self) -> None:
-        """Mark experts that the host computes once their bytes are in host memory."""
+        """Mark the experts that the host computes as ready, or request their reads from disk."""
         for request, (slot, resident) in self.on_host.items():
             piece = self.experts[request]
             self.slots[request] = slot
@@ -163,9 +195,9 @@ class Step:
         self.missing[self._transfers.demand(expert, slot)] = request
 
     def claim_secondary(self) -> None:
-        """Give secondary slots to a step's experts that need one, in their order.
+        """Give slots to bottom segments or low-precision copies that a step needs, in order.
 
-        They have their first slot already.
+        An expert whose own slot is still in use by an earlier one waits.
         """
         secondary, counts = self._placement.secondary, self._counts
         later = {*self.waiting, *self.blocked.values()}
@@ -192,7 +224,7 @@ class Step:
     def secondary_landed(self, request: int) -> None:
         """Mark a low-precision copy or bottom segment as arrived for its step.
 
-        A copy is ready; a bottom segment waits until its top is computed.
+        A copy can be computed now; a bottom segment waits until its top segment is computed.
         """
         if self.next_part[request] == LOW:
             self.ready.append(request)
@@ -212,15 +244,14 @@ class Step:
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
         """Start the computation of ready experts on each idle device and on the host.
 
-        One group each.
-
-        Bottom segments are computed where no top segment is ready.
+        Each of these processors gets one expert group. The groups of one time compute the same part
+        of their experts: bottom segments if no top segment is ready.
         """
         if self._one_place and not (self.next_part or self.on_host):
-            if self.groups:
+            if self.expert_groups:
                 return ()
             requests, self.ready = self.ready, []
-            self.groups[0], self.start_times[0] = requests, now
+            self.expert_groups[0], self.start_times[0] = requests, now
             return (ComputeGroup(self.array[requests], self.slots[requests]),)
         ready, self.ready = self.ready, []
         groups, orders = self._divide(ready), []
@@ -235,31 +266,31 @@ class Step:
                 slots = np.array(each, np.int64)
             self.start_times[device] = now
             orders.append(ComputeGroup(self.array[requests], slots, device, self.part))
-        self.groups |= groups
+        self.expert_groups |= groups
         return orders
 
     def _divide(self, ready: list[int]) -> dict[int, list[int]]:
         """Divide ready requests by device; those on a busy device go back to `ready`."""
-        if self.next_part and not self.groups:
+        if self.next_part and not self.expert_groups:
             self.part = min(self.next_part[request] for request in ready)
         home, groups = self._placement.home_device, dict[int, list[int]]()
         for request in ready:
             device = HOST if request in self.on_host else home[self.experts[request]]
-            later = device in self.groups or (
+            later = device in self.expert_groups or (
                 self.next_part and self.next_part[request] != self.part
             )
             (self.ready if later else groups.setdefault(device, [])).append(request)
         return groups
 
     def describe_group(self, device: int, requests: Sequence[int]) -> ComputedGroup:
-        """Describe a group of experts in computation, for scheduler options."""
+        """Describe an expert group in computation, for scheduler options."""
         form = EXACT if self._split or not self.next_part else self.next_part[requests[0]]
         tokens = [1] * len(requests) if self.tokens is None else self.tokens[requests].tolist()
         experts = self.array[requests].tolist()
         return ComputedGroup(self.layer, self.prefill, device, form, experts, tokens)
 
     def computed(self, requests: Sequence[int]) -> None:
-        """End the requests for a computed group of experts, or begin their next part."""
+        """End the requests for a computed expert group, or begin their next segment."""
         if not (self.next_part or self.on_host or self.streamed or self.waiting or self.blocked):
             self.uncomputed -= len(requests)
             return
@@ -268,11 +299,11 @@ class Step:
                 self.end_request(request)
 
     def experts_on_host(self) -> set[int]:
-        """Return a step's experts that the host computes and no prefetch fetches now."""
+        """Return the experts that the host computes for a step; they are not prefetched now."""
         return {self.experts[request] for request in self.on_host}
 
     def has_next_part(self, request: int) -> bool:
-        """Advance an expert by a computed segment; tell whether its bottom segment follows."""
+        """Record that an expert's segment was computed; tell whether its bottom segment follows."""
         secondary, expert = self._placement.secondary, self.experts[request]
         if self._split:
             self.next_part[request] += 1
@@ -286,9 +317,9 @@ class Step:
         return False
 
     def end_request(self, request: int) -> None:
-        """End the request for a computed expert, and pass its slot on.
+        """End the request for a computed expert, and release its slot.
 
-        Requests that wait for its slot get it.
+        A later expert of the step that waits for this slot is requested now.
         """
         self.uncomputed -= 1
         piece = self.experts[request]
@@ -315,7 +346,7 @@ class Step:
     @property
     def landing(self) -> bool:
         """Tell whether experts of a step are still being computed or transferred."""
-        return bool(self.groups) or any(p in self._transfers.entries for p in self.missing)
+        return bool(self.expert_groups) or any(p in self._transfers.entries for p in self.missing)
 
     def abort(self) -> None:
         """Abort a step: no more of its computations or transfers start."""

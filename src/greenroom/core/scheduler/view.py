@@ -1,4 +1,7 @@
-"""Read-only access to the scheduler's state, for its options and for drivers."""
+"""Read-only access to the scheduler's state, for its options and for drivers.
+
+Drivers are the objects that run the scheduler: the runtime and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from greenroom.core.transfers.transfers import Transfers
 class StateView:
     """Read-only access to the scheduler's state, for its options and for drivers.
 
-    It is the `View` that options get, with further properties for drivers.
+    It is the `View` that options get, with further properties for drivers (runtime and simulator).
 
-    accuracy:      of predictions
+    accuracy:      the accuracy of predictions
     lanes:         transfers at a time, on each link
-    staging_slots: how many there are
-    sources:       the first link of each path to a device
+    staging_slots: the number of staging slots, which hold chunks between two links
+    sources:       the number of the first link of each path to a device
     """
 
     def __init__(
@@ -61,18 +64,20 @@ class StateView:
         return self._placement.buffer.size
 
     def group_sizes(self) -> list[int]:
-        """The number of cache slots of each slot group.
+        """Return the number of cache slots of each slot group.
 
-        Of all layers or each, on each device.
+        A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
+        device.
         """
         return self._placement.cache.sizes
 
     def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
         """Check that a cache capacity leaves each slot group an unpinned slot.
 
-        BudgetError where it does not.
+        capacity:   cache slots, counted in unsplit experts
+        pinned_set: the experts that are never evicted; None: the present set
 
-        `pinned_set` stands for another set of pinned pieces than the present one.
+        BudgetError if a slot group would have only pinned experts.
         """
         self._placement.cache.sizes_for(capacity, pinned_set)
 

@@ -1,14 +1,16 @@
 """The transfer queue: the order in which links carry the chunks of experts.
 
-Pieces cross one link (disk to slots) or a chain of links (disk to host to device). Every link has
-lanes, and queues of demands and of prefetches. Demands go first; each queue is first in, first out.
-A piece has one entry; upgrading a prefetch to a demand keeps the chunks that were moved. A lane
-completes the chunk that it has started, so a new demand waits for at most one chunk a lane.
+A piece of an expert crosses one link (disk to slots) or a chain of links (disk to host to device).
+Every link has lanes, a queue of demands (a step waits for them) and a queue of prefetches. Demands
+go first; each queue is first in, first out. A piece has one entry; upgrading a prefetch to a demand
+keeps the chunks that were moved. A lane completes the chunk that it has started, so a new demand
+waits for at most one chunk a lane.
 
 In a chain a chunk occupies a staging slot from the start of its first transfer to the end of its
 last. Prefetches leave a staging slot free for every lane, so that a demand never waits for one that
-a prefetch holds. Where a tier between two links caches pieces (`tiers`), a piece with a slot there
-passes through this slot instead, and a piece that the tier already has crosses the last link only.
+a prefetch holds. If host memory between two links caches pieces (`tiers`), a piece with a slot
+there passes through this slot instead, and a piece that is there already crosses the last link
+only.
 
 Each of several devices has its own last link; the links before it are shared.
 """
@@ -36,19 +38,20 @@ class Urgency(IntEnum):
 class Entry:
     """The queued transfer of an expert's piece, until its last chunk has arrived.
 
-    It stays in the queue while chunks move.
+    A dropped transfer stays in the queue while chunks of it move.
 
     path:          the links that lead to the piece's device
     staged:        for each link of the path, the (chunk, staging slot) that wait for it
     started:       chunks given to the first link
     read:          chunks that have crossed the first link
-    landed:        chunks in the slot
+    landed:        chunks that have crossed the last link
     moving:        chunks on lanes now
     dropped:       no more chunks start
-    upgraded:      began as a prefetch, is a demand now
-    host_slot:     its slot in the host tier; -1: none
-    host_resident: all of it was in the host tier from the start
-    host_only:     it stays in the host tier, and does not go on to the device
+    failed:        a chunk could not be delivered
+    upgraded:      the transfer began as a prefetch, and is a demand now
+    host_slot:     the piece's slot in host memory; -1: none
+    host_resident: all of the piece was in host memory from the start
+    host_only:     the piece stays in host memory, and does not go on to the device
     finished:      its last chunk has landed, or it was dropped and nothing of it moves
     """
 
@@ -72,6 +75,7 @@ class Entry:
 
     @property
     def arrived(self) -> bool:
+        """Tell whether all chunks of an expert's piece have been delivered."""
         return self.landed == self.chunks and not self.failed
 
 
@@ -88,12 +92,14 @@ class TransferQueue:
         """Build an empty transfer queue for a chain of links.
 
         lanes:         transfers at a time, on each link of the chain to a device
-        staging_slots: for chunks in a chain; None: as many as the lanes need
-        host:          the tier between the two links of a chain
-        devices:       each has its own last link
+        staging_slots: slots for chunks between two links; None: as many as the lanes need
+        host:          the cache in host memory, between the two links of a chain
+        devices:       the number of devices; each has its own last link
+
+        ValueError if `host` has not two links, or there are too few staging slots.
         """
         if host is not None and len(lanes) != 2:
-            raise ValueError(f"a host tier needs a chain of two links, got {len(lanes)}")
+            raise ValueError(f"a cache in host memory needs a chain of two links, got {len(lanes)}")
         self.host, before = host, len(lanes) - 1
         self.paths = [(*range(before), before + device) for device in range(devices)]
         chained, self.lanes = before > 0, spread(lanes, devices)
@@ -113,7 +119,8 @@ class TransferQueue:
         )
         if chained and self.staging_slots <= lanes[0]:
             raise ValueError(
-                f"{lanes[0]} lanes need more than {lanes[0]} staging slots: {self.staging_slots}"
+                f"{lanes[0]} lanes need more than {lanes[0]} staging slots,"
+                f" got {self.staging_slots}"
             )
         self._free_staging = list(range(self.staging_slots))[::-1] if chained else None
 
@@ -127,7 +134,7 @@ class TransferQueue:
     ) -> Entry:
         """Request an expert's transfer; a demand upgrades a prefetch that is under way.
 
-        Its entry becomes a demand.
+        Returns the entry of the piece. A transfer that is under way keeps its slot.
         """
         if piece not in self.entries:
             path = self.paths[device]
@@ -151,11 +158,9 @@ class TransferQueue:
         return entry
 
     def add_to_host(self, piece: int, host_slot: int, chunks: int, device: int = 0) -> Entry:
-        """Request an expert's transfer to a slot in host memory.
+        """Request an expert's transfer to a slot in host memory, where the host computes it.
 
-        The caller releases the slot later.
-
-        The piece may not be on its way already.
+        The piece may not be on its way already. The caller releases the slot later.
         """
         path = self.paths[device][:1]
         entry = self.entries[piece] = Entry(
@@ -168,9 +173,10 @@ class TransferQueue:
     def backlog(self, step_pieces: Collection[int]) -> Iterator[tuple[int, int, int]]:
         """Return the chunks that a newly demanded expert must wait for.
 
-        As (link, piece, chunks).
+        step_pieces: pieces of the current step
 
-        They are all remaining chunks of `step_pieces`, and those of other pieces on lanes.
+        Yields (link, piece, chunks): the chunks that these pieces still lack on the first and on
+        the last link of their path, and one for each other chunk that a link carries now.
         """
         for piece in step_pieces:
             if (entry := self.entries.get(piece)) is not None:
@@ -181,9 +187,9 @@ class TransferQueue:
                 yield link, entry.piece, 1
 
     def start(self) -> Iterator[StartChunk]:
-        """Start transfers of chunks on idle links as long as one may start.
+        """Start transfers of chunks on idle lanes, as long as one may start.
 
-        The last links go first.
+        The last links go first. Yields an action for each chunk.
         """
         for link in self._last_first:
             idle, (demands, prefetches) = self._idle[link], self._queues[link]
@@ -221,7 +227,8 @@ class TransferQueue:
     def open_for(self, urgency: Urgency, device: int = 0) -> bool:
         """Tell whether one more expert's transfer to a device could start at once.
 
-        With a host tier the piece may need the last link only, so nothing may wait for that link.
+        If host memory caches experts, the transfer may need the last link only, so it is also
+        required that nothing waits for this link.
         """
         path = self.paths[device]
         if self.host is not None and any(self._queues[path[-1]]):
@@ -235,11 +242,10 @@ class TransferQueue:
         return len(self._free_staging) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
 
     def land(self, link: int, lane: int, ok: bool = True) -> Entry:
-        """Record that a link has delivered a chunk, or failed to deliver it.
+        """Record that a link has delivered a chunk, or failed to deliver it; returns the entry.
 
-        A failure drops the entry.
-
-        The entry leaves the queue (`finished`) with its last chunk, or once nothing of it moves.
+        After a failure (`ok` is False) the entry is dropped. The entry leaves the queue,
+        `finished`, with its last chunk, or if it is dropped as soon as none of its chunks moves.
         """
         entry, action = self._on_lanes.pop((link, lane))
         self._idle[link].append(lane)
@@ -266,9 +272,8 @@ class TransferQueue:
     def drop(self, piece: int) -> bool:
         """Drop an expert's transfer, so that no more of its chunks start.
 
-        True if none is moving: its slot is free.
-
-        Otherwise the entry stays until its moving chunks have landed.
+        True if none of its chunks is moving: its slot is free. Otherwise the entry stays in the
+        queue until these chunks have landed.
         """
         entry = self.entries[piece]
         entry.dropped = True
@@ -296,8 +301,8 @@ class TransferQueue:
 
 
 def count_staging_slots(lanes: Sequence[int]) -> int:
-    """Count the staging slots that a chain of links needs.
+    """Count the staging slots that a chain of links needs: two for every lane.
 
-    For every lane one in use, and one that waits.
+    One holds the chunk that the lane carries, and one a chunk that waits.
     """
     return 2 * sum(lanes)

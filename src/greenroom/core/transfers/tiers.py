@@ -1,11 +1,12 @@
 """The host tier: slots in host memory that cache experts between disk and device.
 
-In a chain of links (disk to host to device) a piece in this tier needs the last link only. The
-tier has its own slots and policy. Its requests are the device's misses and prefetches, so pieces
-that stay on the device for long become old here and are evicted. Nothing is ever written back: an
-expert that leaves the device is still here, or is read from disk again.
+In a chain of links (disk to host to device), an expert that is in host memory needs the last link
+only. The host tier has its own slots and eviction policy. Its requests are the device's misses and
+prefetches, so experts that stay on the device for long become old here and are evicted. Nothing is
+ever written back: an expert that leaves the device is still here, or is read from disk again.
 
-Experts of a prompt are inserted into free slots only, so those left by decoding stay.
+Experts of a prompt are inserted into free slots only, so the experts that decoding has left here
+stay.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ from greenroom.core.policy import Policy
 class HostTier:
     """A cache of experts in host memory, between disk and device.
 
-    Its pieces are complete or on their way.
-
-    A piece that is on its way to the device has a pinned slot, from `request` to `release`. A piece
-    without a slot passes through staging slots, and is not cached. Each of several devices has its
-    own part of the slots, one after another.
+    The pieces in its slots are complete or on their way from disk. A piece that is on its way to
+    the device has a pinned slot, from `request` to `release`. A piece without a slot passes through
+    staging slots, and is not cached. Each of several devices has its own part of the slots, one
+    after another.
     """
 
     def __init__(self, pieces: Pieces, capacity: int, policy: Policy, *, seed: int = 0) -> None:
         """Build an empty cache of experts in host memory.
 
-        `capacity` is at least 1: without slots there is no tier.
+        `capacity` is its number of slots, at least 1: without slots there is no host tier.
         """
         self.pieces = pieces
         self.cache = Cache(pieces, capacity, policy, seed=seed)
@@ -59,12 +59,15 @@ class HostTier:
     def request(self, piece: int) -> tuple[int, bool]:
         """Request an expert's piece in host memory, for its transfer to the device.
 
-        Returns (its slot or -1, whether its bytes are in it).
+        Returns (its slot, whether its bytes are in the slot). The slot is -1 if the piece is not
+        cached: all slots are pinned, or none is free for a prompt.
         """
         self.requests += 1
         state = self.cache.state
-        resident, group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
-        if not resident and self._pinned[group] >= self.cache.sizes[group]:  # all are pinned
+        resident, slot_group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
+        if (
+            not resident and self._pinned[slot_group] >= self.cache.sizes[slot_group]
+        ):  # all are pinned
             return -1, False
         pieces = np.array([piece], np.int64)
         served = self.cache.serve(
@@ -75,7 +78,7 @@ class HostTier:
             self.cache.release(pieces)
             return -1, False
         self._under_way.add(piece)
-        self._pinned[group] += 1
+        self._pinned[slot_group] += 1
         self.hits += resident
         return slot, resident
 
@@ -86,7 +89,7 @@ class HostTier:
     def release(self, piece: int, complete: bool) -> None:
         """Unpin an expert in host memory once its transfer to the device has ended.
 
-        It stays if it is complete.
+        If its bytes are not `complete`, it is removed from host memory.
         """
         self._under_way.remove(piece)
         self._pinned[int(self.cache.state.group_of[piece])] -= 1

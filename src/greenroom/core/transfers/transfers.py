@@ -17,8 +17,9 @@ OnLink = Callable[[float, int, bool, bool], None]  # (now, chunks moving, demand
 class Transfers:
     """Transfers of experts to their memory slots, by a queue for the links.
 
-    Of an exact expert whose nested copy has a slot, only the remainder that the copy lacks is
-    transferred; the transfer leases the copy until the two are joined.
+    A nested low-precision copy is a part of its expert's own bytes. If the copy is in memory and
+    the exact expert is needed, only the remainder is transferred. The copy keeps its slot until the
+    transfer starts, and is copied to the expert's slot then.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Transfers:
     def demand(self, expert: int, slot: int) -> int:
         """Request an expert that a step needs now; returns the piece to transfer.
 
-        All of the expert, or what its copy lacks.
+        The piece is the expert, or the remainder that its low-precision copy in memory lacks.
         """
         secondary = self._placement.secondary
         piece = expert
@@ -63,12 +64,15 @@ class Transfers:
         return piece
 
     def add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        """Request the transfer of an expert's piece; one under way keeps its slot."""
+        """Request the transfer of an expert's piece to a slot; returns its entry in the queue.
+
+        If the piece is on its way already, the transfer keeps its slot.
+        """
         self.busy = True
         return self.queue.add(piece, slot, self._chunks[piece], urgency, self._home[piece])
 
     def bring_to_host(self, piece: int, slot: int) -> None:
-        """Request an expert's transfer to host memory, where the host computes it."""
+        """Request an expert's transfer to a slot of host memory, where the host computes it."""
         self.busy = True
         self.queue.add_to_host(piece, slot, self._chunks[piece], self._home[piece])
 
@@ -78,17 +82,14 @@ class Transfers:
         self._counts.prefetches += 1
 
     def drop_prefetch(self, piece: int) -> None:
-        """Drop the prefetch of an expert that is under way.
-
-        A chunk on a lane lands first.
-        """
+        """Drop the prefetch of an expert; chunks under way land before its slot is free."""
         if not self.entries[piece].dropped:
             self._counts.dropped += 1
             if self.queue.drop(piece):
                 self._placement.vacate(piece)
 
     def release_copy(self, piece: int) -> None:
-        """Release a low-precision copy whose remaining bytes of the expert did not arrive."""
+        """Release a low-precision copy if the transfer of its expert's remainder never started."""
         if self.copy_slots.pop(piece, -1) >= 0:
             self._placement.secondary.release(piece % self._placement.pieces.experts)
 
@@ -108,7 +109,10 @@ class Transfers:
         self.busy = bool(self.entries)
 
     def land(self, link: int, lane: int, ok: bool, now: float) -> Entry:
-        """Record that a link has delivered a chunk of an expert, or failed to."""
+        """Record that a link has delivered a chunk of an expert, or failed to.
+
+        Returns the entry of the expert's transfer.
+        """
         entry = self.queue.land(link, lane, ok)
         for landed in self._on_land:
             nbytes = self._nbytes[entry.piece] / self._chunks[entry.piece]

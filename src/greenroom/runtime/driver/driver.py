@@ -194,13 +194,13 @@ class Driver:
     ) -> Finish:
         """Compute the step's expert groups as they arrive; return the action that ends it."""
         first = self.pieces.offsets[layer]
-        in_parts = self.scheduler.parts
+        has_parts = self.scheduler.groups_have_parts
         while isinstance(action := self._next_action(), ComputeGroup):
             if action.device == HOST:
                 self._start_host_job(action, prepare_host_job)
                 continue
             begin = time.perf_counter()
-            compute(action.experts - first, action.slots, *([action.part] if in_parts else []))
+            compute(action.experts - first, action.slots, *([action.part] if has_parts else []))
             if not self._prefill:
                 self.meter.computed_s += time.perf_counter() - begin
             if self.timeline is not None:

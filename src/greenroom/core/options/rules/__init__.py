@@ -1,4 +1,4 @@
 """Rules by which scheduler options choose how missing experts are computed.
 
-They know no slots and no transfers.
+The rules do not know slots or transfers.
 """

@@ -2,9 +2,9 @@
 
 The misses of a step are divided between their devices and the host (see `rules.processors`), by
 what is queued for each link and processor and by their rates (see `rules.rates`). An expert that
-the host computes gets no slot on a device and is not moved: it is read in its slot of host memory,
-after a read from the store where it is not there. The experts that the host computed for a token
-are promoted to their devices while the link is idle.
+the host computes gets no slot on a device and is not moved. The host computes it from its slot in
+host memory, into which it is read from disk if it is not there yet. The experts that the host
+computed for a token are promoted: they are fetched to their devices while the link is idle.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from greenroom.core.events import HOST, Routed
 from greenroom.core.options.rules.processors import Miss, Queues, assign
 from greenroom.core.options.rules.promotion import PromotionQueue
 from greenroom.core.options.rules.rates import Rates
-from greenroom.core.plan import EXACT, ComputedGroup, Option, Plan, PromotionCandidate, View
+from greenroom.core.plan import EXACT, ComputedGroup, Option, PromotionCandidate, StepPlan, View
 
 
 class CoCompute(Option):
     """A scheduler option that chooses device or host for each missing expert.
 
-    It plans by measured rates.
+    It expects the times of links and processors from their measured rates.
     """
 
     uses_host = True
@@ -31,7 +31,7 @@ class CoCompute(Option):
         self.rates = rates
         self._promotions = PromotionQueue()
 
-    def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
+    def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
         if event.device_only:
             return plan
         misses, queues = self._misses(event, plan, view)
@@ -41,14 +41,16 @@ class CoCompute(Option):
         if not rows:
             self.rates.host_unused()
             return plan
-        plan = plan or Plan.of(event, view.pieces)
+        plan = plan or StepPlan.of(event, view.pieces)
         plan.place[rows] = HOST
         for row in rows:
             self._promotions.remove(int(event.experts[row]))
         return plan
 
-    def _misses(self, event: Routed, plan: Plan | None, view: View) -> tuple[list[Miss], Queues]:
-        """The misses of a step, and the queues of links and processors before them."""
+    def _misses(
+        self, event: Routed, plan: StepPlan | None, view: View
+    ) -> tuple[list[Miss], Queues]:
+        """Describe the misses of a step, and the queues of links and processors before them."""
         tokens = [1] * event.experts.size if event.rows is None else event.rows.tolist()
         resident, experts = view.resident(event.experts).tolist(), event.experts.tolist()
         devices = view.pieces.home_device[event.experts].tolist()

@@ -1,13 +1,18 @@
 """Approximation of missing experts that have a low gate weight.
 
-A miss of decoding is judged by its expert's tail weight (see `core.gates`), and served by the first
-of these rules that is on and whose threshold is above the weight. The expert is skipped; or it is
-computed with the weights of a substitute (see `rules.substitutes`); or it is computed from its
-low-precision copy (HOBBIT, section 3.2). Hits and prompts are exact, and so is an expert of which a
-prefetch has begun the last chunk. The eviction policy is told of exact experts only. These rules
-change the model's output: the user chooses them.
+While decoding, each miss is judged by its expert's tail weight (see `core.gates`). The first of
+these rules serves it that is on and has a threshold above the tail weight:
 
-With `promote` the exact expert is promoted after its copy was computed.
+1. skip: the expert is not computed;
+2. substitute: the expert is computed with the weights of a resident expert that was often chosen
+   with it (see `rules.substitutes`); if there is none, the next rule follows;
+3. low precision: the expert is computed from its low-precision copy (HOBBIT, section 3.2).
+
+Hits and prompts are exact, and so is an expert whose prefetch is complete or has started its last
+chunk. The eviction policy sees exact experts only. These rules change the model's output: the user
+chooses them.
+
+With `promote`, the exact expert is fetched into the cache after its copy was computed.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from greenroom.core.plan import (
     SKIP,
     ComputedGroup,
     Option,
-    Plan,
     PromotionCandidate,
+    StepPlan,
     View,
 )
 
@@ -39,7 +44,10 @@ def precision(at: Approximation, pieces: Pieces) -> Precision:
 
 
 class Precision(Option):
-    """A scheduler option that approximates missing experts below thresholds of gate weight."""
+    """A scheduler option that approximates missing experts below thresholds of gate weight.
+
+    Missing experts are skipped, substituted, or computed from low-precision copies.
+    """
 
     approximates = True
 
@@ -48,7 +56,7 @@ class Precision(Option):
         self._substitutes = Substitutes(pieces.offsets) if thresholds.substitute else None
         self._promotions = PromotionQueue()
 
-    def plan(self, event: Routed, plan: Plan | None, view: View) -> Plan | None:
+    def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
         if event.prefill or event.tail_weights is None:
             return plan
         if self._substitutes is not None:
@@ -57,13 +65,13 @@ class Precision(Option):
         low &= ~view.resident(event.experts)
         if not low.any():
             return plan
-        judged = plan or Plan.of(event, view.pieces)
+        judged = plan or StepPlan.of(event, view.pieces)
         for row in np.flatnonzero(low).tolist():
             self._judge(event, judged, row, view)
         changed = (judged.form != EXACT).any() or (judged.weights != event.experts).any()
         return judged if changed else plan
 
-    def _judge(self, event: Routed, plan: Plan, row: int, view: View) -> None:
+    def _judge(self, event: Routed, plan: StepPlan, row: int, view: View) -> None:
         """Choose whether a missing expert is exact, low-precision, skipped or substituted."""
         assert event.tail_weights is not None
         expert, tail_weight = int(event.experts[row]), float(event.tail_weights[row])
@@ -80,10 +88,10 @@ class Precision(Option):
         elif tail_weight < self.thresholds.low:
             plan.form[row] = LOW
 
-    def _substitute(self, event: Routed, plan: Plan, expert: int, view: View) -> int:
+    def _substitute(self, event: Routed, plan: StepPlan, expert: int, view: View) -> int:
         """Find a resident substitute expert that the step has not chosen.
 
-        -1 where none can be spared.
+        -1 if there is none, or if a further pinned expert would leave no victim to evict.
         """
         assert self._substitutes is not None
         replaced = int((plan.weights != event.experts).sum())

@@ -1,15 +1,15 @@
 """Co-compute's choice of a processor for each missing expert: device or host.
 
-Fiddler computes a miss on the host where that is sooner than to move it, each miss by itself.
+Fiddler computes a miss on the host if that is sooner than to move it, each miss by itself.
 HybriMoE, as we read it, looks at the queues instead: experts with few tokens are computed on the
 host and experts with many are moved, so that both queues end at about the same time. Greenroom does
 the latter. Misses are in order of their tokens; the host takes the miss with the fewest tokens or
 the link takes the one with the most, whichever would end sooner. Misses whose bytes are not in host
 memory come last, since both ways begin with reading them.
 
-This greedy choice can be worse than none. So its end is compared with moving every miss and with
-moving none, and the soonest of the three is taken: under the cost model a step never ends later
-than with either.
+This greedy choice can take longer than a uniform one. So its end is compared with those of moving
+every miss and of moving none, and the soonest of the three is taken: under the cost model a step
+never ends later than with either.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import NamedTuple
 
 
 class Miss(NamedTuple):
-    """A requested expert without a device slot, and its number of tokens.
+    """A requested expert without a device slot, with its expected durations in seconds.
 
-    `rows` tokens chose the expert.
-
-    Durations in seconds: `read` into host memory (0 where the expert is in it), `move` to the
-    device, and the computation `on_device` or `on_host`.
+    request:   the index of the expert in its step
+    rows:      the number of tokens that chose the expert
+    read:      its read from disk into host memory; 0 if it is there
+    move:      its transfer from host memory to the device
+    on_device, on_host: its computation there
+    device:    the device that the expert belongs to
     """
 
     request: int
@@ -41,7 +43,10 @@ class Miss(NamedTuple):
 class Queues:
     """Simulated queues of links and processors: the seconds until each is free.
 
-    store: the link to host memory; links: each device's own
+    store:   the link from disk to host memory
+    links:   each device's link from host memory
+    devices: each device's processor
+    host:    the host's processor
     """
 
     store: float
@@ -60,13 +65,13 @@ class Queues:
 
     @property
     def end(self) -> float:
-        """Return the time at which all experts of a step are computed."""
+        """Return the seconds until all queued experts of a step are computed."""
         return max(self.host, *self.devices)
 
     def move(self, miss: Miss) -> float:
         """Queue a missing expert's transfer to its device, and its computation there.
 
-        Returns the time at which it is computed.
+        Returns the seconds until it is computed.
         """
         device, landed = miss.device, self._read(miss)
         if landed < self.links[device]:
@@ -79,9 +84,9 @@ class Queues:
         return self.devices[device]
 
     def compute_on_host(self, miss: Miss) -> float:
-        """Queue a missing expert's computation on the host.
+        """Queue a missing expert's computation on the host, after its read from disk.
 
-        Returns the time at which it is computed.
+        An expert in host memory needs no read. Returns the seconds until the expert is computed.
         """
         self.host = max(self._read(miss), self.host) + miss.on_host
         return self.host
@@ -89,7 +94,7 @@ class Queues:
     def _read(self, miss: Miss) -> float:
         """Queue the read of a missing expert into host memory.
 
-        Returns the time at which its bytes are there.
+        Returns the seconds until its bytes are there.
         """
         if not miss.read:
             return 0.0
@@ -97,22 +102,22 @@ class Queues:
         return self.store
 
     def end_if_moved(self, miss: Miss) -> float:
-        """Return when a missing expert would be computed on its device."""
+        """Return the seconds until a missing expert would be computed on its device."""
         device = miss.device
         landed = max(self.store + miss.read if miss.read else 0.0, self.links[device]) + miss.move
         return max(landed, self.devices[device]) + miss.on_device
 
     def end_if_on_host(self, miss: Miss) -> float:
-        """Return when a missing expert would be computed on the host."""
+        """Return the seconds until a missing expert would be computed on the host."""
         return max(self.store + miss.read if miss.read else 0.0, self.host) + miss.on_host
 
 
 def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
     """Choose the missing experts that the host computes, so that the step ends soonest.
 
-    Returns their requests, ascending.
-
-    Where ends are equal, the host gets the fewest: what is moved is resident the next time.
+    Returns the indices of these experts in their step, ascending. If several choices end at the
+    same time, the host computes as few experts as possible: an expert that is moved is resident the
+    next time.
     """
     ordered = _ordered(misses)
     every = [miss.request for miss in ordered]
@@ -122,9 +127,11 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
 
 
 def end_with(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
-    """Return when a step ends if the host computes a given set of experts.
+    """Return the seconds until a step ends if the host computes given experts.
 
-    The requests are `on_host`; experts in host memory go first.
+    on_host: the indices of these experts in their step
+
+    Experts that are in host memory go first.
     """
     return _end(_ordered(misses), on_host, queues)
 
@@ -147,10 +154,10 @@ def _ordered(misses: Sequence[Miss]) -> list[Miss]:
 def _greedy(misses: Sequence[Miss], queues: Queues) -> list[int]:
     """Divide missing experts between device and host, from both ends of each device's queue.
 
-    Returns the requests for the host.
+    Returns the indices in the step of the experts for the host.
 
-    The device takes the miss with the most tokens, the host the one with the fewest. Of several
-    devices the one whose next miss would end first goes on, and the host takes from the device
+    The device takes the miss with the most tokens, the host the one with the fewest. With several
+    devices, the device whose next miss would end first goes on, and the host takes from the device
     whose last miss would end latest.
     """
     requests = []

@@ -1,9 +1,9 @@
 """Promotion: experts that were computed without a cache slot are fetched to become residents.
 
-An expert that is computed on the host, or from a low-precision copy, would never become a resident,
-though it is often requested. The experts of the last tokens that were computed so are fetched into
-borrowed slots while the link is idle, behind every demand and prefetch. A fetch is dropped when the
-next step of the expert's layer does not request the expert.
+An expert that is computed on the host, or from a low-precision copy, would never become resident,
+though it is often requested. The experts of the last tokens that were computed in these ways are
+fetched into borrowed slots while the link is idle, after all demands and prefetches. A fetch is
+dropped when the next step of the expert's layer does not request the expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from greenroom.core.plan import PromotionCandidate
 class PromotionQueue:
     """A queue of experts that were computed without a cache slot and may get one.
 
-    In the order in which they were computed, each once.
+    Each expert is in the queue once, at the place of its latest computation.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PromotionQueue:
     def add(self, layer: int, experts: Iterable[int], most: int) -> None:
         """Add a layer's computed experts to the candidates for a cache slot.
 
-        No more than `most` are remembered.
+        most: the most candidates; the oldest are dropped beyond it, and 0 adds none
         """
         for expert in experts if most else ():
             self._layers.pop(expert, None)

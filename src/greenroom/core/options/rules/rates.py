@@ -1,9 +1,9 @@
 """Rates of links and processors: a cost model, corrected by measurements during a run.
 
-Seconds and bytes. The cost model is a machine's profile, or what was measured when the model was
-loaded. Each link and processor has a correction: a moving average of measured over expected times.
-The correction of the host's processor fades while it is not used: one slow moment must not rule it
-out for good.
+Times are in seconds, sizes in bytes. The cost model is a machine's profile, or what was measured
+when the model was loaded. Each link and processor has a correction: a moving average of measured
+over expected times. While the host's processor is not used, its correction moves back towards 1:
+one slow moment must not exclude it for good.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Correction:
 class Rates:
     """Expected times of links, devices and the host, corrected by measurements.
 
-    The links are those from the store to host memory to devices.
+    costs:        the cost model of the links from disk to host to device and of both processors
+    expert_bytes: the size of the experts that `costs` describes
+    learn:        whether measurements correct the cost model
 
-    `costs.host` are the times of an expert of `expert_bytes` on the host; UsageError without them.
-    `learn`: whether measurements correct the cost model.
+    UsageError if `costs` has no times of the host's processor, or not two links.
     """
 
     def __init__(
@@ -57,11 +58,15 @@ class Rates:
         self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
 
     def set_costs(self, costs: Costs) -> None:
-        """Replace the cost model of links and processors; measured corrections stay."""
+        """Replace the cost model of links and processors; measured corrections stay.
+
+        UsageError if `costs` has no times of the host's processor, or not two links.
+        """
         if costs.host is None or len(costs.links) != 2:
             raise UsageError(
-                "co-compute divides misses between a device and the host's processor: it needs"
-                " links from disk to host to device, and the measured speed of both processors"
+                "--co-compute divides missing experts between a device and the host's processor: it"
+                " needs links from disk to host to device, and measured times of both processors"
+                " (greenroom doctor)"
             )
         self._costs, self._host = costs, costs.host
 
@@ -70,21 +75,26 @@ class Rates:
     def link(self, link: int, nbytes: float) -> float:
         """Return the expected seconds of a transfer of bytes over a link.
 
-        `nbytes` on a link; link 0 begins at the store.
+        link: 0 for the link from disk to host memory, 1 + device for a device's link
         """
         return self._links[link].value * nbytes / self._costs.links[min(link, 1)].bandwidth
 
     def processor(self, device: int, rows: Iterable[int], nbytes: int) -> float:
-        """Return the seconds in which a processor is expected to compute an expert.
+        """Return the seconds in which a processor is expected to compute several experts.
 
-        Experts have `nbytes` each, with `rows` tokens.
+        device: the number of a device, or `HOST`
+        rows:   the number of tokens of each expert
+        nbytes: the size of an expert
         """
         return self._processors[device].value * self._expected(device, rows, nbytes)
 
     def miss(self, request: int, rows: int, nbytes: int, in_host: bool, device: int) -> Miss:
         """Describe a missing expert by its expected transfer and computation times.
 
-        `rows` tokens for an expert of `nbytes`.
+        request: the index of the expert in its step
+        rows:    the number of tokens that chose the expert
+        nbytes:  the size of the expert
+        in_host: its bytes are in host memory
         """
         read = 0.0 if in_host else self.link(0, nbytes)
         on_device, on_host = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
@@ -97,13 +107,14 @@ class Rates:
     # ---- measurements
 
     def chunk_started(self, link: int, lane: int, now: float) -> None:
-        """Note when a link began to transfer a chunk, to measure its rate."""
+        """Record when a link began to transfer a chunk, to measure the link's rate."""
         self._began[link, lane] = now
 
     def chunk_landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         """Correct a link's rate by the time that a chunk took.
 
-        The time is since it began, or since the chunk before it.
+        The time counts from the chunk's start, or from the arrival of the chunk before if that is
+        later.
         """
         since = max(self._began.pop((link, lane)), self._landed[link])
         self._landed[link] = now
@@ -112,9 +123,11 @@ class Rates:
             self._links[link].add(nbytes / bandwidth, now - since)
 
     def computed(self, device: int, rows: Iterable[int], nbytes: int, seconds: float) -> None:
-        """Correct a processor's rate by the time that a group of experts took.
+        """Correct a processor's rate by the time that an expert group took.
 
-        It was computed in `seconds`.
+        rows:    the number of tokens of each expert of the group
+        nbytes:  the size of an expert
+        seconds: the measured time of the group
         """
         if self._learn:
             self._processors[device].add(self._expected(device, rows, nbytes), seconds)

@@ -1,11 +1,11 @@
 """Substitute experts: resident experts that are computed in place of missing ones.
 
-The substitute is the resident expert most often chosen with the missing one.
+The substitute is the resident expert that was most often chosen together with the missing one.
 
 BuddyMoE (Wang et al., 2025, section 3) assumes that experts which tokens choose together are alike,
-and replaces a miss by a cached *buddy*. The paper profiles a text beforehand; here choices are
-counted while decoding, so nothing need be prepared. The paper's gates by entropy and margin are
-replaced by the tail weight (see `core.gates`): only experts of a low tail weight are replaced.
+and replaces a miss by a cached *buddy*. The paper profiles a text beforehand; Greenroom counts
+choices while decoding, so nothing need be prepared. In place of the paper's gates by entropy and
+margin, Greenroom replaces only experts of a low tail weight (see `core.gates`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from greenroom.core.pieces import Ints
 
 
 class Substitutes:
-    """Counts of how often two experts of a layer were chosen together.
+    """Counts of how often two experts of a layer were chosen in the same step.
 
-    In one step; ids are dense.
+    counts: for each layer with E experts, the counts of all pairs, [E, E]
     """
 
     def __init__(self, offsets: Sequence[int]) -> None:
@@ -32,16 +32,21 @@ class Substitutes:
         ]
 
     def count(self, layer: int, experts: Ints) -> None:
-        """Count the experts that a decode step has chosen in a layer."""
+        """Count the experts that a decode step has chosen in a layer.
+
+        `experts` are dense ids (layer offset + expert number).
+        """
         local = experts - self._offsets[layer]
         self.counts[layer][np.ix_(local, local)] += 1
 
     def find(self, layer: int, expert: int, allowed: NDArray[np.bool_]) -> int:
         """Find the substitute most often chosen together with an expert of a layer.
 
-        Only `allowed` [E] experts are considered.
+        expert:  the dense id of the missing expert
+        allowed: flags of the layer's experts that may be its substitute
 
-        -1 where none ever was; the smallest id of several with the same count.
+        Returns a dense id; -1 if no allowed expert was ever chosen with `expert`. Of several
+        experts with the same count, the one with the smallest id is returned.
         """
         first = self._offsets[layer]
         counts = np.where(allowed, self.counts[layer][expert - first], 0)
