@@ -80,7 +80,7 @@ class Ablated(Scheduler):
         step = self.step
         if step is None or step.aborted or self._reorder:
             return super()._advance(actions)
-        if step.groups:
+        if step.expert_groups:
             return None
         turn = step.array.size - step.uncomputed  # the request whose turn it is
         self._demand_next(step, turn, actions)

@@ -15,7 +15,7 @@ from greenroom.core.home_devices import home_devices, slots_per_device, spread
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
-from tests.core.theatre import Theatre, ids, pieces
+from tests.core.random_driver import RandomDriver, ids, pieces
 from tests.policies.plain import plain_policies
 
 
@@ -47,7 +47,7 @@ def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, la
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
-    """Share of a step of 8 on the busiest device, compared with a random device for each."""
+    """Experts of a step on the busiest device, compared with randomly assigned devices."""
     rng = np.random.default_rng(1)
     home = home_devices(range(0, 16 * 64 + 1, 64), devices)
     drawn, hashed = [], []
@@ -74,7 +74,7 @@ def test_slots_are_shared_in_proportion(capacity, experts_per_device):
     assert slots_per_device(sum(experts_per_device), experts_per_device) == experts_per_device
 
 
-def test_a_policy_that_decides_beforehand_is_for_one_device():
+def test_a_policy_that_needs_the_trace_works_on_one_device_only():
     with pytest.raises(
         UsageError, match="opt must know the whole trace, which works on one device only"
     ):
@@ -111,11 +111,11 @@ def test_every_device_has_its_own_link_and_its_own_groups():
         Scheduler(pieces(devices=2), 4, policy("lru")).on(Computed(1))
 
 
-def test_a_step_that_is_too_large_for_one_device_reuses_its_slots_alone():
+def test_a_step_too_large_for_one_device_reuses_only_its_slots():
     s = Scheduler(pieces(devices=2), 4, policy("lru"), lanes=1)
-    theatre = Theatre(s, random.Random(3), 0.0)
-    theatre.run(0, 0, ids(0, 1, 2, 4), cancel=False, prefill=False)  # three on device 0
-    assert sorted(theatre.computed) == [0, 1, 2, 4]
+    driver = RandomDriver(s, random.Random(3), 0.0)
+    driver.run(0, 0, ids(0, 1, 2, 4), cancel=False, prefill=False)  # three on device 0
+    assert sorted(driver.computed) == [0, 1, 2, 4]
     assert len(s.residents()) == 3
 
 
@@ -145,24 +145,22 @@ def test_every_policy_evicts_on_the_device_that_needs_the_slot(name):
 
 def test_a_resize_moves_nothing_to_another_device():
     s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=2)
-    theatre, rng = Theatre(s, random.Random(1), 0.0), np.random.default_rng(0)
+    driver, rng = RandomDriver(s, random.Random(1), 0.0), np.random.default_rng(0)
     for number, capacity in enumerate((12, 5, 9, 2, 12, 3)):
-        theatre.tell(Resized(capacity))
+        driver.send(Resized(capacity))
         chosen = np.sort(rng.permutation(6)[:4]) + 6 * (number % 2)
-        theatre.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
+        driver.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
         for piece in s.residents().tolist():
             slot = s.placement.slot(piece)
             assert slot % 2 == s.pieces.home_device[piece]
             assert slot // 2 < s.pieces.slots_per_device(capacity)[slot % 2]
 
 
-def test_a_device_with_everything_leaves_nothing_to_decide():
+def test_devices_with_a_slot_for_every_expert_evict_nothing():
     s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=2)
-    theatre = Theatre(s, random.Random(1), 0.0)
+    driver = RandomDriver(s, random.Random(1), 0.0)
     for layer in (0, 1):
-        theatre.run(
-            layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False
-        )
+        driver.run(layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False)
     slots = s.all_resident_path.step(ids(1, 2))
     assert slots is not None
-    assert [theatre.memory[int(slot)] for slot in slots] == [1, 2]
+    assert [driver.memory[int(slot)] for slot in slots] == [1, 2]

@@ -21,8 +21,8 @@ MACHINE = Machine(
 )
 
 
-def test_times_of_other_sizes():
-    """On a line between the sizes that were measured, in proportion beyond them."""
+def test_times_are_interpolated_between_measured_sizes():
+    """Times are linear between measured sizes, and in proportion beyond them."""
     times = {nbytes: EXPERT.at(nbytes).points for nbytes in (50, 100, 200, 300, 600)}
     assert times == {
         50: ((1, 0.5), (10, 1.0)),
@@ -43,14 +43,14 @@ def test_costs_follow_the_links_from_the_store_to_the_processor():
     assert MACHINE.costs(300).dense.seconds(1) == 0
 
 
-def test_what_is_not_there_is_said():
+def test_unknown_names_and_missing_links_are_named():
     with pytest.raises(UnknownName, match="unknown processor 'tpu': choose one of cpu, gpu"):
         MACHINE.costs(1, processor="tpu")
     with pytest.raises(UnknownName, match="unknown store 'tape': choose one of device, disk, host"):
         MACHINE.costs(1, store="tape")
     with pytest.raises(UsageError, match="no link leads from device to host"):
         MACHINE.costs(1, store="device")
-    with pytest.raises(UsageError, match="nothing to move"):
+    with pytest.raises(UsageError, match="--store host is the memory of the processor itself"):
         MACHINE.costs(1, store="host")
 
 
@@ -60,7 +60,7 @@ def test_a_profile_survives_its_file(tmp_path: Path):
     assert Machine.load(path) == MACHINE
 
 
-def test_links_in_a_circle_end(tmp_path: Path):
+def test_links_in_a_circle_are_refused(tmp_path: Path):
     circle = Machine((Route("a", "b", DISK), Route("b", "a", BUS)), MACHINE.processors)
     with pytest.raises(UsageError, match="no link leads from a to host"):
         circle.path("a", "host")
@@ -85,13 +85,17 @@ DAMAGE = {
     changed("version", to=9): "version 9, this Greenroom reads version 1: measure again",
     changed("version", to=None): "version None",
     changed("links", to=None): "links is missing",
-    changed("links", to=[]): "at least one link",
+    changed("links", to=[]): "must have at least one entry each",
     changed("links", 0, "lanes", to=0): "lanes must be a whole number from 1 to 1024, got 0",
     changed("links", 0, "bandwidth", to=0): "bandwidth must be more than 0",
     changed("links", 0, "bandwidth", to=float("nan")): "NaN is not a number in JSON",
     changed("links", 0, "latency", to="1s"): "latency must be a number from 0, got '1s'",
-    changed("processors", 0, "expert", "seconds", to=[[1]]): "2 rows of 2",
-    changed("processors", 0, "expert", "tokens", to=[10, 1]): "tokens of a table must be ascending",
+    changed(
+        "processors", 0, "expert", "seconds", to=[[1]]
+    ): "seconds must have 2 rows (as nbytes) of 2 numbers",
+    changed(
+        "processors", 0, "expert", "tokens", to=[10, 1]
+    ): "tokens must be a list of ascending numbers",
     changed("processors", 0, "expert", to=3): "damaged",
 }
 
@@ -107,6 +111,6 @@ def test_damage_is_one_clear_line(tmp_path: Path, text: str):
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_profile(tmp_path: Path):
+def test_a_missing_profile_is_an_error(tmp_path: Path):
     with pytest.raises(ProfileError, match="No such file"):
         Machine.load(tmp_path / "none.json")

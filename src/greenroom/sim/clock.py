@@ -107,7 +107,7 @@ class Clock:
             for predicted in self.foresight.routed(LayerRouting(step.layer, step.chosen)):
                 finished |= self._handle(predicted)
         while not finished:
-            idle = self.scheduler.step is not None and not self.scheduler.step.groups
+            idle = self.scheduler.step is not None and not self.scheduler.step.expert_groups
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now

@@ -1,4 +1,4 @@
-"""A cache that holds everything decides nothing, and forgets no order of use."""
+"""The all-resident path: the cache evicts nothing, and its order of use is recorded."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> N
             actions += scheduler.on(Computed())
 
 
-def at_once(scheduler: Scheduler, experts: np.ndarray) -> np.ndarray | None:
+def bypass(scheduler: Scheduler, experts: np.ndarray) -> np.ndarray | None:
     """A step on the all-resident path; None where it has to be routed."""
     path = scheduler.all_resident_path
     return None if path is None else path.step(experts)
 
 
-def test_a_step_is_straight_once_every_piece_has_its_slot() -> None:
+def test_a_step_bypasses_the_scheduler_once_every_expert_has_its_slot() -> None:
     scheduler = Scheduler(PIECES, 8, policy("lru"))
-    assert at_once(scheduler, np.array([0])) is None
+    assert bypass(scheduler, np.array([0])) is None
     scheduler = filled()
-    slots = at_once(scheduler, np.array([1, 3]))
+    slots = bypass(scheduler, np.array([1, 3]))
     assert slots is not None
     assert slots.tolist() == [scheduler.placement.slot(expert) for expert in (1, 3)]
     assert (scheduler.counts.requests, scheduler.counts.hits, scheduler.counts.steps) == (10, 2, 3)
 
 
-def test_what_was_never_asked_for_keeps_nobody_waiting_but_itself() -> None:
+def test_an_expert_never_requested_delays_only_its_own_step() -> None:
     scheduler = Scheduler(PIECES, 8, policy("lru"))
     serve(scheduler, 0, 0, np.array([0, 2]))
-    assert at_once(scheduler, np.array([0, 2])) is not None
+    assert bypass(scheduler, np.array([0, 2])) is not None
     counts = replace(scheduler.counts)
-    assert at_once(scheduler, np.array([0, 1])) is None
+    assert bypass(scheduler, np.array([0, 1])) is None
     assert scheduler.counts == counts
     serve(scheduler, 1, 0, np.array([0, 1]))
-    assert at_once(scheduler, np.array([0, 1, 2])) is not None
-    assert at_once(scheduler, np.array([5])) is None
+    assert bypass(scheduler, np.array([0, 1, 2])) is not None
+    assert bypass(scheduler, np.array([5])) is None
     scheduler.on(Resized(2))
     assert scheduler.residents().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("lru", 7), ("lfu", 8), ("next-use", 8)])
-def test_not_where_one_is_absent_or_the_policy_counts(name: str, capacity: int) -> None:
+def test_no_all_resident_path_with_few_slots_or_other_policies(name: str, capacity: int) -> None:
     scheduler = filled(name, capacity)
-    assert at_once(scheduler, np.array([4])) is None
+    assert bypass(scheduler, np.array([4])) is None
 
 
 steps = st.lists(
@@ -86,23 +86,23 @@ steps = st.lists(
 def test_after_a_resize_the_residents_equal_those_of_a_scheduler_path(
     requests: list[tuple[int, set[int], bool]], capacity: int
 ) -> None:
-    """Straight or not, in any mixture."""
+    """Steps on the all-resident path and on the scheduler's, in any mixture."""
     ours, scheduled = filled(), filled()
-    for step, (layer, experts, straight) in enumerate(requests, 1):
+    for step, (layer, experts, bypasses) in enumerate(requests, 1):
         pieces = np.array(sorted(experts)) + 4 * layer
         serve(scheduled, step, layer, pieces)
-        if not straight:
+        if not bypasses:
             serve(ours, step, layer, pieces)
         else:
-            assert at_once(ours, pieces) is not None
+            assert bypass(ours, pieces) is not None
     for scheduler in (ours, scheduled):
         scheduler.on(Resized(capacity))
     assert ours.residents().tolist() == scheduled.residents().tolist()
     assert ours.counts == scheduled.counts
-    assert at_once(ours, ours.residents()[:1]) is None
+    assert bypass(ours, ours.residents()[:1]) is None
 
 
-def test_nothing_used_leaves_the_order_as_it_was() -> None:
+def test_a_report_without_uses_leaves_the_policy_s_order() -> None:
     placement = Placement(PIECES, 8, policy("lru"), "shared", 0, 0)
     cache = placement.cache
     cache.serve(np.arange(4), 0, "none")

@@ -4,7 +4,7 @@ from greenroom.core.cache.buffer import BorrowState, PrefetchBuffer, default_bor
 
 
 def filled() -> PrefetchBuffer:
-    """Of layer 1 piece 5 is whole and 6 on its way, of layer 2 piece 9 is whole."""
+    """A buffer: layer 1 has piece 5 complete and 6 on its way, layer 2 has 9 complete."""
     buffer = PrefetchBuffer(3)
     for piece, slot, layer, chance in ((5, 0, 1, 0.7), (6, 1, 1, 0.9), (9, 2, 2, 0.4)):
         assert not buffer.full
@@ -22,7 +22,7 @@ def test_a_buffer_is_full_when_all_its_slots_are_borrowed():
     assert PrefetchBuffer().full
 
 
-def test_a_layer_that_was_routed_gives_up_what_it_did_not_use():
+def test_unused_prefetches_of_a_routed_layer_are_found():
     buffer = filled()
     assert [entry.piece for entry in buffer.unused_prefetches(1, {6})] == [5]
     assert {entry.piece for entry in buffer.unused_prefetches(1, ())} == {5, 6}
@@ -41,7 +41,7 @@ def test_the_least_likely_is_complete_below_a_chance_and_not_excluded():
     assert buffer.least_likely(0.4) is None  # below, not at
 
 
-def test_of_equal_chances_the_smaller_piece_goes():
+def test_the_smallest_piece_is_least_likely_at_equal_chances():
     buffer = PrefetchBuffer(2)
     for piece in (8, 3):
         buffer.begin_prefetch(piece, piece, 0, 0.5)
@@ -49,7 +49,7 @@ def test_of_equal_chances_the_smaller_piece_goes():
     assert buffer.least_likely(1.0).piece == 3
 
 
-def test_what_a_step_computes_here_is_nobody_s_prefetch_any_more():
+def test_a_slot_in_use_is_no_prefetch_any_more():
     buffer = filled()
     assert buffer.occupy(5) == 0
     assert buffer.occupy(11, 7) == 7
@@ -71,5 +71,5 @@ def test_a_piece_may_come_again_for_another_layer():
     assert {entry.piece for entry in buffer.unused_prefetches(1, ())} == {6}
 
 
-def test_slots_for_four_layers():
+def test_the_default_borrow_limit_is_four_layers_of_experts():
     assert default_borrow_limit(8) == 32

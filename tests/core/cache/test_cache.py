@@ -70,7 +70,7 @@ def test_per_layer_scope_spreads_the_remainder_over_the_first_layers():
         split_capacity(8, 3, "both")
 
 
-def test_names_and_capacities_that_cannot_be_are_refused():
+def test_invalid_names_and_capacities_are_refused():
     with pytest.raises(BudgetError, match="at least one slot, got 0"):
         Cache(PIECES, 0, policy("lru"))
     with pytest.raises(BudgetError, match="a cache slot for each of 3 layers, got 2"):
@@ -79,7 +79,7 @@ def test_names_and_capacities_that_cannot_be_are_refused():
         Cache(PIECES, 3, policy("lru")).serve(ids(0), 0, "all")
 
 
-def test_every_resident_pinned_is_an_error_and_not_a_hang():
+def test_a_miss_with_every_resident_pinned_is_an_error():
     cache = Cache(PIECES, 1, policy("lru"))
     cache.serve(ids(0), 0)
     with pytest.raises(RuntimeError, match="pinned"):
@@ -99,7 +99,7 @@ steps = st.lists(
 @pytest.mark.parametrize("scope", ["shared", "per-layer"])
 @given(steps=steps, capacity=st.integers(LAYERS, LAYERS * EXPERTS + 2))
 @settings(max_examples=60, deadline=None)
-def test_equals_the_obvious_cache(name, scope, steps, capacity):
+def test_the_cache_equals_a_simple_reference_cache(name, scope, steps, capacity):
     cache = Cache(PIECES, capacity, policy(name), scope)
     reference = ReferenceCache(OFFSETS, split_capacity(capacity, LAYERS, scope), name)
     for layer, experts in steps:

@@ -1,4 +1,4 @@
-"""A policy that sees steps of hits later decides as one that sees every step at once."""
+"""A policy to which steps of hits are reported later decides as before."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def arrays(policy_state: Any) -> Iterator[list[float]]:
             yield np.asarray(each).ravel().tolist()
 
 
-class Twins:
-    """A cache, and one whose policy is called in every step; both must do the same."""
+class CachePair:
+    """Two caches that must act the same: the policy of the second is called in every step."""
 
     def __init__(self, name: str, capacity: int, devices: int, seed: int) -> None:
         every = Pieces.unsplit([0, EXPERTS, 2 * EXPERTS], [1, 1], devices=devices)
@@ -39,7 +39,7 @@ class Twins:
         self.requested: tuple[np.ndarray, ...] = ()  # of the step under way, where it is pinned
         self.borrowed: list[tuple[int, int]] = []  # (piece, slot)
 
-    def each(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         ours, immediate = (getattr(cache, method)(*args, **kwargs) for cache in self.both)
         assert ours == immediate
         return ours
@@ -48,7 +48,7 @@ class Twins:
         requested = np.array(sorted(chosen), np.int64) + EXPERTS * layer
         room = min(map(self.both[0].unpinned_slots, range(len(self.both[0].sizes))))
         while self.borrowed and requested.size + len(self.borrowed) > room:  # the step comes first
-            self.each("return_slot", self.borrowed.pop(0)[1])
+            self.call("return_slot", self.borrowed.pop(0)[1])
         requested = np.setdiff1d(requested, [piece for piece, _ in self.borrowed])
         more: dict[str, Any] = {"request": number // 7, "fill": 1 if digit == 9 else -1}
         if digit % 2:
@@ -65,13 +65,13 @@ class Twins:
         piece = digit + 2
         absent = self.both[0].state.slot_of[piece] < 0
         if digit in (5, 6) and absent and piece not in dict(self.borrowed):
-            slot, _ = self.each("borrow", piece)
+            slot, _ = self.call("borrow", piece)
             if slot >= 0:
                 self.borrowed.append((piece, slot))
         elif digit == 7 and self.borrowed:
             piece, slot = self.borrowed.pop(0)
             room = self.both[0].state.free_count.sum() or not self.requested
-            self.each("admit" if room else "return_slot", *((piece, slot) if room else (slot,)))
+            self.call("admit" if room else "return_slot", *((piece, slot) if room else (slot,)))
 
     def end(self, split: bool) -> None:
         """A step's pins end, of all its pieces or of some before others."""
@@ -84,14 +84,14 @@ class Twins:
 
     def between(self, digit: int, number: int) -> None:
         if digit == 3:
-            self.each("remove", number % (2 * EXPERTS), number)
+            self.call("remove", number % (2 * EXPERTS), number)
         elif digit == 4 and not self.borrowed:
-            self.each("resize", 4 + number % 9)
+            self.call("resize", 4 + number % 9)
         elif digit == 8:
             for cache in self.both:
                 cache.pin(np.array([number % 4], np.int64))
 
-    def same(self) -> None:
+    def check_equal(self) -> None:
         ours, immediate = self.both
         for cache in self.both:
             cache.pin_hits()
@@ -111,20 +111,22 @@ class Twins:
 )
 @settings(max_examples=15, deadline=None)
 @plain_policies()
-def test_later_is_as_good_as_at_once(name, steps, capacity, devices, looks, seed):
-    twins = Twins(name, capacity, devices, seed)
+def test_a_policy_that_sees_hits_later_decides_the_same(
+    name, steps, capacity, devices, looks, seed
+):
+    pair = CachePair(name, capacity, devices, seed)
     for number, (layer, chosen, digit) in enumerate(steps):
-        twins.serve(number, layer, chosen, digit)
-        twins.during(digit)
-        twins.end(split=digit == 2)
-        twins.during(9 - digit)
-        twins.between(digit, number)
+        pair.serve(number, layer, chosen, digit)
+        pair.during(digit)
+        pair.end(split=digit == 2)
+        pair.during(9 - digit)
+        pair.between(digit, number)
         if number % looks == looks - 1:
-            twins.same()
-    twins.same()
+            pair.check_equal()
+    pair.check_equal()
 
 
-def test_a_run_of_hits_waits_until_it_is_too_long():
+def test_hits_are_reported_after_a_limited_number_of_steps():
     immediate = []
     cache = Cache(Pieces.unsplit([0, 4], [1]), 3, policy("lru"))
     cache.serve(np.arange(3), 0)
@@ -138,7 +140,7 @@ def test_a_run_of_hits_waits_until_it_is_too_long():
     assert immediate == [MOST_HITS, 2]
 
 
-def test_a_step_of_hits_is_pinned_before_a_victim_is_sought():
+def test_a_step_of_hits_is_pinned_before_a_victim_is_chosen():
     cache = Cache(Pieces.unsplit([0, 4], [1]), 2, policy("lru"))
     cache.serve(np.arange(2), 0)
     cache.release(np.arange(2))

@@ -42,12 +42,12 @@ def test_a_step_fits_beside_the_pinned_experts():
     assert cache.serve(ids(0, 1, 2), 2).pinned
 
 
-def test_something_is_left_for_others():
+def test_pinned_experts_may_not_take_all_slots():
     cache = Cache(PIECES, 4, policy("lru"), "per-layer")
-    with pytest.raises(BudgetError, match="2 pinned experts leave none of 2 slots"):
+    with pytest.raises(BudgetError, match="2 pinned experts leave none of 2 cache slots"):
         cache.pin(ids(0, 1))
     cache.pin(ids(0, 5))
-    with pytest.raises(BudgetError, match="1 pinned experts leave none of 1 slots"):
+    with pytest.raises(BudgetError, match="1 pinned experts leave none of 1 cache slots"):
         cache.resize(2)
 
 
@@ -73,14 +73,14 @@ def pins() -> Pins:
     return Pins({"a": Task(ids(0, 4), a), "b": Task(ids(2, 6), b)}, (0, 4, 8))
 
 
-def test_the_nearest_task():
+def test_the_task_with_the_nearest_pattern_is_found():
     assert pins().nearest(np.array([0, 0, 5, 1, 0, 0, 0, 0])) == "b"
     assert pins().nearest(np.array([9, 0, 5, 1, 0, 0, 0, 0])) == "a"
     assert pins().nearest(np.zeros(8)) == "a"
     assert pins().first.size == 0
 
 
-def test_a_file_and_back(tmp_path):
+def test_pins_survive_their_file(tmp_path):
     file = tmp_path / "pins.json"
     file.write_text(json.dumps(pins().as_json()))
     loaded = Pins.load(file, [0, 4, 8])
@@ -95,7 +95,10 @@ def test_a_file_and_back(tmp_path):
         ({"format": "x"}, "greenroom trace hot makes such files"),
         ({"version": 2}, "pinned experts of version 2, this Greenroom reads version 1"),
         ({"tasks": {}}, "has no task with pinned experts"),
-        ({"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}}, "are not those of the model"),
+        (
+            {"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}},
+            "does not have the model's numbers of layers",
+        ),
         (
             {"tasks": {"a": {"experts": [[0], [9]], "pattern": [[0] * 4, [0] * 4]}}},
             "must be different numbers from 0 to 3",

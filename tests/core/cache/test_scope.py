@@ -16,11 +16,11 @@ from greenroom.errors import BudgetError, UnknownName, UsageError
 from greenroom.policies import policy
 
 
-def test_slots_that_add_up_are_taken_as_they_are():
+def test_slots_that_add_up_to_the_capacity_are_not_changed():
     assert split_capacity(9, 3, (5, 1, 3), [8, 8, 8]) == [5, 1, 3]
 
 
-def test_other_capacities_are_shared_out_in_proportion():
+def test_other_capacities_are_divided_in_proportion():
     assert split_capacity(18, 3, (5, 1, 3), [18] * 3) == [10, 2, 6]
     assert split_capacity(10, 3, (1, 1, 1), [8] * 3) == [4, 3, 3]
 
@@ -35,7 +35,7 @@ def test_no_layer_has_more_slots_than_experts_or_none():
     st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 20)), min_size=1, max_size=8),
     st.floats(0, 1),
 )
-def test_all_slots_are_given_within_bounds(layers, share):
+def test_all_slots_are_divided_within_bounds(layers, share):
     shares, most = [s for s, _ in layers], [n for _, n in layers]
     capacity = len(layers) + int(share * (sum(most) - len(layers)))
     sizes = proportional(capacity, shares, most)
@@ -47,7 +47,7 @@ def test_all_slots_are_given_within_bounds(layers, share):
                 assert a + 1 >= b
 
 
-def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
+def test_slot_groups_have_the_scope_s_sizes_and_resize_in_proportion():
     pieces = Pieces.unsplit([0, 6, 12], [1, 1])
     cache = Cache(pieces, 6, policy("lru"), (4.0, 2.0))
     assert cache.sizes == [4, 2]
@@ -58,12 +58,12 @@ def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
     assert cache.residents().tolist() == [2, 3]
 
 
-def test_several_devices_share_each_layers_slots_out():
+def test_each_layer_s_slots_are_divided_among_devices():
     pieces = Pieces.unsplit([0, 6, 12], [1, 1], devices=2)
     assert group_sizes(pieces, 8, (3.0, 1.0)) == [3, 1, 3, 1]
 
 
-def test_bad_scopes():
+def test_invalid_scopes_are_refused():
     with pytest.raises(UsageError, match="--scope has 2 numbers, but the model has 3 layers"):
         split_capacity(9, 3, (1, 2))
     with pytest.raises(UsageError, match="--scope must have numbers above 0, got 0"):
@@ -74,7 +74,7 @@ def test_bad_scopes():
         split_capacity(2, 3, (1, 2, 1))
 
 
-def test_what_the_option_takes(tmp_path):
+def test_scope_accepts_names_numbers_and_files(tmp_path):
     assert scope_of("per-layer") == "per-layer"
     assert scope_of("12, 8,0.5") == (12.0, 8.0, 0.5)
     file = tmp_path / "budgets.json"
@@ -93,7 +93,7 @@ def test_what_the_option_takes(tmp_path):
         ("none.json", "cannot read none.json: No such file"),
     ],
 )
-def test_what_it_does_not(text, message):
+def test_scope_refuses_other_text(text, message):
     with pytest.raises(UsageError) as raised:
         scope_of(text)
     assert message in str(raised.value)

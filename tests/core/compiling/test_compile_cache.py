@@ -41,7 +41,7 @@ def from_disk(function: Any, value: int, expected: int) -> bool:
     return sum(compiled._cache_hits.values()) == 1
 
 
-def test_what_is_compiled_once_is_found(compile_folder: Path) -> None:
+def test_compiled_code_is_found_on_disk(compile_folder: Path) -> None:
     assert not from_disk(power(2), 5, 25)
     (name,) = files(compile_folder)
     assert name.startswith("test_compile_cache.raised-")
@@ -53,7 +53,7 @@ def test_what_is_compiled_once_is_found(compile_folder: Path) -> None:
     assert len(files(compile_folder)) == 3
 
 
-def test_compiled_code_with_other_options_is_stored_separately(compile_folder: Path) -> None:
+def test_options_and_optimization_levels_have_separate_files(compile_folder: Path) -> None:
     first = jit(power(2))
     first(3)
     other = jit(power(2), error_model="numpy")
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_compiled_again(compile_folder: Path, damage: bytes | 
     assert from_disk(power(2), 5, 25)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(file))
@@ -85,8 +85,8 @@ def raised(x: int) -> int:
     return power(x)  # type: ignore[return-value] # with_parts puts another `power` here
 
 
-def test_copies_with_other_parts_are_other_functions(compile_folder: Path) -> None:
-    """They have one name and one signature; a call must reach the copy's own part."""
+def test_copies_with_other_globals_have_separate_files(compile_folder: Path) -> None:
+    """Copies have one name and one signature; each call must reach its copy's global."""
     for expected in ([25, 125], [25, 125]):
         copies = [jit(with_parts(raised, {"power": jit(power(n))})) for n in (2, 3)]
         assert [compiled(5) for compiled in copies] == expected
@@ -121,7 +121,7 @@ def test_an_entry_point_is_found_again(compile_folder: Path) -> None:
     assert len(files(compile_folder)) == 1
 
 
-def test_files_appear_whole(compile_folder: Path) -> None:
+def test_a_reader_never_sees_an_incomplete_file(compile_folder: Path) -> None:
     """Threads that write and read one file at once: each reads nothing, or all of one write."""
     path, contents = compile_folder / "code.nbc", set[bytes | None]()
     data = [bytes([n]) * 200_000 for n in range(4)]
@@ -140,7 +140,7 @@ def test_files_appear_whole(compile_folder: Path) -> None:
     assert files(compile_folder) == ["code.nbc"]
 
 
-def test_those_used_longest_ago_make_room(compile_folder: Path) -> None:
+def test_the_files_used_longest_ago_are_removed(compile_folder: Path) -> None:
     for n, name in enumerate("abcd"):
         write(compile_folder / name, b"x" * 68)  # 100 bytes with the checksum
         os.utime(compile_folder / name, (n, n))
@@ -153,7 +153,9 @@ def test_those_used_longest_ago_make_room(compile_folder: Path) -> None:
     assert files(compile_folder) == []
 
 
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert folder() == tmp_path / "greenroom" / "compiled"
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")

@@ -77,7 +77,7 @@ def digest(source: str) -> str:
         ("import math", "import math\nimport json\nOTHER = object()"),
     ],
 )
-def test_what_is_not_compiled_is_no_part_of_it(old: str, new: str) -> None:
+def test_text_that_is_not_compiled_does_not_change_the_digest(old: str, new: str) -> None:
     assert old in SOURCE
     assert digest(SOURCE.replace(old, new)) == digest(SOURCE)
 
@@ -102,12 +102,12 @@ def test_what_is_not_compiled_is_no_part_of_it(old: str, new: str) -> None:
         ("import math", "import cmath as math"),
     ],
 )
-def test_what_is_compiled_is_part_of_it(old: str, new: str) -> None:
+def test_compiled_text_changes_the_digest(old: str, new: str) -> None:
     assert old in SOURCE
     assert digest(SOURCE.replace(old, new)) != digest(SOURCE)
 
 
-def test_a_class_whose_objects_were_copied_is_the_same() -> None:
+def test_copying_an_object_leaves_its_class_s_digest() -> None:
     """Copying and pickling leave a mark on the class."""
     module = ModuleType("greenroom_digest_example")
     exec(compile(SOURCE, "<example>", "exec"), vars(module))
@@ -117,7 +117,7 @@ def test_a_class_whose_objects_were_copied_is_the_same() -> None:
     assert FunctionDigest.of(vars(module)["root"]) == before
 
 
-def test_an_object_that_no_other_process_has_is_refused() -> None:
+def test_an_object_without_portable_content_is_refused() -> None:
     with pytest.raises(TypeError, match="no digest of <object object at 0x"):
         digest(SOURCE.replace("SCALE = 3", "SCALE = object()"))
 

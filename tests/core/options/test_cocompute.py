@@ -31,9 +31,9 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, carry_out, ids, pieces
 from tests.core.strategies import steps as steps_of
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, carry_out, ids, pieces
-from tests.core.transfers.test_tiers import TwoTiers
+from tests.core.transfers.test_tiers import HostTierDriver
 
 HOST_FIRST, DEVICE_FIRST = (10.0, 0.1), (0.1, 10.0)  # seconds on the bus, on the host
 
@@ -88,7 +88,7 @@ def test_a_miss_is_computed_from_its_slot_in_host_memory():
     assert (s.counts.requests, s.counts.misses, s.counts.on_host) == (4, 4, 1)
 
 
-def test_where_the_link_is_faster_everything_is_moved():
+def test_all_misses_are_moved_if_the_link_is_faster():
     s, _ = machine(device=1, host=6, speeds=DEVICE_FIRST)
     fill(s, 1, 2, 3)
     (chunk,) = s.on(Routed(3, 0, ids(1)))
@@ -96,7 +96,7 @@ def test_where_the_link_is_faster_everything_is_moved():
     assert s.counts.on_host == 0
 
 
-def test_both_compute_at_the_same_time():
+def test_device_and_host_compute_at_the_same_time():
     s, _ = machine(device=1, host=6, speeds=HOST_FIRST)
     fill(s, 1, 2, 3)
     assert groups(s.on(Routed(3, 0, ids(1, 3)))) == [(HOST, [1]), (0, [3])]
@@ -104,8 +104,8 @@ def test_both_compute_at_the_same_time():
     assert s.on(Computed(HOST)) == [Finish()]
 
 
-def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
-    """With tokens counted: what is skipped is no request of the cache, but of the step."""
+def test_a_skipped_miss_has_its_own_expert_group_after_the_host_s():
+    """A skipped expert is a request of the step, but not of the cache; tokens are counted."""
     precision = pytest.importorskip("greenroom.core.options.rules.precision").precision
     every = pieces()
     tier = HostTier(every, 6, policy("lru"))
@@ -125,7 +125,7 @@ def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
     assert (s.counts.on_host, s.counts.left_out, s.counts.misses) == (1, 1, 5)
 
 
-def test_what_is_not_in_host_memory_is_read_there_and_goes_no_further():
+def test_an_expert_for_the_host_is_read_into_host_memory_only():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST, chunks=2)
     first = s.on(Routed(0, 0, ids(4)))[0]
     assert (first.link, first.slot, first.host_slot, first.first_of_piece) == (0, -1, 0, True)
@@ -137,7 +137,7 @@ def test_what_is_not_in_host_memory_is_read_there_and_goes_no_further():
     assert not tier.cache.state.pinned.any()
 
 
-def test_a_read_that_fails_ends_the_step_and_leaves_no_copy():
+def test_a_failed_read_ends_the_step_and_leaves_no_expert_in_host_memory():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
     s.on(Routed(0, 0, ids(4)))
     assert s.on(Failed(0, 4)) == [Finish(failed=4)]
@@ -145,7 +145,7 @@ def test_a_read_that_fails_ends_the_step_and_leaves_no_copy():
     assert not s.placement.cache.state.pinned.any()
 
 
-def test_a_step_that_is_cancelled_gives_its_slots_in_host_memory_back():
+def test_a_cancelled_step_returns_its_host_slots():
     s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
     fill(s, 1, 2, 3)
     s.on(Routed(3, 0, ids(1, 2)))
@@ -154,7 +154,7 @@ def test_a_step_that_is_cancelled_gives_its_slots_in_host_memory_back():
     assert not s.placement.cache.state.pinned.any()
 
 
-def test_what_finds_no_slot_in_host_memory_is_moved():
+def test_a_miss_without_a_host_slot_is_moved_to_the_device():
     s, _ = machine(device=4, host=1, speeds=HOST_FIRST)
     actions = s.on(Routed(0, 0, ids(1, 2)))
     assert s.counts.on_host == 1  # the tier has one slot, and reads the first into it
@@ -166,7 +166,7 @@ def test_what_finds_no_slot_in_host_memory_is_moved():
     assert groups(actions) == [(HOST, [1])]
 
 
-def test_what_the_host_computes_follows_while_the_link_is_idle_and_stays():
+def test_an_expert_that_the_host_computed_is_promoted_while_the_link_is_idle():
     s, tier = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
     fill(s, 1, 2, 3, 4, 5)
     assert s.residents().tolist() == [2, 3, 4, 5]
@@ -181,7 +181,7 @@ def test_what_the_host_computes_follows_while_the_link_is_idle_and_stays():
     assert groups(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
 
 
-def test_what_is_asked_for_again_on_its_way_is_moved():
+def test_an_expert_requested_during_its_promotion_is_moved():
     s, _ = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
     fill(s, 1, 2, 3, 4, 5)
     s.on(Routed(5, 0, ids(1)))
@@ -191,15 +191,15 @@ def test_what_is_asked_for_again_on_its_way_is_moved():
     assert (s.counts.on_host, s.counts.late, s.counts.adopted) == (1, 1, 0)
 
 
-def test_a_prompt_leaves_nothing_to_follow():
+def test_a_prompt_s_experts_are_not_promoted():
     s, _ = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
     fill(s, 1, 2, 3, 4, 5)
     s.on(Routed(5, 0, ids(1), prefill=True))
     assert s.on(Computed(HOST)) == [Finish()]
 
 
-def test_host_memory_must_keep_experts():
-    with pytest.raises(UsageError, match="co-compute needs experts in host memory"):
+def test_co_compute_needs_a_cache_in_host_memory():
+    with pytest.raises(UsageError, match="needs a cache of experts in host memory"):
         build_scheduler(
             pieces(),
             4,
@@ -211,19 +211,19 @@ def test_host_memory_must_keep_experts():
         )
 
 
-class Backstage(TwoTiers):
-    """Also computes on the host: from slots of its memory, which hold the experts whole."""
+class HostComputeDriver(HostTierDriver):
+    """A driver whose host also computes, from host slots with complete experts."""
 
-    def _computable(self, group: ComputeGroup) -> None:
+    def _check_slots(self, group: ComputeGroup) -> None:
         if group.device != HOST:
-            super()._computable(group)
+            super()._check_slots(group)
             return
         chunks = self.s.pieces.chunks
         for piece, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
             assert self.host[slot] == (piece, set(range(chunks[piece])))
 
     def land(self) -> None:
-        """A predictor speaks in the midst of a step, also of what the host computes."""
+        """Predict experts in the midst of a step, also some that the host computes."""
         if self.s.step is not None and self.rng.random() < 0.3:
             self.predict(self.s.step.layer, self.rng.randrange(1000))
         if self.moving:
@@ -236,11 +236,11 @@ class Backstage(TwoTiers):
             )
         super()._start(action)
 
-    def _at_home(self, action: StartChunk) -> None:
+    def _check_home_device(self, action: StartChunk) -> None:
         if action.slot >= 0:
-            super()._at_home(action)
+            super()._check_home_device(action)
 
-    def _spare(self, action: StartChunk) -> None:
+    def _check_no_overwrite(self, action: StartChunk) -> None:
         groups = (group for device, group in self.groups.items() if device != HOST)
         assert not any(action.slot in group.slots for group in groups)
 
@@ -271,22 +271,22 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         every, device, policy("lru"), lanes=lanes, ahead=ahead, host=tier, scope=scope,
         options=[CoCompute(rates(*speeds, devices, learn))],
     )  # fmt: skip
-    theatre = Backstage(s, random.Random(seed), failing)
+    driver = HostComputeDriver(s, random.Random(seed), failing)
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
         if chance > 5:
-            theatre.predict((layer + chance) % LAYERS, seed + number)
-        theatre.run(number, layer, experts, cancel, prefill)
-        if not cancel and theatre.finish.failed < 0:
-            assert sorted(theatre.computed) == experts.tolist()
+            driver.predict((layer + chance) % LAYERS, seed + number)
+        driver.run(number, layer, experts, cancel, prefill)
+        if not cancel and driver.finish.failed < 0:
+            assert sorted(driver.computed) == experts.tolist()
         if chance == 9:
-            theatre.tell(Resized(groups + seed % 13, number % 4))
+            driver.send(Resized(groups + seed % 13, number % 4))
         for piece in s.residents().tolist():
-            assert theatre.memory[s.placement.slot(piece)] == piece
+            assert driver.memory[s.placement.slot(piece)] == piece
         assert not s.placement.cache.state.pinned.any()
-    while theatre.moving:
-        theatre.land()
+    while driver.moving:
+        driver.land()
     assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
@@ -299,7 +299,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     assert over + borrowed == c.prefetches
 
 
-def test_a_theatre_without_the_host_s_processor_is_what_it_was():
+def test_co_compute_that_moves_every_miss_acts_like_no_option():
     """A machine configured to move everything acts as a machine without rates."""
     every = pieces()
     plain = Scheduler(every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru")))
@@ -308,10 +308,10 @@ def test_a_theatre_without_the_host_s_processor_is_what_it_was():
         options=[CoCompute(rates(*DEVICE_FIRST))],
     )  # fmt: skip
     for scheduler in (plain, s):
-        theatre, rng = TwoTiers(scheduler, random.Random(0), 0.0), random.Random(4)
+        driver, rng = HostTierDriver(scheduler, random.Random(0), 0.0), random.Random(4)
         for number in range(40):
             layer = rng.randrange(LAYERS)
             chosen = sorted(rng.sample(range(EXPERTS), 2))
-            theatre.run(number, layer, ids(*(OFFSETS[layer] + e for e in chosen)), False, False)
+            driver.run(number, layer, ids(*(OFFSETS[layer] + e for e in chosen)), False, False)
     assert s.counts == plain.counts
     assert s.residents().tolist() == plain.residents().tolist()

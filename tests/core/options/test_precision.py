@@ -30,8 +30,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
+from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, groups, ids
 from tests.core.strategies import steps as steps_of
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, groups, ids
 
 N = OFFSETS[-1]
 
@@ -61,15 +61,15 @@ def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[
     return groups(done), [a.piece for a in done if isinstance(a, Start)]
 
 
-def test_tail_weights_are_what_is_left_behind_the_more_important_ones():
+def test_a_tail_weight_is_the_share_of_an_expert_and_all_lower_ranks():
     """Weights 0.5, 0.25, 0.25: HOBBIT's scores are 0, 0.5 and 0.75."""
     assert tail_weights(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
     assert tail_weights(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
     chosen = np.array([[3, 5], [5, 9]])
-    result_weights = expert_tail_weights(
+    tail_weight_of = expert_tail_weights(
         chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9])
     )
-    assert result_weights.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
+    assert tail_weight_of.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
     masked = expert_tail_weights(np.array([[3, 16]]), np.array([[0.5, 0.5]]), np.array([3]))
     assert masked.tolist() == [1.0]
 
@@ -92,11 +92,11 @@ def test_hits_and_prompts_are_exact():
     assert s.residents().tolist() == [0, 1]
     groups, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.1, 1.0))))
     assert groups == [([0, 1], EXACT)]
-    end(s, s.on(Routed(2, 0, ids(2, 3))))  # nobody says how much they matter
+    end(s, s.on(Routed(2, 0, ids(2, 3))))  # no tail weights
     assert s.counts.low == s.counts.left_out == 0
 
 
-def test_what_matters_least_is_left_out():
+def test_a_miss_below_the_skip_threshold_is_not_computed():
     s = scheduler(6, Approximation(low=0.4, skip=0.1))
     groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tail_weights=floats(1.0, 0.3, 0.05))))
     assert moved == [0, N + 1]
@@ -104,7 +104,7 @@ def test_what_matters_least_is_left_out():
     assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
 
 
-def test_the_substitute_most_often_chosen_together_stands_in():
+def test_a_miss_is_computed_with_the_expert_most_often_chosen_with_it():
     every = Pieces.unsplit(OFFSETS, [100] * LAYERS)
     substitutes = precision(Approximation(substitute=0.3), every)
     s = Scheduler(every, 6, policy("lru"), lanes=1, options=[substitutes])
@@ -127,7 +127,7 @@ def test_the_substitute_most_often_chosen_together_stands_in():
     assert (s.counts.substituted, len(groups)) == (1, 2)
 
 
-def test_substitutes_are_allowed_and_known():
+def test_a_substitute_is_allowed_and_was_chosen_with_the_expert():
     b = Substitutes([0, 4, 8])
     b.count(1, ids(4, 5, 6))
     b.count(1, ids(4, 6))
@@ -138,7 +138,7 @@ def test_substitutes_are_allowed_and_known():
     assert b.find(1, 7, allowed) == -1
 
 
-def test_a_nested_copy_becomes_exact_by_what_it_lacks():
+def test_a_nested_copy_becomes_exact_by_its_remainder():
     s = scheduler(6, Approximation(low=0.4), nested=True)
     end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     actions = s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.3, 1.0)))
@@ -154,7 +154,7 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
     assert s.counts.joined == 1
 
 
-def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
+def test_the_exact_expert_is_promoted_while_the_link_is_idle():
     s = scheduler(10, Approximation(low=0.4, promote=True), ahead=2)
     groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     assert moved == [0, N + 1, 1]  # behind the demands
@@ -167,21 +167,23 @@ def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
     assert (s.counts.hits, s.counts.low) == (1, 1)
 
 
-def test_nothing_follows_unless_it_was_asked_for():
+def test_no_expert_is_promoted_by_default():
     s = scheduler(10, Approximation(low=0.4), ahead=2)
     _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tail_weights=floats(1.0, 0.2))))
     assert moved == [0, N + 1]
     assert len(s.transfers.entries) == 0
 
 
-def test_the_memory_of_copies_comes_from_the_experts():
+def test_copies_take_slots_from_exact_experts():
     every = Pieces.with_copies(OFFSETS, copies(secondary_slots=5))  # 125 bytes: two experts' slots
     assert group_sizes(every, 8, "shared") == [6]
     assert group_sizes(every, 8, "per-layer") == [3, 3]
     assert least_capacity(every, "shared") == 3
     assert every.nbytes.tolist() == [100] * N + [25] * N
     assert every.secondary_of(3) == N + 3
-    with pytest.raises(BudgetError, match="the memory of 2 experts is too small: 5 low-precision"):
+    with pytest.raises(
+        BudgetError, match="memory for 2 experts is too small for --miss-precision: 5 low"
+    ):
         group_sizes(every, 2, "shared")
     nested = Pieces.with_copies(OFFSETS, copies(nested=True))
     assert (len(nested), nested.secondary_of(3)) == (3 * N, N + 3)
@@ -195,12 +197,12 @@ def test_the_memory_of_copies_comes_from_the_experts():
         (((100,), (50,), (), 0), "the cache of low-precision copies has 0 slots"),
     ],
 )
-def test_bad_copies(of, message):
+def test_invalid_copies_are_refused(of, message):
     with pytest.raises(UsageError, match=message):
         Copies(*of)
 
 
-def test_no_tier_in_between():
+def test_a_host_tier_is_refused():
     every = Pieces.with_copies(OFFSETS, copies())
     with pytest.raises(
         UsageError, match=r"--miss-precision and --host-memory .* exclude each other"
@@ -210,8 +212,8 @@ def test_no_tier_in_between():
         )
 
 
-class Stage(Theatre):
-    """A theatre that knows what may be computed from what, and what is joined with what."""
+class PrecisionDriver(RandomDriver):
+    """A driver that checks the weights of each expert: exact, copy, or joined."""
 
     def _holds(self, slot: int, piece: int) -> bool:
         return self.memory[slot] in (piece, 2 * N + piece)
@@ -225,10 +227,10 @@ class Stage(Theatre):
             if action.copy_slot >= 0:
                 assert self.memory[action.copy_slot] == N + action.piece % N
         self.memory.pop(action.slot, None)
-        self._spare(action)
+        self._check_no_overwrite(action)
         self.moving.append(action)
 
-    def _computable(self, group: ComputeGroup) -> None:
+    def _check_slots(self, group: ComputeGroup) -> None:
         for expert, slot in zip(group.experts.tolist(), group.slots.tolist(), strict=True):
             self._from(expert, slot, group.part)
 
@@ -291,13 +293,13 @@ def test_any_order_of_events_computes_every_request_once(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
         options=[precision(Approximation(*at, promote=follow), every)],
     )  # fmt: skip
-    stage, rng = Stage(s, random.Random(seed), failing), np.random.default_rng(seed)
+    stage, rng = PrecisionDriver(s, random.Random(seed), failing), np.random.default_rng(seed)
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
         weights = rng.random(experts.size)
         if chance > 6:
-            stage.tell(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
+            stage.send(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
         before = s.counts.requests
         stage.run(number, layer, experts, cancel, prefill, tail_weights(weights))
         assert s.counts.requests - before == experts.size
@@ -306,7 +308,7 @@ def test_any_order_of_events_computes_every_request_once(
         else:
             assert sorted(stage.computed) == experts.tolist()
         if chance == 9:
-            stage.tell(Resized(least + seed % 12, number % 4))
+            stage.send(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():
             stored_piece = stage.memory[s.placement.slot(piece)]
             assert stored_piece in (piece, 2 * N + piece)

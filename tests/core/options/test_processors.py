@@ -16,7 +16,7 @@ BYTES = 100
 
 
 def rates(bus: float = 1.0, host: float = 2.0, disk: float = 5.0, device: float = 0.0, **more):
-    """Seconds that an expert takes on the bus, on the host for each token, from disk, ..."""
+    """Rates: seconds of an expert on the bus, the host (a token), the disk, the device."""
     links = Link(BYTES / disk), Link(BYTES / bus)
     a_token = Work(((1, host), (1000, 1000 * host)))
     costs = Costs(links, Work.constant(device), Work.constant(0.0), host=a_token)
@@ -32,7 +32,7 @@ def on_host(run_rates: Rates, *rows: int) -> list[int]:
     return assign(misses(run_rates, *rows), Queues.empty())
 
 
-def test_both_are_over_at_the_same_time():
+def test_device_and_host_end_at_the_same_time():
     """Three moves of 1 s, or 2 s each on the host: two are moved, one stays, and all ends at 2."""
     queues, three = Queues.empty(), misses(rates(), 1, 1, 1)
     assert len(assign(three, queues)) == 1
@@ -41,26 +41,26 @@ def test_both_are_over_at_the_same_time():
     assert end_with(three, [0, 1, 2], queues) == 6.0
 
 
-def test_the_host_takes_those_of_few_tokens():
-    """On the link all are alike, on the host 9 tokens take 18 s."""
+def test_the_host_computes_experts_with_few_tokens():
+    """Every expert takes the link equally long; on the host 9 tokens take 18 s."""
     assert on_host(rates(bus=1.0), 9, 1, 1, 9) in ([1], [2])
     assert on_host(rates(bus=2.0), 9, 1, 1, 9) == [1, 2]
     assert on_host(rates(bus=5.0), 9, 1, 1, 9) == [1, 2]
 
 
-def test_a_single_miss_goes_where_it_is_over_sooner_and_moves_where_that_is_the_same():
+def test_a_single_miss_is_computed_where_it_ends_sooner_and_moved_if_equal():
     for bus, chosen in ((1.9, []), (2.0, []), (2.1, [0])):
         assert on_host(rates(bus=bus, host=2.0), 1) == chosen
 
 
-def test_what_is_queued_for_the_link_counts():
+def test_transfers_queued_for_the_link_delay_a_move():
     """A prefetch's chunk is on the link for 1.5 s: moved, the miss would be there at 2.5."""
     one = misses(rates(), 1)
     assert assign(one, Queues(0.0, [1.5], [0.0])) == [0]
     assert assign(one, Queues(0.0, [0.5], [0.0])) == []
 
 
-def test_what_the_device_has_to_compute_counts_only_where_it_delays():
+def test_the_device_s_queue_counts_only_if_it_delays_the_miss():
     """The device computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
     busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
     assert assign(one, busy) == [0]
@@ -68,7 +68,7 @@ def test_what_the_device_has_to_compute_counts_only_where_it_delays():
     assert end_with(one, [], busy) == 11.0
 
 
-def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
+def test_an_expert_outside_host_memory_is_read_from_disk_for_device_and_host():
     run_rates, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
     cold = misses(run_rates, 1, 1, cached=False)
     assert end_with(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
@@ -120,7 +120,7 @@ def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(requests,
     speeds=st.tuples(*[st.floats(0.1, 10.0)] * 2),
 )
 @settings(max_examples=200, deadline=None)
-def test_where_all_have_one_token_nothing_ends_sooner(rows, speeds):
+def test_no_choice_ends_sooner_if_all_misses_have_one_token(rows, speeds):
     """Alike as they are, only how many of them stay matters."""
     alike, queues = misses(rates(*speeds), *[1] * len(rows)), Queues.empty()
     best = min(end_with(alike, range(n), queues) for n in range(len(alike) + 1))
@@ -130,7 +130,7 @@ def test_where_all_have_one_token_nothing_ends_sooner(rows, speeds):
 # ---- what is seen while it runs
 
 
-def test_a_correction_comes_to_what_is_seen():
+def test_a_correction_converges_to_the_measured_ratio():
     slow = rates(host=2.0)
     for _ in range(60):
         slow.computed(HOST, [1, 1], BYTES, 8.0)  # twice as long as expected
@@ -139,7 +139,7 @@ def test_a_correction_comes_to_what_is_seen():
     assert on_host(slow, 1) == []
 
 
-def test_a_link_is_as_fast_as_chunks_follow_one_another():
+def test_a_link_s_rate_is_measured_between_consecutive_chunks():
     observed_rates = rates(bus=1.0)
     for n in range(80):  # two lanes: each chunk takes 4 s, one lands every 2
         observed_rates.chunk_started(1, n % 2, 2.0 * n - 2.0)
@@ -148,7 +148,7 @@ def test_a_link_is_as_fast_as_chunks_follow_one_another():
     assert observed_rates.link(0, BYTES) == 5.0
 
 
-def test_a_hiccup_is_not_the_rule_and_what_is_not_used_is_forgiven():
+def test_an_outlier_is_clipped_and_an_unused_correction_fades():
     host = rates(host=2.0)
     host.computed(HOST, [1], BYTES, 1e6)
     assert host.processor(HOST, [1], BYTES) <= 2.0 * 1.31
@@ -160,7 +160,7 @@ def test_a_hiccup_is_not_the_rule_and_what_is_not_used_is_forgiven():
     assert host.processor(HOST, [1], BYTES) == pytest.approx(2.0, rel=0.05)
 
 
-def test_what_is_known_for_good_stays():
+def test_rates_that_do_not_learn_stay_constant():
     sure = rates(learn=False)
     sure.computed(HOST, [1], BYTES, 80.0)
     sure.chunk_started(1, 0, 0.0)
@@ -168,7 +168,7 @@ def test_what_is_known_for_good_stays():
     assert (sure.processor(HOST, [1], BYTES), sure.link(1, BYTES)) == (2.0, 1.0)
 
 
-def test_a_way_without_two_processors_is_refused():
+def test_costs_without_a_host_processor_are_refused():
     own_links = Costs((Link(1.0), Link(1.0)), Work.constant(1.0), Work.constant(0.0))
     with pytest.raises(UsageError, match="between a device and the host's processor"):
         Rates(own_links, BYTES)

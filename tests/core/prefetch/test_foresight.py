@@ -43,14 +43,14 @@ def layers_predicted(events) -> list[tuple[int, list[int]]]:
     return [(event.layer, event.experts.tolist()) for event in events]
 
 
-def test_guesses_become_dense_ids_and_layers_beyond_the_last_the_next_pass_s():
+def test_predictions_get_dense_ids_and_layers_of_the_next_pass():
     foresight = Foresight(FixedPredictor((2, [[3, 0]]), (3, [[5, 1]]), (4, [[2, 2]])), OFFSETS)
     foresight.begin(at(False))
     events = layers_predicted(foresight.routed(ROUTING))
     assert events == [(2, [13, 10]), (0, [5, 1]), (1, [8, 8])]
 
 
-def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_another_layer_s():
+def test_a_predicted_expert_that_the_layer_lacks_is_an_error():
     foresight = Foresight(FixedPredictor((1, [[0, 4]])), OFFSETS)
     with pytest.raises(
         PredictorError, match="says predicts expert 4 in layer 1, whose experts are 0 to 3"
@@ -58,7 +58,7 @@ def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_ano
         foresight.begin(at(False))
 
 
-def test_of_a_prompt_only_what_comes_after_it_is_foreseen():
+def test_a_prompt_predicts_only_the_pass_after_it():
     foresight = Foresight(FixedPredictor((2, [[3, 0]]), (3, [[5, 1]])), OFFSETS)
     assert layers_predicted(foresight.begin(at(True))) == [(0, [5, 1])]
     assert layers_predicted(foresight.routed(ROUTING)) == [(0, [5, 1])]

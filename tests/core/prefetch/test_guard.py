@@ -69,14 +69,14 @@ def test_a_real_difference_is_found_in_time(ratio, on, passes):
     assert all(m.guard.verdict.startswith(word) for m, ok in zip(ended, right, strict=True) if ok)
 
 
-def test_where_nothing_is_gained_next_to_nothing_is_paid():
+def test_trials_cost_little_if_prefetching_changes_nothing():
     """Switching is not free here: the next pass takes a quarter longer."""
     costs = [m.seconds / m.plain - 1 for m in (Machine(1.0, 0.1, s, 0.25).run(2500) for s in SEEDS)]
     assert 0 < min(costs) <= max(costs) < 0.01
 
 
 @pytest.mark.parametrize("ratio", [1.02, 1.1, 1.5, 0.9, 0.6])
-def test_it_is_close_to_the_better_side_from_the_first_pass_on(ratio):
+def test_the_guard_is_close_to_the_better_side_from_the_first_pass(ratio):
     costs = [m.seconds / m.best for m in (Machine(ratio, seed=s).run(4000) for s in SEEDS[:20])]
     assert np.mean(costs) < 1.015
 
@@ -106,7 +106,7 @@ def test_the_share_of_passes_in_trials_is_bounded_whatever_happens(times, slow, 
 
 @settings(max_examples=80, deadline=None)
 @given(ratio=st.floats(1.02, 200.0), with_it=st.booleans())
-def test_a_trial_of_steady_times_loses_no_more_than_it_says(ratio, with_it):
+def test_a_trial_of_steady_times_loses_no_more_than_its_bound(ratio, with_it):
     machine = Machine(ratio if with_it else 1 / ratio, noise=0.0).run(g.WARM_UP + 300)
     (begin, end), *_ = trials(machine)
     slow = machine.sides[begin:end].count(with_it)
@@ -156,7 +156,7 @@ def test_no_side_is_measured_right_after_a_switch():
     assert blocks == "0000111111110000"
 
 
-def test_prompts_and_nonsense_are_not_counted():
+def test_prompts_and_invalid_times_are_not_counted():
     guard = Guard()
     for _ in range(40):
         guard.passed(50.0, 49.0, tokens=512)
@@ -184,7 +184,7 @@ def test_trials_come_at_growing_intervals():
     assert len(gaps) >= 4
 
 
-def test_a_change_is_tried_at_once_and_makes_intervals_short_again():
+def test_a_change_starts_a_trial_at_once_and_resets_the_interval():
     machine = Machine(1.3, noise=0.0).run(3000)
     before = trials(machine)
     machine.guard.changed()
@@ -196,7 +196,7 @@ def test_a_change_is_tried_at_once_and_makes_intervals_short_again():
     assert after[1][0] - after[0][1] == 1024  # the same was found: 512 doubled
 
 
-def test_stalls_that_shift_are_a_change():
+def test_a_shift_of_stalls_starts_a_trial():
     machine = Machine(1.3, noise=0.0, stall=0.05).run(700)
     count = len(trials(machine))
     machine.stall = 0.1
@@ -205,7 +205,7 @@ def test_stalls_that_shift_are_a_change():
     assert len(trials(machine.run(200))) == count + 1
 
 
-def test_what_pays_no_longer_is_switched_off_and_the_other_way_round():
+def test_prefetching_is_switched_when_its_gain_changes_sign():
     machine = Machine(lambda n: 0.7 if n < 2000 else 1.2 if n < 8000 else 0.7).run(25_000)
     assert [v.split(":")[0] for _, v in machine.verdicts] == [
         "prefetching on", "prefetching off", "prefetching on",
@@ -214,14 +214,14 @@ def test_what_pays_no_longer_is_switched_off_and_the_other_way_round():
     assert 2000 < off < 8000 < on
 
 
-def test_what_makes_no_difference_is_left_as_it_is():
+def test_prefetching_without_effect_is_not_switched():
     """Hysteresis: once prefetching was found to pay, a tie does not switch it off."""
     shares = [Machine(lambda n: 0.7 if n < 500 else 1.0, seed=s).run(6000) for s in range(20)]
     assert np.mean([m.guard._incumbent for m in shares]) >= 0.8
     assert min(len(trials(m)) for m in shares) >= 3
 
 
-def test_the_verdict_is_one_line_and_said_once():
+def test_the_verdict_is_one_line_and_changes_once():
     machine = Machine(1.4, noise=0.02).run(5000)
     ((_, verdict),) = machine.verdicts
     assert len(trials(machine)) > 2
@@ -236,15 +236,16 @@ def test_the_verdict_is_one_line_and_said_once():
     assert same == "prefetching off: tokens took as long with it (1.00 to 1.00 times, 32 pairs)"
 
 
-def test_the_same_times_give_the_same_decisions():
+def test_equal_times_give_equal_decisions():
     one, two = (Machine(1.01, seed=3).run(1500) for _ in range(2))
     assert one.sides == two.sides
     assert one.verdicts == two.verdicts
 
 
 def test_chance_alone_seldom_decides():
-    """Under no difference at all, a trial says that there is one at most three times in a hundred,
-    which is what three looks at 1 % add up to, and a little more for the bootstrap of few pairs."""
+    """Trials of equal sides rarely find a difference.
+
+    Three looks at 1 % add up to three trials in a hundred, and few pairs make it some more."""
     wrong, n = 0, 400
     for seed in range(n):
         random, decision = np.random.default_rng([seed, 7]), None

@@ -53,7 +53,7 @@ def test_candidates_of_the_nearest_layer_come_first_likeliest_first():
     assert drain(ahead) == [9, 8, 3, 0, 5, 4]
 
 
-def test_a_later_prediction_replaces_the_earlier_one_and_routing_ends_both():
+def test_a_later_prediction_replaces_an_earlier_one_and_routing_ends_it():
     ahead = lookahead()
     ahead.expect(0, ids(1, 2))
     ahead.expect(0, ids(3))
@@ -81,19 +81,19 @@ def test_a_later_prediction_replaces_the_earlier_one_and_routing_ends_both():
         (0.75, 10.0, 1, 0.5, 0.25 * 2 - 0.25 * (0.05 + CARRY * 2)),
     ],
 )
-def test_what_a_prefetch_is_worth(chance, gap, layers, regret, value):
+def test_a_prefetch_s_value_is_its_expected_saving(chance, gap, layers, regret, value):
     ahead = paced(1.0, gap)
     ahead.regret = regret
     assert ahead.value(2, chance, layers) == pytest.approx(value)
 
 
-def test_before_anything_is_known_a_transfer_is_taken_to_fit():
+def test_a_transfer_fits_the_idle_time_before_any_measurement():
     ahead = lookahead(chunks=3)
     assert ahead.value(3, 0.5, 1) == pytest.approx(0.5 * 3 - 0.5 * (1 / 6 + CARRY * 3))
     assert ahead.value(3, 0.1, 1) < 0
 
 
-def test_candidates_that_are_not_worth_it_are_dropped():
+def test_candidates_not_worth_their_transfer_are_dropped():
     ahead = paced(1.0, 0.0)
     ahead.expect(1, ids(4, 5))
     assert ahead.nearest() is None
@@ -101,8 +101,8 @@ def test_candidates_that_are_not_worth_it_are_dropped():
     assert ahead.nearest() is None
 
 
-def test_a_rank_s_chance_is_how_often_it_was_used_where_it_was_not_resident():
-    """Rank 0 of layer 0 is always used and rank 1 never, as far as they were absent."""
+def test_a_rank_s_chance_counts_experts_that_were_not_resident():
+    """Rank 0 of layer 0 is always used, rank 1 never, while both were absent."""
     ahead = lookahead()
     for _ in range(400):
         ahead.expect(0, ids(2, 3))
@@ -116,8 +116,8 @@ def test_a_rank_s_chance_is_how_often_it_was_used_where_it_was_not_resident():
     assert list(ahead._chances(0, 2)) == [used, never]
 
 
-def test_a_layer_that_was_never_checked_goes_by_the_others():
-    """(used + 1/2) / (asked + 1) of all layers, after two predictions whose first was right."""
+def test_a_layer_without_counts_has_the_chances_of_all_layers():
+    """The chance is (used + 1/2) / (predicted + 1), counted over all layers."""
     ahead = lookahead()
     for _ in range(2):
         ahead.expect(0, ids(2))
@@ -130,7 +130,7 @@ def test_a_layer_that_was_never_checked_goes_by_the_others():
     assert list(ahead._chances(0, 1)) == pytest.approx([own_rate])
 
 
-def test_accuracy_is_among_as_many_as_were_used():
+def test_accuracy_counts_as_many_predictions_as_experts_used():
     ahead = lookahead()
     assert (ahead.accuracy.share(), ahead.accuracy.good()) == (None, None)
     ahead.expect(0, ids(0, 1, 2))

@@ -16,13 +16,13 @@ def test_an_average_starts_with_the_first_value_and_keeps_nine_tenths():
     assert average.value == pytest.approx(5.0)
 
 
-def test_nothing_is_known_before_two_layers():
+def test_idle_time_is_unknown_before_two_layers():
     pace = Pace()
     pace.routed(1.0, False, same_pass=False)
     assert pace.idle[False].value is None
 
 
-def test_what_demands_take_of_a_layer_s_time_is_not_idle():
+def test_the_time_of_demands_is_not_idle():
     """A layer takes 10 s, in 3 of which demands are waited for: 7 are left."""
     pace = Pace()
     pace.routed(0.0, False, same_pass=False)
@@ -32,7 +32,7 @@ def test_what_demands_take_of_a_layer_s_time_is_not_idle():
     assert pace.idle[False].value == pytest.approx(7.0)
 
 
-def test_a_demand_that_lasts_over_a_routing_is_divided():
+def test_a_demand_across_a_routing_is_divided_between_two_layers():
     pace = Pace()
     pace.routed(0.0, False, same_pass=False)
     pace.link(6.0, moving=1, demanding=True, landed=False)
@@ -42,7 +42,7 @@ def test_a_demand_that_lasts_over_a_routing_is_divided():
     assert pace.idle[False].value == pytest.approx(0.9 * 6 + 0.1 * 8)
 
 
-def test_prompts_are_apart_from_tokens():
+def test_prompts_and_tokens_have_separate_averages():
     pace = Pace()
     for now, prefill in ((0.0, True), (8.0, True), (10.0, False)):
         pace.routed(now, prefill, same_pass=True)
@@ -50,7 +50,7 @@ def test_prompts_are_apart_from_tokens():
     assert pace.idle[False].value == 2.0
 
 
-def test_what_lies_between_passes_or_after_a_pause_is_no_layer():
+def test_the_time_between_passes_or_after_a_pause_is_not_counted():
     pace = Pace()
     pace.routed(0.0, False, same_pass=False)
     pace.paused()
@@ -76,7 +76,7 @@ def test_chunks_are_timed_from_one_arrival_to_the_next_while_the_link_is_busy():
     assert pace.chunk.value == pytest.approx(0.9 * 2.62 + 0.2)
 
 
-def test_a_clock_that_stands_teaches_nothing():
+def test_a_clock_that_stands_still_changes_no_average():
     pace = Pace()
     for _ in range(3):
         pace.routed(0.0, False, same_pass=True)

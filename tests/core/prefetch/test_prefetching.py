@@ -34,7 +34,7 @@ def ids(*pieces: int) -> np.ndarray:
     return np.array(pieces, np.int64)
 
 
-class House:
+class ManualDriver:
     """A scheduler, and its actions whose end it has not observed yet."""
 
     def __init__(self, capacity: int = 8, ahead: int = 2, *, lanes=1, chunks: int = 1, **kwargs):
@@ -46,7 +46,7 @@ class House:
         self.group: ComputeGroup | None = None
         self.passes = 0
 
-    def tell(self, event: Any, now: float = 0.0) -> list[Any]:
+    def send(self, event: Any, now: float = 0.0) -> list[Any]:
         actions = self.s.on(event, now)
         self.moving += [a for a in actions if isinstance(a, StartChunk)]
         for action in actions:
@@ -55,7 +55,7 @@ class House:
 
     def started(self, event: Any, now: float = 0.0) -> list[tuple[int, int, bool]]:
         """(piece, chunk, is it a demand) of the chunks that an event starts."""
-        actions = self.tell(event, now)
+        actions = self.send(event, now)
         return [(a.piece, a.chunk, a.demand) for a in actions if isinstance(a, StartChunk)]
 
     def landed(self, kind=Landed) -> Landed | Failed:
@@ -68,16 +68,16 @@ class House:
 
     def route(self, layer: int, *pieces: int, prefill: bool = False) -> list[Any]:
         self.passes += 1
-        return self.tell(Routed(self.passes, layer, ids(*pieces), prefill=prefill))
+        return self.send(Routed(self.passes, layer, ids(*pieces), prefill=prefill))
 
     def finish(self, actions: list[Any]) -> Finish:
         """Let all land and be computed until the step is over."""
         while not any(isinstance(a, Finish) for a in actions):
             if self.group is not None:
                 self.group = None
-                actions = self.tell(Computed())
+                actions = self.send(Computed())
             else:
-                actions = self.tell(self.landed())
+                actions = self.send(self.landed())
         return actions[-1]
 
     def step(self, layer: int, *pieces: int, prefill: bool = False) -> Finish:
@@ -85,7 +85,7 @@ class House:
 
     def settle(self) -> None:
         while self.moving:
-            self.tell(self.landed())
+            self.send(self.landed())
 
     @property
     def residents(self) -> list[int]:
@@ -96,12 +96,12 @@ class House:
         return int(self.s.placement.cache.state.free_count.sum())
 
 
-def test_what_was_predicted_comes_while_the_link_is_idle_and_is_a_hit():
-    h = House()
+def test_a_predicted_expert_is_fetched_while_the_link_is_idle_and_is_a_hit():
+    h = ManualDriver()
     h.step(0, 0)
     assert h.predict(1, 5) == [(5, 0, False)]
     slot = h.moving[0].slot
-    assert h.tell(h.landed()) == []
+    assert h.send(h.landed()) == []
     (compute,) = h.route(1, 5)
     assert (compute.experts.tolist(), compute.slots.tolist()) == ([5], [slot])
     counts = h.s.counts
@@ -110,8 +110,8 @@ def test_what_was_predicted_comes_while_the_link_is_idle_and_is_a_hit():
     assert not h.s.placement.buffer.borrowed
 
 
-def test_one_that_is_resident_or_on_its_way_is_not_fetched_again():
-    h = House(lanes=2)
+def test_a_resident_or_arriving_expert_is_not_fetched_again():
+    h = ManualDriver(lanes=2)
     h.step(0, 0)
     assert h.predict(0, 0) == []
     assert h.predict(1, 5) == [(5, 0, False)]
@@ -120,7 +120,7 @@ def test_one_that_is_resident_or_on_its_way_is_not_fetched_again():
 
 
 def test_a_demand_goes_first_and_waits_for_one_chunk_a_lane():
-    h = House(lanes=2, chunks=3)
+    h = ManualDriver(lanes=2, chunks=3)
     assert h.predict(1, 5, 6) == [(5, 0, False), (5, 1, False)]
     assert [type(a) for a in h.route(0, 1)] == []
     assert h.started(h.landed()) == [(1, 0, True)]
@@ -129,14 +129,14 @@ def test_a_demand_goes_first_and_waits_for_one_chunk_a_lane():
     assert h.started(h.landed()) == [(5, 2, False)]  # a lane that demands have no use for
 
 
-def test_an_upgrade_keeps_the_chunks_that_came():
-    h = House(chunks=3)
+def test_an_upgrade_keeps_the_chunks_that_have_landed():
+    h = ManualDriver(chunks=3)
     h.step(0, 0)
     assert h.predict(1, 5) == [(5, 0, False)]
     assert h.started(h.landed()) == [(5, 1, False)]
     assert h.route(1, 5) == []
     assert h.started(h.landed()) == [(5, 2, True)]
-    (compute,) = h.tell(h.landed())
+    (compute,) = h.send(h.landed())
     assert compute.experts.tolist() == [5]
     counts = h.s.counts
     assert (counts.late, counts.useful, counts.hits) == (1, 0, 0)
@@ -144,7 +144,7 @@ def test_an_upgrade_keeps_the_chunks_that_came():
 
 def test_wrong_prefetches_under_way_are_dropped_when_the_routing_is_known():
     """5 has a chunk on the lane, which lands before the demand's first; 6 was only a candidate."""
-    h = House(chunks=3)
+    h = ManualDriver(chunks=3)
     h.step(0, 0)
     assert h.predict(1, 5, 6) == [(5, 0, False)]
     assert h.route(1, 7) == []
@@ -157,7 +157,7 @@ def test_wrong_prefetches_under_way_are_dropped_when_the_routing_is_known():
 
 
 def test_a_prefetch_for_another_layer_is_not_dropped():
-    h = House(chunks=3)
+    h = ManualDriver(chunks=3)
     h.step(0, 0)
     h.predict(2, 9)
     h.step(1, 4)
@@ -167,7 +167,7 @@ def test_a_prefetch_for_another_layer_is_not_dropped():
 
 
 def test_a_wrong_prefetch_gives_its_slot_to_the_next_miss():
-    h = House()
+    h = ManualDriver()
     h.step(0, 0, 1, 2, 3)
     h.step(1, 4, 5, 6, 7)
     h.predict(2, 8)
@@ -183,7 +183,7 @@ def test_a_wrong_prefetch_gives_its_slot_to_the_next_miss():
 
 def test_the_policy_observes_a_prefetch_when_it_is_requested():
     """9 came before 0 was asked for again, but was asked for after it: 1 is older than both."""
-    h = House(4, 1)
+    h = ManualDriver(4, 1)
     h.step(0, 0, 1)
     h.predict(2, 9)
     h.settle()
@@ -193,13 +193,13 @@ def test_the_policy_observes_a_prefetch_when_it_is_requested():
     assert h.residents == [0, 4, 5, 9]
 
 
-def chances(h: House, **by_layer: list[float]) -> None:
+def chances(h: ManualDriver, **by_layer: list[float]) -> None:
     """The estimated chance of use of each rank."""
     h.s.lookahead._chances = lambda layer, width: np.array(by_layer[f"layer{layer}"][:width])
 
 
 def test_a_likelier_prefetch_takes_the_slot_of_one_that_waits():
-    h = House(4, 1)
+    h = ManualDriver(4, 1)
     chances(h, layer1=[0.9], layer2=[0.6])
     h.step(0, 0)
     h.predict(2, 9)
@@ -213,7 +213,7 @@ def test_a_likelier_prefetch_takes_the_slot_of_one_that_waits():
 
 
 def test_nearer_layers_go_first():
-    h = House()
+    h = ManualDriver()
     h.route(0, 0)
     h.predict(2, 9)
     h.predict(1, 5)
@@ -222,7 +222,7 @@ def test_nearer_layers_go_first():
 
 
 def test_no_more_slots_are_borrowed_than_configured():
-    h = House(8, 9, lanes=4)
+    h = ManualDriver(8, 9, lanes=4)
     assert h.s.placement.buffer.size == 2
     h.step(0, 0)
     assert len(h.predict(1, 4, 5, 6, 7)) == 2
@@ -232,7 +232,7 @@ def test_no_more_slots_are_borrowed_than_configured():
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
 def test_a_cache_too_small_for_borrowed_slots_prefetches_nothing(capacity):
-    h = House(capacity, 8)
+    h = ManualDriver(capacity, 8)
     h.step(0, 0, 1)
     assert h.predict(1, 5) == []
     h.step(1, 5, prefill=True)
@@ -241,9 +241,9 @@ def test_a_cache_too_small_for_borrowed_slots_prefetches_nothing(capacity):
     assert len(h.residents) == capacity
 
 
-def test_a_prompt_streams_through_and_leaves_what_is_resident():
+def test_a_prompt_streams_through_borrowed_slots_and_evicts_no_resident():
     """All slots are taken: layer 2 passes through the two that may be borrowed."""
-    h = House()
+    h = ManualDriver()
     h.step(0, 0, 1, 2, 3)
     h.step(1, 4, 5, 6, 7)
     h.step(2, 8, 9, 10, 11, prefill=True)
@@ -255,7 +255,7 @@ def test_a_prompt_streams_through_and_leaves_what_is_resident():
 
 
 def test_a_prompt_fills_an_empty_cache_to_an_even_share():
-    h = House(9, 2)
+    h = ManualDriver(9, 2)
     for layer in range(LAYERS):
         h.step(layer, *range(layer * EXPERTS, (layer + 1) * EXPERTS), prefill=True)
     layers = [piece // EXPERTS for piece in h.residents]
@@ -265,7 +265,7 @@ def test_a_prompt_fills_an_empty_cache_to_an_even_share():
 
 def test_a_prompt_fetches_the_next_layer_while_it_computes():
     """The link is free as soon as this layer's experts are there."""
-    h = House()
+    h = ManualDriver()
     h.route(0, 0, prefill=True)
     assert h.started(h.landed()) == [(4, 0, False)]
     assert h.finish([]).failed < 0
@@ -275,88 +275,88 @@ def test_a_prompt_fetches_the_next_layer_while_it_computes():
 
 
 def test_two_links_pass_chunks_through_staging_slots():
-    h = House(lanes=(1, 1), chunks=2)
+    h = ManualDriver(lanes=(1, 1), chunks=2)
     h.step(0, 0)
     assert h.predict(1, 5) == [(5, 0, False)]
     (first,) = h.moving
-    onward, second = h.tell(h.landed())
+    onward, second = h.send(h.landed())
     assert (onward.link, onward.chunk, onward.staging_slot) == (1, 0, first.staging_slot)
     assert (second.link, second.chunk) == (0, 1)
     assert second.staging_slot != first.staging_slot
-    assert h.tell(h.landed()) == []  # link 1 is free, the second chunk is not there yet
-    (onward,) = h.tell(h.landed())
+    assert h.send(h.landed()) == []  # link 1 is free, the second chunk is not there yet
+    (onward,) = h.send(h.landed())
     assert (onward.link, onward.chunk, onward.staging_slot) == (1, 1, second.staging_slot)
     assert h.s.placement.buffer.borrowed[5].state is BorrowState.MOVING
-    h.tell(h.landed())
+    h.send(h.landed())
     assert h.s.placement.buffer.borrowed[5].state is BorrowState.COMPLETE
 
 
 def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
-    """Of the prefetched 5, chunk 0 is on link 1 and chunk 1 staged, when a chunk of 0 comes."""
-    h = House(lanes=(1, 1), chunks=2, staging_slots=4)
+    """Chunk 0 of the prefetched 5 is on link 1, its chunk 1 is staged; a chunk of 0 comes."""
+    h = ManualDriver(lanes=(1, 1), chunks=2, staging_slots=4)
     h.predict(1, 5)
-    slow, second = h.tell(h.landed())
+    slow, second = h.send(h.landed())
     assert (slow.link, second.link) == (1, 0)
     h.moving = []
-    h.tell(Landed(second.lane, 5, 0))  # staged behind the one on link 1
+    h.send(Landed(second.lane, 5, 0))  # staged behind the one on link 1
     (demand,) = h.route(0, 0)
     assert (demand.piece, demand.link) == (0, 0)
-    h.tell(Landed(demand.lane, 0, 0))
-    onward = [a for a in h.tell(Landed(slow.lane, 5, 1)) if a.link == 1]
+    h.send(Landed(demand.lane, 0, 0))
+    onward = [a for a in h.send(Landed(slow.lane, 5, 1)) if a.link == 1]
     assert [(a.piece, a.chunk) for a in onward] == [(0, 0)]
 
 
 def test_prefetches_leave_staging_slots_for_demands():
     """Three staging_slots, one lane: a prefetch may take two."""
-    h = House(lanes=(1, 1), chunks=9, staging_slots=3)
+    h = ManualDriver(lanes=(1, 1), chunks=9, staging_slots=3)
     h.predict(1, 5)
-    slow, second = h.tell(h.landed())
-    assert h.tell(Landed(second.lane, 5, 0)) == []
+    slow, second = h.send(h.landed())
+    assert h.send(Landed(second.lane, 5, 0)) == []
     (demand,) = h.route(0, 0)
     assert demand.staging_slot not in {slow.staging_slot, second.staging_slot}
 
 
-def test_a_failed_prefetch_gives_its_slot_back_and_its_demand_begins_anew():
-    h = House(chunks=2)
+def test_a_failed_prefetch_returns_its_slot_and_its_demand_starts_again():
+    h = ManualDriver(chunks=2)
     h.step(0, 0)
     h.predict(1, 5)
     assert h.started(h.landed()) == [(5, 1, False)]
-    assert h.tell(h.landed(Failed)) == []
+    assert h.send(h.landed(Failed)) == []
     assert (h.s.counts.failed, h.free, len(h.s.placement.buffer.borrowed)) == (1, 7, 0)
     (start,) = h.route(1, 5)
     assert (start.piece, start.chunk, start.demand) == (5, 0, True)
     assert h.finish([]).failed < 0
 
 
-def test_a_demand_takes_over_from_a_prefetch_that_fails_and_then_fails_its_step_alone():
-    h = House(chunks=2)
+def test_a_demand_that_replaces_a_failed_prefetch_fails_only_its_own_step():
+    h = ManualDriver(chunks=2)
     h.step(0, 0)
     h.predict(1, 5)
     assert h.route(1, 5) == []
-    (again,) = h.tell(h.landed(Failed))
+    (again,) = h.send(h.landed(Failed))
     assert (again.piece, again.chunk, again.demand) == (5, 0, True)
-    assert h.tell(h.landed(Failed)) == [Finish(failed=5)]
+    assert h.send(h.landed(Failed)) == [Finish(failed=5)]
     assert (h.s.counts.late, h.s.counts.failed) == (1, 0)
     assert h.residents == [0]
     assert (h.free, len(h.s.transfers.entries)) == (7, 0)
     assert h.step(1, 5).failed < 0
 
 
-def test_a_cancelled_step_leaves_other_prefetches_alone():
-    """The demand has a chunk on one lane, a prefetch for the layer after on the other."""
-    h = House(lanes=2, chunks=2)
+def test_a_cancelled_step_keeps_prefetches_for_other_layers():
+    """One lane carries a demand, the other a prefetch for the next layer."""
+    h = ManualDriver(lanes=2, chunks=2)
     h.step(0, 0)
     h.predict(2, 9)
-    h.tell(h.landed())
+    h.send(h.landed())
     assert len(h.moving) == 1
     h.route(1, 5)
     h.moving.sort(key=lambda a: a.piece)
     demand = h.moving[0]
     assert demand.piece == 5
-    actions = h.tell(Cancelled())
+    actions = h.send(Cancelled())
     while h.s.step is not None:
         assert not any(isinstance(a, ComputeGroup) for a in actions)
-        actions = h.tell(h.landed())
+        actions = h.send(h.landed())
     h.settle()
     assert h.residents == [0]
     assert h.s.placement.buffer.borrowed[9].state is BorrowState.COMPLETE
@@ -364,44 +364,44 @@ def test_a_cancelled_step_leaves_other_prefetches_alone():
 
 
 def test_a_cancelled_step_ends_a_prefetch_that_it_had_taken_over():
-    h = House(chunks=3)
+    h = ManualDriver(chunks=3)
     h.step(0, 0)
     h.predict(1, 5)
     h.route(1, 5)
-    assert h.tell(Cancelled()) == []  # the chunk on the lane lands first
-    assert isinstance(h.tell(h.landed())[-1], Finish)
+    assert h.send(Cancelled()) == []  # the chunk on the lane lands first
+    assert isinstance(h.send(h.landed())[-1], Finish)
     assert (h.residents, h.free, len(h.s.transfers.entries)) == ([0], 7, 0)
     assert not h.s.placement.buffer.borrowed
 
 
-def test_a_resize_waits_for_what_is_on_a_lane_and_drops_what_is_not_whole():
-    h = House(8, lanes=2, chunks=2)
+def test_a_resize_waits_for_chunks_on_lanes_and_drops_incomplete_prefetches():
+    h = ManualDriver(8, lanes=2, chunks=2)
     h.step(0, 0)
     h.predict(1, 5)
     h.settle()
     h.predict(2, 9)
     assert len(h.moving) == 2
-    assert h.tell(Resized(6)) == []
+    assert h.send(Resized(6)) == []
     assert h.predict(1, 6) == []  # nothing new begins meanwhile
-    assert h.tell(h.landed()) == []
-    assert h.tell(h.landed())[-1] == Trim(6)
+    assert h.send(h.landed()) == []
+    assert h.send(h.landed())[-1] == Trim(6)
     counts = h.s.counts
     assert (counts.displaced, counts.dropped, counts.prefetches) == (1, 1, 2)
     assert (h.s.capacity, h.s.placement.buffer.size, h.residents, h.free) == (6, 1, [0], 5)
 
 
 def test_a_resize_sets_how_many_slots_may_be_borrowed():
-    h = House(8)
-    h.tell(Resized(12, 1))
+    h = ManualDriver(8)
+    h.send(Resized(12, 1))
     assert h.s.placement.buffer.size == 1
-    h.tell(Resized(8))
+    h.send(Resized(8))
     assert h.s.placement.buffer.size == 1
-    h.tell(Resized(3, 4))
+    h.send(Resized(3, 4))
     assert h.s.placement.buffer.size == 0
 
 
 def test_scope_per_layer_borrows_from_the_layer_s_own_slots():
-    h = House(9, 2, scope="per-layer", lanes=2)
+    h = ManualDriver(9, 2, scope="per-layer", lanes=2)
     h.step(0, 0, 1, 2)
     h.step(1, 4, 5, 6)
     h.step(2, 8, 9, 10)
@@ -416,7 +416,7 @@ def test_scope_per_layer_borrows_from_the_layer_s_own_slots():
 
 def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
     """3 slots a layer, of which layer 1 has borrowed one for its next pass."""
-    h = House(9, 2, scope="per-layer")
+    h = ManualDriver(9, 2, scope="per-layer")
     h.step(1, 4, 5)
     h.predict(1, 7)
     h.settle()
@@ -428,7 +428,7 @@ def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
 
 
 def test_a_step_larger_than_the_cache_uses_slots_that_are_not_borrowed():
-    h = House(4, 1)
+    h = ManualDriver(4, 1)
     h.step(0, 0)
     h.predict(2, 9)
     h.settle()
@@ -439,19 +439,19 @@ def test_a_step_larger_than_the_cache_uses_slots_that_are_not_borrowed():
     assert h.free + len(h.residents) + len(h.s.placement.buffer.borrowed) == 4
 
 
-def test_chunks_are_timed_on_the_first_link_alone():
-    """One takes 0 to 1 s on link 0 and 1 to 9 s on link 1; the next 8 to 9 s on link 0."""
-    h = House(lanes=(1, 1))
-    h.tell(Routed(0, 0, ids(0)), 0.0)
-    h.tell(h.landed(), 1.0)
+def test_chunks_are_timed_on_the_first_link_only():
+    """A chunk takes 1 s on link 0 and 8 s on link 1."""
+    h = ManualDriver(lanes=(1, 1))
+    h.send(Routed(0, 0, ids(0)), 0.0)
+    h.send(h.landed(), 1.0)
     assert h.s.lookahead.pace.chunk.value == pytest.approx(1.0)
     slow = h.moving.pop()
-    h.tell(Predicted(1, ids(5)), 8.0)
-    h.tell(h.landed(), 9.0)
+    h.send(Predicted(1, ids(5)), 8.0)
+    h.send(h.landed(), 9.0)
     assert h.s.lookahead.pace.chunk.value == pytest.approx(1.0)
-    h.tell(Landed(slow.lane, slow.piece, 1), 9.0)
+    h.send(Landed(slow.lane, slow.piece, 1), 9.0)
 
 
 def test_prefetching_needs_pinned_steps():
-    with pytest.raises(UsageError, match="set pin to step"):
-        House(pin="none")
+    with pytest.raises(UsageError, match="needs --pin step, got --pin none"):
+        ManualDriver(pin="none")

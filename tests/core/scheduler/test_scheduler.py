@@ -21,9 +21,9 @@ from greenroom.core.events import (
 )
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
+from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, ids, pieces
 from tests.core.reference import ReferenceCache
 from tests.core.strategies import steps
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
 
 
 def scheduler(capacity: int, lanes: int = 2, chunks: int = 1, scope: str = "shared") -> Scheduler:
@@ -65,7 +65,7 @@ def test_a_slot_is_not_overwritten_before_its_expert_is_computed():
     assert [(a.piece, a.slot) for a in actions] == [(4, 0)]
 
 
-def test_a_failure_ends_the_step_and_nothing_half_read_stays():
+def test_a_failure_ends_the_step_and_no_incomplete_expert_stays():
     s = scheduler(6, lanes=2, chunks=2)
     first, second = s.on(Routed(0, 0, ids(1, 2)))
     assert (first.piece, second.piece) == (1, 1)
@@ -122,32 +122,32 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     groups = devices * (LAYERS if scope == "per-layer" else 1)
     every, capacity = pieces(chunks, devices), max(groups, capacity)
     s = Scheduler(every, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
-    theatre = Theatre(s, random.Random(seed), failing)
+    driver = RandomDriver(s, random.Random(seed), failing)
     reference = ReferenceCache(OFFSETS, [s.placement.cache.capacity], "lru")
     clean, hits = scope == "shared" and devices == 1 and named == "lru", 0
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
         if chance > 5:
-            theatre.predict((layer + chance) % LAYERS, seed + number)
+            driver.predict((layer + chance) % LAYERS, seed + number)
         clean &= s.placement.buffer.size == 0
-        theatre.run(number, layer, experts, cancel, prefill)
-        if cancel or theatre.finish.failed >= 0:
+        driver.run(number, layer, experts, cancel, prefill)
+        if cancel or driver.finish.failed >= 0:
             clean = False
-            assert len(theatre.computed) == len(set(theatre.computed))
+            assert len(driver.computed) == len(set(driver.computed))
         else:
-            assert sorted(theatre.computed) == experts.tolist()
+            assert sorted(driver.computed) == experts.tolist()
         if chance == 9:
-            theatre.tell(Resized(groups + seed % 12, number % 4))
+            driver.send(Resized(groups + seed % 12, number % 4))
             clean = False
         for piece in s.residents().tolist():  # what counts as resident is there, whole
-            assert theatre.memory[s.placement.slot(piece)] == piece
+            assert driver.memory[s.placement.slot(piece)] == piece
         assert not s.placement.cache.state.pinned.any()
         if clean:
             hits += sum(hit for hit, _ in reference.step(experts.tolist()))
             assert s.counts.hits == hits
-    while theatre.moving:
-        theatre.land()
+    while driver.moving:
+        driver.land()
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     places = [

@@ -17,8 +17,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
+from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, groups, ids
 from tests.core.strategies import steps
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, groups, ids
 
 N = OFFSETS[-1]
 
@@ -32,7 +32,7 @@ def scheduler(capacity: int, lanes: int = 1, of: Split | None = None, **options)
     return Scheduler(every, capacity, policy("lru"), lanes=lanes, **options)
 
 
-def test_pieces_are_tops_then_bottoms():
+def test_pieces_are_top_segments_then_bottom_segments():
     every = Pieces.with_split([0, 2, 3], Split((60, 100), (40, 0), 2), [3, 3, 5, 2, 2, 0])
     assert every.nbytes.tolist() == [60, 60, 100, 40, 40, 0]
     assert [every.secondary_of(expert) for expert in range(3)] == [3, 4, -1]
@@ -41,7 +41,7 @@ def test_pieces_are_tops_then_bottoms():
     assert every.primary.chunks.tolist() == [3, 3, 5]
 
 
-def test_slots_of_tops_are_what_bottoms_leave():
+def test_top_segments_get_the_memory_that_bottom_segments_leave():
     """8 whole experts of 100 bytes, three slots of 40 for bottoms: 680 bytes, 11 tops of 60."""
     every = Pieces.with_split(OFFSETS, split())
     assert group_sizes(every, 8, "shared") == [11]
@@ -57,7 +57,7 @@ def test_slots_of_tops_are_what_bottoms_leave():
         group_sizes(every, 1, "shared")
 
 
-def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
+def test_a_hit_s_top_segment_is_computed_while_its_bottom_segment_arrives():
     s = scheduler(8)
     (start,) = s.on(Routed(0, 0, ids(1)))
     assert (start.piece, start.slot) == (1, 0)
@@ -81,7 +81,7 @@ def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
     assert (c.requests, c.hits, c.bottoms, c.bottom_hits) == (4, 2, 4, 2)
 
 
-def test_bottoms_take_turns_in_few_slots():
+def test_bottom_segments_share_few_slots_in_turn():
     s = scheduler(8, of=split(secondary_slots=1), lanes=4)
     starts = s.on(Routed(0, 0, ids(0, 1)))
     assert [a.piece for a in starts] == [0, 1, N]
@@ -89,7 +89,7 @@ def test_bottoms_take_turns_in_few_slots():
     assert s.counts.misses == 2
 
 
-def test_layers_may_stay_whole_among_split_ones():
+def test_layers_may_be_unsplit_among_split_ones():
     s = scheduler(8, of=split((100, 60), (0, 40)), scope="per-layer")
     assert [a.piece for a in s.on(Routed(0, 0, ids(3)))] == [3]
     assert groups(s.on(Landed(0, 3))) == [([3], 0)]
@@ -97,7 +97,7 @@ def test_layers_may_stay_whole_among_split_ones():
     assert s.counts.bottoms == 0
 
 
-def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
+def test_only_the_bottom_segment_of_a_hit_is_prefetched():
     """Expert 7's top stays; other bottoms have taken the slot of its bottom."""
     s = scheduler(11, ahead=2, of=split(secondary_slots=2))
     for number, expert in enumerate((7, 8, 9)):
@@ -122,7 +122,7 @@ def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
     return groups(carry_out(s, actions, transfers_first=True))
 
 
-def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
+def test_an_unused_bottom_segment_stays_until_its_slot_is_needed():
     b = SecondarySlots(2)
     assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
     b.landed(1)
@@ -152,12 +152,12 @@ def test_prefetches_have_half_of_the_slots():
         (((60,), (40,), 0), "the cache of bottom segments has 0 slots"),
     ],
 )
-def test_bad_splits(of, message):
+def test_invalid_splits_are_refused(of, message):
     with pytest.raises(UsageError, match=message):
         Split(*of)
 
 
-def test_no_tier_in_between():
+def test_a_host_tier_is_refused():
     every = Pieces.with_split(OFFSETS, split())
     with pytest.raises(UsageError, match=r"--split and --host-memory .* exclude each other"):
         Scheduler(
@@ -186,28 +186,28 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
     every = Pieces.with_split(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
     least = next(n for n in range(1, 30) if fits(every, n, scope))
     s = Scheduler(every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
-    theatre = Theatre(s, random.Random(seed), failing)
+    driver = RandomDriver(s, random.Random(seed), failing)
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
         if chance > 5:
-            theatre.predict((layer + chance) % LAYERS, seed + number)
-        theatre.run(number, layer, experts, cancel, prefill)
-        if cancel or theatre.finish.failed >= 0:
-            assert len(theatre.computed) == len(set(theatre.computed))
+            driver.predict((layer + chance) % LAYERS, seed + number)
+        driver.run(number, layer, experts, cancel, prefill)
+        if cancel or driver.finish.failed >= 0:
+            assert len(driver.computed) == len(set(driver.computed))
         else:
             needed = {*experts.tolist(), *map(every.secondary_of, experts.tolist())} - {-1}
-            assert sorted(theatre.computed) == sorted(needed)
+            assert sorted(driver.computed) == sorted(needed)
         if chance == 9:
-            theatre.tell(Resized(least + seed % 12, number % 4))
+            driver.send(Resized(least + seed % 12, number % 4))
         for piece in s.residents().tolist():
-            assert theatre.memory[s.placement.slot(piece)] == piece
+            assert driver.memory[s.placement.slot(piece)] == piece
         for expert, slot in s.placement.secondary.slot_of.items():
             if s.placement.secondary.is_complete(expert):
-                assert theatre.memory[s.placement.secondary_tier_slot(slot)] == N + expert
+                assert driver.memory[s.placement.secondary_tier_slot(slot)] == N + expert
         assert not s.placement.cache.state.pinned.any()
-    while theatre.moving:
-        theatre.land()
+    while driver.moving:
+        driver.land()
     assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     assert sorted(s.placement.tier_slots) == sorted(initial_tier_slots(s.placement.cache))

@@ -53,7 +53,7 @@ def test_a_demand_waits_for_one_chunk_a_lane():
     assert [t.piece for t in queue.start()] == [2]
 
 
-def test_dropping_what_moves_waits_for_its_chunk():
+def test_a_drop_waits_for_the_moving_chunk():
     queue = TransferQueue([1])
     queue.add(1, 0, 3)
     (transfer,) = queue.start()

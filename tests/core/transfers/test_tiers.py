@@ -15,8 +15,8 @@ from greenroom.core.transfers.queue import TransferQueue
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
 from greenroom.sim.clock import TraceStep
+from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, ids, pieces
 from tests.core.strategies import steps
-from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, pieces
 from tests.sim.small import simulate
 
 
@@ -32,7 +32,7 @@ def served(s: Scheduler, step: int, *experts: int, prefill: bool = False) -> lis
     return [(a.link, a.piece) for a in done if isinstance(a, StartChunk)]
 
 
-def test_what_left_the_device_comes_back_over_the_last_link_alone():
+def test_an_evicted_expert_returns_over_the_last_link_only():
     s, tier = machine(device=1, host=3)
     assert served(s, 0, 1) == [(0, 1), (1, 1)]
     assert served(s, 1, 2) == [(0, 2), (1, 2)]
@@ -49,7 +49,7 @@ def test_the_tier_evicts_by_its_own_policy():
     assert served(s, 4, 2) == [(0, 2), (1, 2)]
 
 
-def test_a_prompt_fills_what_is_free_and_evicts_nobody():
+def test_a_prompt_fills_free_host_slots_and_evicts_no_expert():
     s, tier = machine(device=1, host=3)
     served(s, 0, 1)
     served(s, 1, 2)
@@ -67,7 +67,7 @@ def test_more_transfers_than_tier_slots_go_through_staging_slots():
     assert tier.cache.residents().tolist() == [1]
 
 
-def test_half_a_copy_is_no_copy():
+def test_an_incomplete_expert_does_not_stay_in_host_memory():
     tier = HostTier(pieces(2), 2, policy("lru"))
     queue = TransferQueue((1, 1), host=tier)
     entry = queue.add(4, 0, 2)
@@ -81,7 +81,7 @@ def test_half_a_copy_is_no_copy():
     assert not entry.host_resident
 
 
-def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
+def test_a_complete_expert_stays_in_host_memory_after_a_device_failure():
     tier = HostTier(pieces(), 2, policy("lru"))
     queue = TransferQueue((1, 1), host=tier)
     queue.add(4, 0, 1)
@@ -93,20 +93,20 @@ def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
     assert (again.link, again.first_of_piece) == (1, True)
 
 
-def test_a_tier_is_between_two_links():
+def test_a_host_tier_needs_two_links():
     tier = HostTier(pieces(), 2, policy("lru"))
     with pytest.raises(ValueError, match="needs a chain of two links, got 1"):
         TransferQueue((2,), host=tier)
 
 
-def test_where_all_is_resident_in_host_memory_the_last_link_sets_the_pace():
+def test_the_last_link_sets_the_pace_if_host_memory_holds_all_experts():
     every = pieces()
     assert TransferQueue((1, 1), host=HostTier(every, len(every), policy("lru"))).paced == {1}
     assert TransferQueue((1, 1), host=HostTier(every, len(every) - 1, policy("lru"))).paced == {0}
 
 
-class TwoTiers(Theatre):
-    """Also keeps what lies in host memory: `host[slot]` is (piece, the chunks of it)."""
+class HostTierDriver(RandomDriver):
+    """A driver with a host tier: `host[slot]` is (piece, its chunks that have been read)."""
 
     def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
         super().__init__(s, rng, failing)
@@ -133,13 +133,13 @@ class TwoTiers(Theatre):
             self.staging_slots[action.staging_slot] = action.piece, action.chunk
         else:
             assert self.staging_slots[action.staging_slot] == (action.piece, action.chunk)
-        self._at_home(action)
+        self._check_home_device(action)
         if action.first_of_piece:
             self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
             self.landed[action.piece, action.slot] = 0
         if action.link in self.lasts:
             self.memory.pop(action.slot, None)
-            self._spare(action)
+            self._check_no_overwrite(action)
         self.moving.append(action)
 
     def _arrived(self, action: StartChunk) -> None:
@@ -169,33 +169,36 @@ def test_any_order_of_events_and_any_size_of_the_tier(
     tier = HostTier(every, host, policy(named), seed=seed)
     s = Scheduler(every, device, policy("lru"), lanes=lanes, ahead=ahead, host=tier)
     plain = Scheduler(every, device, policy("lru"), lanes=lanes, ahead=0)
-    theatre, other = TwoTiers(s, random.Random(seed), failing), Theatre(plain, random.Random(0), 0)
+    driver, other = (
+        HostTierDriver(s, random.Random(seed), failing),
+        RandomDriver(plain, random.Random(0), 0),
+    )
     alike = not ahead and not failing
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
         if chance > 5:
-            theatre.predict((layer + chance) % LAYERS, seed + number)
-        theatre.run(number, layer, experts, cancel, prefill)
-        if cancel or theatre.finish.failed >= 0:
+            driver.predict((layer + chance) % LAYERS, seed + number)
+        driver.run(number, layer, experts, cancel, prefill)
+        if cancel or driver.finish.failed >= 0:
             alike = False
         else:
-            assert sorted(theatre.computed) == experts.tolist()
+            assert sorted(driver.computed) == experts.tolist()
         if chance == 9:
-            theatre.tell(Resized(devices + seed % 13, number % 4))
+            driver.send(Resized(devices + seed % 13, number % 4))
             alike = False
         if alike:  # the tier changes where pieces come from, never who has a slot on the device
             other.run(number, layer, experts, False, prefill)
             assert s.counts == plain.counts
             assert s.residents().tolist() == plain.residents().tolist()
-    while theatre.moving:
-        theatre.land()
+    while driver.moving:
+        driver.land()
     assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
     for piece in tier.cache.residents().tolist():  # every resident has all of its bytes
         slot = int(tier.cache.state.slot_of[piece])
-        assert theatre.host[slot] == (piece, set(range(chunks)))
+        assert driver.host[slot] == (piece, set(range(chunks)))
 
 
 def steps_of(seed: int, passes: int) -> list[TraceStep]:
@@ -212,7 +215,7 @@ def costs(disk: float, bus: float) -> Costs:
     return Costs(links, Work.constant(0.0), Work.constant(0.0))
 
 
-def test_a_simulated_tier_saves_the_disk_and_nothing_else():
+def test_a_simulated_host_tier_saves_only_disk_reads():
     steps, every = steps_of(3, 40), pieces()
     slow, runs = costs(1.0, 10.0), {}
     for host in (0, 4, 12):

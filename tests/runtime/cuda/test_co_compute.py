@@ -111,7 +111,7 @@ def test_jobs_are_done_in_turn_and_their_errors_are_raised():
     assert not worker._thread.is_alive()
 
 
-class Backstage(Rig):
+class HostComputeDriver(Rig):
     """A rig with a slab between two links, whose host computes too, and checks what it reads."""
 
     def __init__(self, catalog, capacity: int, tier_slots: int, host_s: float, **faults) -> None:
@@ -167,7 +167,7 @@ class Backstage(Rig):
 
 @pytest.mark.parametrize("host_s", [1e-5, 1e-3])
 def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
-    rig, rng = Backstage(disk(LAYERS, EXPERTS), 8, 9, host_s, jitter=1e-3), random.Random(2)
+    rig, rng = HostComputeDriver(disk(LAYERS, EXPERTS), 8, 9, host_s, jitter=1e-3), random.Random(2)
 
     def play() -> None:
         for number in range(60):
@@ -187,7 +187,7 @@ def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
 
 def test_reads_that_fail_end_their_step_alone(disk):
     fails = random.Random(5)
-    rig = Backstage(
+    rig = HostComputeDriver(
         disk(LAYERS, EXPERTS), 6, 7, 1e-5, jitter=1e-3, fails=lambda n: fails.random() < 0.1
     )
     failed, rng = [], random.Random(3)
@@ -211,7 +211,7 @@ def test_reads_that_fail_end_their_step_alone(disk):
 
 
 def test_an_interruption_waits_for_what_the_host_computes(disk):
-    rig = Backstage(disk(LAYERS, EXPERTS), 6, 18, 1e-5)
+    rig = HostComputeDriver(disk(LAYERS, EXPERTS), 6, 18, 1e-5)
     rig.begin()
     rig.step(0, 0, 1, 2)
     under_way, go_on = threading.Event(), threading.Event()

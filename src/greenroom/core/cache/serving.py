@@ -101,19 +101,16 @@ def serve(
 ) -> int:
     """Serve the cache requests of consecutive steps; all steps but the last must be hits.
 
-    pieces: the requested pieces of all steps, one step after another
-    steps:  [S, 7]: for each of S steps its `LogicalTime` (5 numbers), whether a prompt begins with
-            it, and the number of its pieces
+    pieces: the requested pieces of all steps, in order; n of them in the last step
+    steps:  [S, 7]: `LogicalTime` of each step, whether a prompt begins, its number of pieces
 
-    The other arguments are those of the last step, which has n pieces:
+    The other arguments are those of the last step:
 
-    rows, weights: tokens that chose each piece and sums of their gate weights, [n] or empty; they
-                   are passed to the policy for every step
+    rows, weights: [n] or empty; the tokens that chose each piece and their sums of gate weights
     pin:           pin the pieces
-    fill:          -1, or how many misses are inserted, into free slots only; nothing is evicted
-                   then, and the other misses get no slot
-    without_slot:  flags of misses that get no slot, [n] or empty
-    out:           receives slots, hits and evicted pieces, [3, n]
+    fill:          -1, or how many misses may be inserted, into free slots only
+    without_slot:  [n] or empty; flags of misses that get no slot
+    out:           [3, n]; receives slots, hits and evicted pieces
 
     Returns the number of misses; STUCK if nothing can be evicted.
     """

@@ -1,4 +1,4 @@
-"""A small model of two layers, and a simulated driver for tests of the scheduler's events."""
+"""A small model, and a driver with random events for tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ids(*experts: int) -> np.ndarray:
     return np.array(experts, np.int64)
 
 
-class Theatre:
+class RandomDriver:
     """A driver in which anything may happen next: chunks land or fail and groups end in any order.
 
     `memory[slot]` is the piece whose chunks have all landed there, as a real slot would hold it;
@@ -56,7 +56,7 @@ class Theatre:
         self.finish: Finish | None = None
         self.now = 0.0
 
-    def tell(self, event) -> None:
+    def send(self, event) -> None:
         self.now += self.rng.random()
         for action in self.s.on(event, self.now):
             match action:
@@ -64,7 +64,7 @@ class Theatre:
                     self._start(action)
                 case ComputeGroup():
                     assert action.device not in self.groups
-                    self._computable(action)
+                    self._check_slots(action)
                     self.groups[action.device] = action
                 case Move(piece, source, target):
                     assert self._holds(source, piece)
@@ -81,12 +81,12 @@ class Theatre:
     def _holds(self, slot: int, piece: int) -> bool:
         return self.memory[slot] == piece
 
-    def _computable(self, group: ComputeGroup) -> None:
+    def _check_slots(self, group: ComputeGroup) -> None:
         experts, slots = group.experts, group.slots
         assert {*self.s.pieces.home_device[experts].tolist()} == {group.device}
         stored = [self.memory.get(int(slot)) for slot in slots]
         assert stored == (experts + group.part * self.s.pieces.experts).tolist()
-        self._after_its_top(experts, group.part)
+        self._check_top_computed(experts, group.part)
         assert not {m.slot for m in self.moving} & set(slots.tolist())
 
     def _start(self, action: StartChunk) -> None:
@@ -99,7 +99,7 @@ class Theatre:
             assert self.staging_slots[action.staging_slot] == chunk, (
                 "the staging slot was given away"
             )
-        self._at_home(action)
+        self._check_home_device(action)
         if (
             action.link in self.s.view.sources and action.chunk == 0
         ):  # from the start, whatever came before
@@ -107,14 +107,14 @@ class Theatre:
             self.landed[action.piece, action.slot] = 0
         if action.link in self.lasts:
             self.memory.pop(action.slot, None)
-            self._spare(action)
+            self._check_no_overwrite(action)
         self.moving.append(action)
 
-    def _spare(self, action: StartChunk) -> None:
+    def _check_no_overwrite(self, action: StartChunk) -> None:
         """Check that no transfer writes to a slot of a running group."""
         assert not any(action.slot in group.slots for group in self.groups.values())
 
-    def _at_home(self, action: StartChunk) -> None:
+    def _check_home_device(self, action: StartChunk) -> None:
         """Check that a piece goes to its home device, on that device's link."""
         home = int(self.s.pieces.home_device[action.piece])
         assert action.link in self.s.transfers.queue.paths[home]
@@ -124,7 +124,7 @@ class Theatre:
             home = kinds - 1 if bottom else int(self.s.placement.cache.state.group_of[action.piece])
         assert action.slot % kinds == home
 
-    def _after_its_top(self, experts: np.ndarray, part: int) -> None:
+    def _check_top_computed(self, experts: np.ndarray, part: int) -> None:
         """Check that a bottom segment runs after its top segment, which is still in its slot."""
         if part:
             assert {*experts.tolist()} <= {*self.computed}
@@ -150,17 +150,17 @@ class Theatre:
         tail_weights=None,
     ) -> None:
         self.computed, self.finish, self.groups = [], None, {}
-        self.tell(Routed(step, layer, experts, prefill=prefill, tail_weights=tail_weights))
+        self.send(Routed(step, layer, experts, prefill=prefill, tail_weights=tail_weights))
         while self.finish is None:
             choices = ["land"] * len(self.moving) + ["compute"] * len(self.groups)
             assert choices, "deadlock"
             if cancel and self.rng.random() < 0.2:
                 cancel, self.groups = False, {}
-                self.tell(Cancelled())
+                self.send(Cancelled())
             elif self.rng.choice(choices) == "compute":
                 group = self.groups.pop(self.rng.choice(sorted(self.groups)))
                 self.computed += self._results(group)
-                self.tell(Computed(group.device))
+                self.send(Computed(group.device))
             else:
                 self.land()
 
@@ -171,10 +171,10 @@ class Theatre:
         action = self.moving.pop(self.rng.randrange(len(self.moving)))
         if self.rng.random() < self.failing:
             self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
-            self.tell(Failed(action.lane, action.piece, action.link))
+            self.send(Failed(action.lane, action.piece, action.link))
             return
         self._arrived(action)
-        self.tell(Landed(action.lane, action.piece, action.link))
+        self.send(Landed(action.lane, action.piece, action.link))
 
     def _arrived(self, action: StartChunk) -> None:
         if action.link in self.lasts:
@@ -187,7 +187,7 @@ class Theatre:
 
     def predict(self, layer: int, seed: int) -> None:
         expected = random.Random(seed).sample(range(EXPERTS), 4)
-        self.tell(Predicted(layer, ids(*(OFFSETS[layer] + e for e in expected))))
+        self.send(Predicted(layer, ids(*(OFFSETS[layer] + e for e in expected))))
 
 
 def carry_out(s: Scheduler, actions: list[Action], transfers_first: bool = False) -> list[Action]:
