@@ -102,15 +102,13 @@ def serve(
     """Serve the cache requests of consecutive steps; all steps but the last must be hits.
 
     pieces: the requested pieces of all steps, in order; n of them in the last step
-    steps:  [S, 7]: `LogicalTime` of each step, whether a prompt begins, its number of pieces
+    steps:  [S, 7]: `LogicalTime` of each of S steps, whether a prompt begins, number of pieces
 
     The other arguments are those of the last step:
-
-    rows, weights: [n] or empty; the tokens that chose each piece and their sums of gate weights
-    pin:           pin the pieces
-    fill:          -1, or how many misses may be inserted, into free slots only
-    without_slot:  [n] or empty; flags of misses that get no slot
-    out:           [3, n]; receives slots, hits and evicted pieces
+    pin, rows, weights: those of `Cache.serve`, rows and weights possibly empty
+    fill:         -1, or how many misses may be inserted, into free slots only
+    without_slot: [n] or empty; flags of misses that get no slot
+    out:          [3, n]; receives slots, hits and evicted pieces
 
     Returns the number of misses; STUCK if nothing can be evicted.
     """
