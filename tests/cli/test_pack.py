@@ -42,7 +42,7 @@ def test_pack_and_run(cli: Run, tmp_path: Path) -> None:
     assert answer.code == 0
     assert f"packed as int8 from {source()}" in answer.err.splitlines()[0]
     ran = cli("pack", source(), "-o", out, "--experts", "int8")
-    assert "is not empty: --repair repairs a pack" in ran.mistake
+    assert "is not empty: it holds a pack: give --repair" in ran.mistake
 
 
 def test_json(cli: Run, tmp_path: Path) -> None:
@@ -61,7 +61,10 @@ def test_json(cli: Run, tmp_path: Path) -> None:
         ((source(), "-o", "/dev/null", "--experts", "int8"), "is not a folder"),
         ((source(), "-o", "x", "--experts", "int3"), "choose one of int8, int4, fp8, same"),
         ((source(), "-o", "x"), "required: --experts"),
-        ((source(), "-o", "nowhere", "--experts", "int8", "--repair"), "holds no pack to repair"),
+        (
+            (source(), "-o", "nowhere", "--experts", "int8", "--repair"),
+            "holds no pack, so --repair",
+        ),
     ],
 )
 def test_mistakes(

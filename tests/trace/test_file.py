@@ -63,19 +63,22 @@ def drop(path, name):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda p: os.truncate(p, p.stat().st_size - 1), "truncated: its data end at byte"),
-        (lambda p: os.truncate(p, 100), "cut off in its header"),
-        (lambda p: os.truncate(p, 0), "cut off in its header"),
+        (lambda p: os.truncate(p, p.stat().st_size - 1), "truncated: by its header"),
+        (lambda p: os.truncate(p, 100), "ends inside its header"),
+        (lambda p: os.truncate(p, 0), "ends inside its header"),
         (lambda p: p.write_bytes(b"hello, this is no trace"), "not a trace"),
         (lambda p: p.write_bytes(b"\x10" + bytes(7) + b"not JSON at all!"), "header is damaged"),
         (lambda p: p.write_bytes(b"\x10" + bytes(7) + b'["a", "b", "c"] '), "header is damaged"),
-        (lambda p: edit(p, version="2"), "a trace of version 2; this Greenroom reads 1"),
-        (lambda p: edit(p, format="other"), "a safetensors file, but not a trace"),
-        (lambda p: edit(p, labels="["), "its metadata are damaged"),
-        (lambda p: edit(p, labels='["a"]'), "its labels are damaged"),
-        (lambda p: edit(p, meta="3"), "its metadata are damaged"),
-        (lambda p: edit(p, predictions='{"p": 1}'), "predictions.p is missing"),
-        (lambda p: drop(p, "pass_starts"), "pass_starts is missing"),
+        (
+            lambda p: edit(p, version="2"),
+            "format version 2, but this Greenroom reads only version 1",
+        ),
+        (lambda p: edit(p, format="other"), "this safetensors file is not a trace"),
+        (lambda p: edit(p, labels="["), "the metadata of this trace are damaged"),
+        (lambda p: edit(p, labels='["a"]'), "request_labels must be"),
+        (lambda p: edit(p, meta="3"), "the metadata of this trace are damaged"),
+        (lambda p: edit(p, predictions='{"p": 1}'), "the trace has no predictions.p"),
+        (lambda p: drop(p, "pass_starts"), "the trace has no pass_starts"),
         (lambda p: p.unlink(), "cannot be read: No such file"),
     ],
 )
@@ -176,23 +179,26 @@ def test_an_npz_of_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"experts": None}, "an npz without experts"),
-        ({"meta": None, "phase": None}, "an npz without phase, meta"),
-        ({"phase": np.array("both")}, "phase must be decode or prefill, not 'both'"),
-        ({"meta": np.array("{}")}, "JSON with experts_per_layer"),
-        ({"meta": np.array("no")}, "JSON with experts_per_layer"),
+        ({"experts": None}, "the arrays experts are missing"),
+        ({"meta": None, "phase": None}, "the arrays phase, meta are missing"),
+        ({"phase": np.array("both")}, "phase is 'both', not decode or prefill"),
+        ({"meta": np.array("{}")}, "JSON text with experts_per_layer"),
+        ({"meta": np.array("no")}, "JSON text with experts_per_layer"),
         ({"meta": np.array('{"experts_per_layer": 3}')}, "which has 3 experts"),
-        ({"meta": np.array('{"experts_per_layer": [4]}')}, "experts must be"),
-        ({"offsets": np.array([0, 3, 3, 5])}, "request 1 is empty"),
-        ({"offsets": np.array([[0, 5]])}, "request offsets must begin with 0"),
-        ({"experts": np.full((5, 2, 2), -1)}, "an expert id lies outside"),
-        ({"experts": np.zeros((5, 2, 2))}, "ids must be integers"),
-        ({"experts": np.zeros((5, 4), np.uint8)}, "experts must be"),
-        ({"offsets": np.array(["a"])}, "offsets are <U1, but must be int64"),
-        ({"weights": np.array(["a"])}, "weights are <U1, but must be float16"),
-        ({"token_ids": np.ones(5)}, "token_ids are float64, but must be int32"),
-        ({"labels": np.array(["a"])}, "1 labels for 2 requests"),
-        ({"labels": np.array([{}, {}], object)}, "damaged or truncated npz"),
+        ({"meta": np.array('{"experts_per_layer": [4]}')}, "the array experts has shape"),
+        ({"offsets": np.array([0, 3, 3, 5])}, "request 1 has no tokens"),
+        (
+            {"offsets": np.array([[0, 5]])},
+            "request_starts, the first token of each request, must begin",
+        ),
+        ({"experts": np.full((5, 2, 2), -1)}, "the expert id -1 is not from 0"),
+        ({"experts": np.zeros((5, 2, 2))}, "expert ids must be integers"),
+        ({"experts": np.zeros((5, 4), np.uint8)}, "the array experts has shape"),
+        ({"offsets": np.array(["a"])}, "offsets has the dtype <U1, but must have integers"),
+        ({"weights": np.array(["a"])}, "weights has the dtype <U1, but must have floats"),
+        ({"token_ids": np.ones(5)}, "token_ids has the dtype float64, but must have integers"),
+        ({"labels": np.array(["a"])}, "1 labels, but must have one for each of the 2"),
+        ({"labels": np.array([{}, {}], object)}, "npz file is damaged or truncated"),
     ],
 )
 def test_npz_files_that_are_no_traces(tmp_path, changes, words):
@@ -208,5 +214,5 @@ def test_a_truncated_npz(tmp_path, share):
     path = tmp_path / "t.npz"
     write_npz(path)
     os.truncate(path, int(path.stat().st_size * share))
-    with pytest.raises(TraceError, match="damaged or truncated npz"):
+    with pytest.raises(TraceError, match="npz file is damaged or truncated"):
         load(path)

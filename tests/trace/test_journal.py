@@ -177,14 +177,14 @@ def test_going_on_drops_the_request_that_was_not_whole(tmp_path):
 
 def test_another_recording_is_not_overwritten(tmp_path):
     write(tmp_path / "j")
-    with pytest.raises(TraceError, match="holds another recording; finish it with"):
+    with pytest.raises(TraceError, match="is of another recording: convert it"):
         Journal(tmp_path / "j", replace(HEADER, weights=False))
     assert load(tmp_path / "j").tokens == 10
 
 
 def test_two_recordings_do_not_write_to_one_file(tmp_path):
     first = Journal(tmp_path / "j", HEADER)
-    with pytest.raises(OutputError, match="another recording is writing to it"):
+    with pytest.raises(OutputError, match="another recording is writing to this file"):
         Journal(tmp_path / "j", HEADER)
     first.close()
     Journal(tmp_path / "j", HEADER).close()
@@ -223,13 +223,15 @@ def test_a_journal_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr("greenroom.trace.journal.VERSION", 2)
     write(tmp_path / "j")
     monkeypatch.undo()
-    with pytest.raises(TraceError, match="a journal of version 2; this Greenroom reads 1"):
+    with pytest.raises(
+        TraceError, match="format version 2, but this Greenroom reads only version 1"
+    ):
         load(tmp_path / "j")
 
 
 def test_a_recording_that_did_not_end_is_named(tmp_path):
     write(journal_path(tmp_path / "t"))
-    with pytest.raises(TraceError, match=r"an unfinished recording is at .*t\.journal"):
+    with pytest.raises(TraceError, match=r"an unfinished recording is in .*t\.journal"):
         load(tmp_path / "t")
     write(tmp_path / "empty", [])
     with pytest.raises(TraceError, match="the recording ended before its first token"):

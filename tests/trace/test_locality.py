@@ -128,7 +128,7 @@ def test_segments_of_a_hand_worked_trace():
     # Experts used at least once: 12 hits of 9 groups' seats x 2 and 12 uses; twice: 6 of 6 and 12.
     assert found.srp[0] == pytest.approx(max(24 / (18 + 12), 12 / (6 + 12)))
     assert locality.segment_consistency(small(), 1).srp.tolist() == [1, 1]
-    with pytest.raises(UsageError, match="at least one token, got 0"):
+    with pytest.raises(UsageError, match="at least 1 token, got 0"):
         locality.segment_consistency(small(), 0)
 
 

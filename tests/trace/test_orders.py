@@ -89,5 +89,5 @@ def test_one_token_passes_differ_from_natural_only_within_a_step(trace):
 def test_unknown_orders_and_empty_limits():
     with pytest.raises(UnknownName, match="unknown order 'sideways': choose one of natural"):
         stream(small(), "sideways")
-    with pytest.raises(TraceError, match="at least one token"):
+    with pytest.raises(TraceError, match="at least 1 token"):
         stream(small(), "natural", 0)

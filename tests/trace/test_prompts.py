@@ -27,17 +27,17 @@ def test_json_lines_have_prompts_chats_and_labels(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "it has no prompt"),
-        (b"\n \n", "it has no prompt"),
+        (b"", "the prompt file has no prompts"),
+        (b"\n \n", "the prompt file has no prompts"),
         (b"\xff\xfe", "not valid UTF-8"),
-        (b'{"prompt": "a"}\nnonsense', "line 2: not a JSON object"),
-        (b'{"prompt": "a"}\n[1]', "line 2: not a JSON object"),
-        (b'{"prompt": " "}', 'line 1: must have a "prompt" that is text'),
-        (b'{"prompt": 3}', "must have"),
-        (b'{"text": "a"}', "must have"),
-        (b'{"messages": []}', "must have"),
-        (b'{"messages": [{"role": "user"}]}', "must have"),
-        (b'{"messages": ["a"]}', "must have"),
+        (b'{"prompt": "a"}\nnonsense', "line 2: this line is not a JSON object"),
+        (b'{"prompt": "a"}\n[1]', "line 2: this line is not a JSON object"),
+        (b'{"prompt": " "}', 'line 1: this line needs a "prompt" that is text'),
+        (b'{"prompt": 3}', "this line needs"),
+        (b'{"text": "a"}', "this line needs"),
+        (b'{"messages": []}', "this line needs"),
+        (b'{"messages": [{"role": "user"}]}', "this line needs"),
+        (b'{"messages": ["a"]}', "this line needs"),
     ],
 )
 def test_prompts_that_are_none(tmp_path, content, words):

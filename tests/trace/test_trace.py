@@ -58,24 +58,24 @@ def changed(at, value):
     ("changes", "words"),
     [
         (changed((2, 1, 0), 3), "token 2 has expert 3 in layer 1, which has 3 experts (0 to 2)"),
-        (changed((3, 0, 1), 3), "token 3 uses expert 3 of layer 0 twice"),
+        (changed((3, 0, 1), 3), "token 3 has the expert 3 of layer 0 twice"),
         ({"experts": np.zeros((5, 2, 2), np.int64)}, "uint8 or uint16"),
-        ({"experts": np.zeros((0, 2, 2), np.uint8)}, "experts are empty"),
-        ({"experts_per_layer": np.array([4])}, "one entry for each of 2 layers"),
-        ({"request_starts": np.array([0, 3, 3, 5])}, "request 1 is empty"),
-        ({"request_starts": np.array([0, 4, 3, 5])}, "request offsets do not ascend: 3 after 4"),
-        ({"request_starts": np.array([0, 3, 6])}, "offsets must begin with 0 and end with 5"),
-        ({"request_starts": np.array([1, 3, 5])}, "request offsets must begin with 0"),
-        ({"request_starts": np.array([], np.int64)}, "request offsets must begin with 0"),
-        ({"pass_starts": np.array([0, 2, 4, 4, 5])}, "pass 2 is empty"),
-        ({"pass_starts": np.array([0, 2, 4, 5]), "pass_prefill": NO[:3]}, "two requests"),
-        ({"labels": ("a",)}, "1 labels for 2 requests"),
-        ({"pass_prefill": NO[:3]}, "3 prefill flags for 4 passes"),
-        ({"weights": np.zeros((5, 2, 1), np.float16)}, "weights is [5, 2, 1]"),
-        ({"token_ids": np.zeros(4, np.int32)}, "token_ids is [4], but the experts need [5]"),
-        ({"gate_inputs": inputs([5], 2)}, "gate inputs"),
+        ({"experts": np.zeros((0, 2, 2), np.uint8)}, "the array experts is empty"),
+        ({"experts_per_layer": np.array([4])}, "one entry for each of the 2 layers"),
+        ({"request_starts": np.array([0, 3, 3, 5])}, "request 1 has no tokens"),
+        ({"request_starts": np.array([0, 4, 3, 5])}, "must ascend, but has 3 after 4"),
+        ({"request_starts": np.array([0, 3, 6])}, "must begin with 0 and end with 5"),
+        ({"request_starts": np.array([1, 3, 5])}, "first token of each request, must"),
+        ({"request_starts": np.array([], np.int64)}, "first token of each request, must"),
+        ({"pass_starts": np.array([0, 2, 4, 4, 5])}, "pass 2 has no tokens"),
+        ({"pass_starts": np.array([0, 2, 4, 5]), "pass_prefill": NO[:3]}, "one request only"),
+        ({"labels": ("a",)}, "1 labels, but must have one for each of the 2"),
+        ({"pass_prefill": NO[:3]}, "pass_prefill has shape [3]"),
+        ({"weights": np.zeros((5, 2, 1), np.float16)}, "weights has shape [5, 2, 1]"),
+        ({"token_ids": np.zeros(4, np.int32)}, "token_ids has shape [4], but must have shape [5]"),
+        ({"gate_inputs": inputs([5], 2)}, "gate_inputs.tokens"),
         ({"gate_inputs": inputs([1, 1], 2)}, "ascend"),
-        ({"gate_inputs": inputs([1], 1)}, "gate inputs"),
+        ({"gate_inputs": inputs([1], 1)}, "gate_inputs.values"),
         ({"predictions": {"p": Prediction(np.full((5, 2, 1), 3, np.uint8), 1)}}, "prediction p"),
         ({"predictions": {"p": Prediction(np.zeros((4, 2, 1), np.uint8), 1)}}, "prediction p"),
     ],
@@ -108,7 +108,7 @@ def test_head_cuts_the_last_pass_and_request():
     one = small().head(1)
     assert (one.requests, one.passes, one.labels) == (1, 1, ("a",))
     assert small().head(9).tokens == 5
-    with pytest.raises(TraceError, match="at least one token"):
+    with pytest.raises(TraceError, match="at least 1 token"):
         small().head(0)
 
 

@@ -1,4 +1,6 @@
-"""Traces of expert routing: reading, writing, ordering, measuring and synthesising them.
+"""Traces of expert routing: which experts each token used, in each layer.
+
+The modules read, write, order, measure and synthesise traces.
 
 trace = load("olmoe-1b-7b.npz")
 requests = stream(trace, "runtime")

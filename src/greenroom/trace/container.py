@@ -1,4 +1,4 @@
-"""Safetensors files of NumPy arrays, written part by part and read by mapping.
+"""Reader and writer of safetensors files of NumPy arrays; the reader maps them into memory.
 
 Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
 maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
@@ -38,7 +38,10 @@ _ALIGNMENT = 64  # bytes, of the first tensor's offset
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Tensor to be written to a safetensors file, as consecutive parts."""
+    """Array to be written to a safetensors file, given as consecutive parts.
+
+    `parts` are arrays that are concatenated along the first axis to `shape`, cast to `dtype`.
+    """
 
     dtype: Any
     shape: tuple[int, ...]
@@ -46,12 +49,12 @@ class Tensor:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Tensor:
-        """Wrap an array in memory as a tensor to be written."""
+        """Wrap a NumPy array as a tensor to be written to a safetensors file."""
         return cls(array.dtype, array.shape, [array])
 
     @property
     def array(self) -> NDArray[Any]:
-        """Return a whole tensor as one array in memory."""
+        """Return the concatenated parts of a tensor as one array."""
         return np.concatenate([np.asarray(part, self.dtype) for part in self.parts])
 
     @property
@@ -61,9 +64,11 @@ class Tensor:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a draft file, renamed to `path` at the end or removed on failure.
+    """Context manager that writes a file atomically.
 
-    OutputError where it cannot be written.
+    It yields an open draft file in the same folder. At the end the draft is synced to disk and
+    renamed to `path`; on an exception it is deleted. Raises OutputError if the file cannot be
+    written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -81,7 +86,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically. OutputError where it cannot be written."""
+    """Write a safetensors file of named tensors and text metadata, atomically.
+
+    Raises OutputError if the file cannot be written.
+    """
     width = {name: np.dtype(tensor.dtype).itemsize for name, tensor in tensors.items()}
     ordered = sorted(tensors.items(), key=lambda item: (-width[item[0]], item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -104,21 +112,27 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
                 file.write(data.reshape(-1).view(np.uint8).data)
                 written += data.nbytes
             if written != tensor.nbytes:
-                raise ValueError(f"{name}: {written} bytes for {tensor.nbytes}")
+                raise ValueError(
+                    f"the parts of the tensor {name} have {written} bytes, but its shape needs"
+                    f" {tensor.nbytes}"
+                )
 
 
 def read(
     path: Path, what: str = "trace", damaged: type[GreenroomError] = TraceError
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Map a safetensors file into memory: (tensors as read-only views, metadata).
+    """Map a safetensors file into memory; return (read-only arrays by name, metadata).
 
-    Raises `damaged`, saying that the file is not a `what`, where its contents cannot be right.
+    what:    what the file should be, for messages
+    damaged: the error that is raised if the file is no valid safetensors file
+
+    Raises OSError if the file cannot be opened.
     """
     with open(path, "rb") as file:  # opened once: another process may replace the file meanwhile
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
-            raise damaged(f"{path}: not a {what}, or cut off in its header")
+            raise damaged(f"{path}: this file is not a {what}, or ends inside its header")
         written = file.read(length)
         mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
     try:
@@ -127,28 +141,37 @@ def read(
         metadata = {name: meta.text(name) for name in meta}
         table = {name: _entry(header.object(name)) for name in header if name != METADATA}
     except Malformed as error:
-        raise damaged(f"{path}: not a {what}, or its header is damaged: {error}") from error
+        raise damaged(
+            f"{path}: this file is not a {what}, or its header is damaged: {error}"
+        ) from error
     data = 8 + length
     if (end := data + max((entry[3] for entry in table.values()), default=0)) > size:
-        raise damaged(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
+        raise damaged(
+            f"{path}: truncated: by its header the file must have {end} bytes, but it has {size}"
+        )
     arrays = {}
     for name, (dtype, shape, begin, stop) in table.items():
         raw = mapped[data + begin : data + stop]
         if dtype == np.bool_ and raw.size and raw.max() > 1:
-            raise damaged(f"{path}: {name} has values that are neither true nor false")
+            raise damaged(
+                f"{path}: damaged: the array {name} has values that are neither true nor false"
+            )
         arrays[name] = np.require(raw.view(dtype).reshape(shape), requirements="A")
     return arrays, metadata
 
 
 def _entry(entry: JsonObject) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
     if (kind := entry.text("dtype")) not in DTYPES:
-        raise Malformed(f"there is no type {kind[:40]!r}")
+        raise Malformed(f"a tensor has the unknown type {kind[:40]!r}")
     dtype, shape = np.dtype(DTYPES[kind]), entry.list_of("shape", integer)
     offsets = entry.list_of("data_offsets", integer)
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // dtype.itemsize:
-        raise Malformed("a shape has too many axes, or more elements than 64 bits can count")
+        raise Malformed(
+            f"a tensor has more than {MOST_AXES} axes, or more elements than 64 bits can count"
+        )
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
         raise Malformed(
-            f"shape {list(shape)} of {kind} does not fit data_offsets {list(offsets[:3])}"
+            f"a tensor of type {kind} and shape {list(shape)} has the data_offsets"
+            f" {list(offsets[:3])}, which do not fit"
         )
     return dtype, shape, *offsets

@@ -1,6 +1,6 @@
-"""Loading and saving traces of routing: our own format, journals and npz files.
+"""Loading and saving of traces, the records of which experts each token used.
 
-Our own format: docs/trace-format.md.
+docs/trace-format.md describes Greenroom's trace format, a safetensors file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from greenroom.trace.trace import Trace
 
 
 def load(path: str | Path) -> Trace:
-    """Read a trace of routing: our own format, an unfinished recording's journal, or npz.
+    """Read a trace of expert routing from a file.
 
-    Arrays of our own format stay in the file until they are used. TraceError, in one line, where
-    the file is missing, damaged, of another version, or has impossible contents.
+    The file may be in Greenroom's trace format, the journal of an unfinished recording, or a NumPy
+    npz recording. Greenroom's trace format is mapped into memory, so the arrays are read-only.
+    Raises TraceError if the file is missing, damaged, of another version, or has impossible values.
     """
     path = Path(path)
     try:
@@ -32,8 +33,8 @@ def load(path: str | Path) -> Trace:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         grows = journal.journal_path(path)
-        also = f"; an unfinished recording is at {grows}" if grows.is_file() else ""
-        raise TraceError(f"{path}: cannot be read: {reason}{also}") from error
+        also = f"; an unfinished recording is in {grows}" if grows.is_file() else ""
+        raise TraceError(f"{path}: the trace cannot be read: {reason}{also}") from error
     except TraceError as error:  # from checks of the trace, which do not know the file's name
         message = str(error)
         named = message if message.startswith(str(path)) else f"{path}: {message}"
@@ -41,5 +42,8 @@ def load(path: str | Path) -> Trace:
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Write a trace of routing atomically: to a draft file that is renamed at the end."""
+    """Write a trace of expert routing to a file in Greenroom's trace format, atomically.
+
+    Raises OutputError if the file cannot be written.
+    """
     container.write(Path(path), *to_tensors(trace))

@@ -1,9 +1,9 @@
-"""Groups of requests that use the same experts (MoE-Infinity, 4.4).
+"""Groups of requests that use similar experts (MoE-Infinity, section 4.4).
 
-The figures are those of its Table 2 and Figures 3 and 4. A request's expert activation matrix
-(rEAM) counts, for each layer and expert, the tokens that used it. K-means groups the matrices by
-Euclidean distance; each layer's row is divided by its sum first, so that requests of different
-length are comparable.
+The measures are those of the paper's Table 2 and Figures 3 and 4. The expert activation matrix of a
+request (rEAM) counts, for each layer and expert, the tokens that used the expert. K-means groups
+the matrices by Euclidean distance. Each row of a matrix, which is a layer, is divided by its sum
+first, so that requests of different length are comparable.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ _ROUNDS = 30  # of Lloyd's algorithm; it ends earlier once no point changes its 
 
 
 def activation_matrices(trace: Trace) -> NDArray[np.int64]:
-    """Count how many tokens of a request used each expert: [requests, experts of all layers]."""
+    """Count how many tokens of each request used each expert of a model.
+
+    Returns [requests, experts of all layers].
+    """
     return np.stack([trace.uses(*each) for each in pairwise(trace.request_starts)])
 
 
 @dataclass(frozen=True, eq=False)
 class RequestGroups:
-    """Clusters of a trace's requests that use the same experts.
+    """Clusters of a trace's requests that use similar experts, found by K-means.
 
-    number:            of groups: the elbow of `inertia`
-    of [requests]:     each request's group
-    inertia:           the sum of squared distances to the centres, for 1, 2, ... groups
-    transitions[a, b]: the share of the requests of group a whose next request is of group b (rows
-                       without a next request are 0)
+    number:      the number of groups, chosen at the elbow of `inertia`
+    of:          the group of each request, [requests]
+    inertia:     the sum of squared distances to the cluster centres, for 1, 2, ... groups
+    transitions: [a, b] is the share of the requests of group a that are followed by a request of
+                 group b; a row is 0 if only the trace's last request is in group a
     """
 
     number: int
@@ -46,12 +49,12 @@ class RequestGroups:
 
     @property
     def largest(self) -> float:
-        """Return the share of requests in the largest group ("Nor. Max. Group" of Table 2)."""
+        """Share of requests in the largest group ("Nor. Max. Group" in MoE-Infinity's Table 2)."""
         return float(np.bincount(self.of).max() / len(self.of))
 
 
 def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> RequestGroups:
-    """Cluster a trace's requests by their experts, into at most `most` groups."""
+    """Cluster a trace's requests by the experts they use, into at most `most` groups."""
     counts = activation_matrices(trace).astype(np.float64)
     for layer in range(trace.layers):
         rows = counts[:, trace.offsets[layer] : trace.offsets[layer + 1]]
@@ -64,7 +67,7 @@ def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> Requ
 
 
 def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, Any]:
-    """Return the figures of `trace info` about groups of requests, in JSON types."""
+    """Return what `greenroom trace info` shows about groups of requests, in JSON types."""
     result = group_requests(trace, most, seed)
     left = result.transitions.sum(axis=1) > 0  # groups with a request that is not the last
     chances = result.transitions[left]
@@ -80,9 +83,10 @@ def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, A
 
 
 def find_elbow(inertia: Floats) -> int:
-    """Find the elbow of a K-means inertia curve, as a number of groups from 1.
+    """Return the number of groups at the elbow of a K-means inertia curve.
 
-    It is the point furthest below the straight line between the curve's ends.
+    `inertia` is the sum of squared distances for 1, 2, ... groups. The elbow is the point furthest
+    below the straight line between the curve's ends.
     """
     if len(inertia) < 3 or inertia[0] == inertia[-1]:
         return 1 if inertia[0] == inertia[-1] else len(inertia)
@@ -92,9 +96,10 @@ def find_elbow(inertia: Floats) -> int:
 
 
 def transitions(of: NDArray[np.int64], number: int) -> Floats:
-    """Compute how often a request of one group follows one of another group.
+    """Compute how often requests of one group are followed by requests of another.
 
-    Shares [number, number]; each row a sums to 1, or to 0 where no request follows.
+    `of` is the group of each request, in order. In the result [number, number], row a has the
+    shares of the next request's groups, and sums to 1, or to 0 if no request follows group a.
     """
     pairs = np.bincount(of[:-1] * number + of[1:], minlength=number * number)
     counts = pairs.reshape(number, number).astype(np.float64)
@@ -103,12 +108,10 @@ def transitions(of: NDArray[np.int64], number: int) -> Floats:
 
 
 def _clusterings(points: Floats, most: int, seed: int) -> list[tuple[NDArray[np.int64], float]]:
-    """Run K-means for 1 to `most` groups.
+    """Run K-means for 1 to `most` groups; return (group of each point, inertia) of each run.
 
-    Returns (group of each point, inertia) of each.
-
-    Each clustering begins with the centres of the last one and one more point, drawn by its squared
-    distance to them (k-means++), so that inertia never rises.
+    Each run begins with the centres of the run before and one more point, drawn with a probability
+    proportional to its squared distance to its centre (k-means++), so inertia never rises.
     """
     random = np.random.default_rng(seed)
     square = (points**2).sum(axis=1)
@@ -128,7 +131,7 @@ def _lloyd(
 ) -> tuple[NDArray[np.int64], Floats, Floats]:
     """Run Lloyd's K-means algorithm from initial centres.
 
-    Returns (nearest centre of each point, squared distance to it, centres).
+    Returns (the nearest centre of each point, the squared distance to that centre, the centres).
     """
     of = np.full(len(points), -1)
     for _ in range(_ROUNDS):

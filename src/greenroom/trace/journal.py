@@ -1,6 +1,7 @@
-"""Journal file of a growing recording of routing. A kill loses one segment at most.
+"""Journal: the file to which a recording of expert routing is appended.
 
-`segments` has the format.
+If the process is killed, at most one segment, a few passes of a request, is lost. The module
+`segments` describes the format.
 """
 
 from __future__ import annotations
@@ -36,18 +37,17 @@ _TITLES = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
 
 
 def journal_path(path: Path) -> Path:
-    """Return the path of the journal file for a trace to be saved at `path`."""
+    """Return the path of the journal of a recording that becomes the trace file `path`."""
     return path.with_name(path.name + ".journal")
 
 
 class Journal:
-    """Journal file of a routing recording, to which segments are appended.
+    """Journal file of a recording of expert routing, to which segments are appended.
 
-    An existing file must have the same header.
-
-    `requests` counts the complete requests in it, and `tokens` their tokens; an incomplete request
-    at its end is dropped. TraceError where the file is of another recording, OutputError where
-    another process is writing to it.
+    An existing journal with an equal header is continued; an incomplete request at its end is
+    dropped. `requests` and `tokens` count the complete requests that it had when it was opened, and
+    their tokens. Raises TraceError if the file is damaged or is the journal of another recording,
+    OutputError if it cannot be written or another process is writing to it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -67,15 +67,18 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
         except OSError as error:
-            raise OutputError(f"{self.path}: another recording is writing to it") from error
+            raise OutputError(
+                f"{self.path}: another recording is writing to this file: wait until it ends, or"
+                " record to another file"
+            ) from error
         if not os.fstat(self._file.fileno()).st_size:
             self._write(MAGIC + pack_record({"version": VERSION, **asdict(self.header)}, b""))
             return
         existing, end = read_header(self.path)
         if existing != self.header:
             raise TraceError(
-                f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
-                " or delete it"
+                f"{self.path}: this journal is of another recording: convert it to a trace with"
+                " `greenroom trace import`, or delete the file"
             )
         tokens = 0
         for segment, stop in read_segments(self.path, existing, end):
@@ -86,7 +89,7 @@ class Journal:
         self._file.seek(end)
 
     def append(self, segment: Segment) -> None:
-        """Append a segment to the journal, which then survives the end of this process."""
+        """Append a segment to the journal; it survives a kill of this process."""
         arrays, header = segment.arrays, self.header
         names = header.fields()
         info = {
@@ -111,28 +114,35 @@ class Journal:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def finish(self, path: Path) -> None:
-        """Convert the finished journal to a trace file, and remove the journal."""
+        """Convert the journal to a trace file, and delete the journal."""
         self._file.close()
         convert(self.path, path)
         os.unlink(self.path)
 
     def close(self) -> None:
-        """Close the journal's file, and leave it on disk."""
+        """Close the journal's file and leave it on disk."""
         self._file.close()
 
 
 def convert(source: Path, path: Path) -> None:
-    """Convert a journal to a trace file, with one segment in memory at a time."""
+    """Convert a recording's journal to a trace file, one segment at a time.
+
+    Raises TraceError if the journal is damaged or has no tokens, OutputError if the trace file
+    cannot be written.
+    """
     container.write(path, *_contents(source))
 
 
 def read(path: Path) -> Trace:
-    """Read a trace from a journal's complete segments; TraceError where there is none."""
+    """Read a trace from the complete segments of a recording's journal.
+
+    Raises TraceError if the journal is damaged or has no tokens.
+    """
     return _in_memory(path, _contents(path))
 
 
 def trace_of_segments(header: Header, recorded: Iterable[Segment]) -> Trace:
-    """Build a trace of routing from a journal's segments in memory."""
+    """Build a trace of expert routing from recorded segments in memory."""
     source = Path("recording")
     return _in_memory(source, contents(source, header, lambda: recorded))
 
@@ -148,9 +158,11 @@ def _contents(path: Path) -> Contents:
 
 
 def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) -> Contents:
-    """Build the tensors and metadata of a trace file from a journal's segments.
+    """Build the tensors and metadata of a trace file from a recording's segments.
 
-    A tensor's parts are those of the segments; the journal is read once more for each tensor.
+    `read` returns the segments anew. It is called once at first, and once more whenever a tensor is
+    written, so the arrays of only one segment are in memory. `path` is named in error messages.
+    Raises TraceError if there are no tokens, or if the segments do not fit together.
     """
     lengths: dict[int, int] = {}
     labels: dict[int, str] = {}
@@ -166,14 +178,18 @@ def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) 
             rows, *width = shapes.get(name, (0, *array.shape[1:]))
             if array.shape[1:] != tuple(width):
                 raise TraceError(
-                    f"{path}: damaged: {name} has different shapes in different segments"
+                    f"{path}: damaged: the array {name} has shape {list(array.shape[1:])} for each"
+                    f" token in one segment, but {width} in those before"
                 )
             shapes[name] = rows + len(array), *width
         if "sampled" in segment.arrays:
             sampled.append(segment.arrays["sampled"] + tokens)
         tokens, complete = tokens + segment.tokens, segment.last
     if not tokens:
-        raise TraceError(f"{path}: the recording ended before its first token: delete it")
+        raise TraceError(
+            f"{path}: the recording ended before its first token, so there is no trace: delete the"
+            " file"
+        )
     tensors = {
         "experts_per_layer": Tensor.of(np.array(header.experts_per_layer, np.int64)),
         "request_starts": Tensor.of(starts_of(np.array(list(lengths.values())))),

@@ -1,4 +1,4 @@
-"""Compiled loops over expert requests: stack depths of LRU and OPT, windows of tokens."""
+"""Compiled loops over a trace's requests for experts: stack depths, and counts in windows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ Ints = NDArray[np.int64]
 
 @jit
 def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
-    """Compute each request's stack depth [N]: the fewest cache slots for a hit.
+    """Compute each request's stack depth: the size of the smallest cache that hits.
 
-    The depth is 0 for the first request of a piece. `group_of` [P] is each piece's group; a group
-    has one stack. A stack holds a number for each piece: the index of its next request, taken from
-    `following` [N] (OPT), or without `following` a number that falls with the index of its last
-    request (LRU). The requested piece goes to the top. From there down to its old place, of two
-    pieces the one with the smaller number stays and the other moves on.
+    The caches replace by LRU, or by Belady's OPT (Mattson et al., 1970).
+
+    pieces:    the requested cache entries (experts), in order
+    group_of:  the group of each piece; every group has a cache of its own
+    following: the index of the next request of the same piece, for OPT; empty for LRU
+
+    Returns an array like `pieces`; the depth is 0 at the first request of a piece. Each group has a
+    stack with a number for each piece: its next request (OPT), or a number that falls with its last
+    request (LRU). The requested piece goes to the top. From the top down to the piece's old place,
+    of two neighbours the one with the smaller number stays, and the other moves down.
     """
     count, future = group_of.size, following.size > 0
     depths = np.zeros(pieces.size, np.int64)
@@ -55,13 +60,15 @@ def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) 
 
 @jit
 def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) -> int:
-    """Count experts' uses in windows of m tokens; return the number of windows.
+    """Count the uses of experts in all windows of m tokens; return the number of windows.
 
-    A window lies inside a request.
+    A window is m adjacent tokens of one request.
 
-    `ids` [tokens, n] are distinct in a row. Adds the (window, expert) pairs with each number of
-    uses to `values` [m + 1], and the uses of a window's most used expert, of its second, and so on
-    to `ranks` [experts].
+    ids:    the experts of each token, [tokens, experts of a token], distinct in a row
+    starts: the first token of each request, then the number of tokens
+    values: values[v] is increased by the (window, expert) pairs with v uses, [m + 1]
+    ranks:  ranks[r] is increased by the uses of each window's r-th most used expert, from 0,
+            [experts]
     """
     experts, windows_seen = ranks.size, 0
     for r in range(starts.size - 1):

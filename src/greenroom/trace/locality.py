@@ -1,6 +1,7 @@
-"""Locality of routing in a trace: measures of reuse that bound an expert cache.
+"""Locality of expert routing in a trace: how often tokens reuse experts.
 
-All measures are of layers and tokens; passes play no part. Means give each layer equal weight.
+The measures depend on the experts of each token and layer, but not on how tokens were grouped to
+forward passes. Means give each layer equal weight.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _BLOCK = 1 << 14  # tokens that are compared at a time
 
 
 def adjacent_overlap(trace: Trace) -> Floats:
-    """Compute the share of a token's experts that the previous token used too, [layers].
+    """Compute the share of a token's experts that the previous token used too, by layer.
 
-    It is taken over the tokens with a previous token in their request; 0 where there are none.
-    Uniform independent routing gives top_k / experts.
+    The result [layers] is a mean over the tokens with a previous token in their request, and 0 if
+    there are no such tokens. Uniform independent routing gives top_k / experts.
     """
     follows = np.ones(trace.tokens, np.bool_)
     follows[trace.request_starts[:-1]] = False
@@ -42,7 +43,11 @@ def adjacent_overlap(trace: Trace) -> Floats:
 
 
 def overlap_by_label(trace: Trace) -> dict[str, float]:
-    """Compute the mean overlap of consecutive tokens' experts, for the requests of each label."""
+    """Compute the mean overlap of consecutive tokens' experts, for each request label.
+
+    The overlap is the share of a token's experts that the previous token used too. Returns a table
+    from label to the mean over layers.
+    """
     routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
     labels, numbers = number_labels(trace.labels)
     return {
@@ -52,22 +57,23 @@ def overlap_by_label(trace: Trace) -> dict[str, float]:
 
 
 def uniform_overlap(trace: Trace) -> float:
-    """Compute the expected overlap of consecutive tokens' experts under uniform routing.
+    """Compute the overlap of consecutive tokens' experts to expect from uniform routing.
 
-    The result is a mean over layers.
+    It is top_k / experts, as a mean over layers.
     """
     return float(np.mean(trace.top_k / trace.experts_per_layer))
 
 
 def popularity(trace: Trace) -> list[NDArray[np.int64]]:
-    """Count the uses of each expert: [experts] for each layer of a trace."""
+    """Count how many tokens used each expert: an array [experts] for each layer of a trace."""
     return np.split(trace.uses(), trace.offsets[1:-1])
 
 
 def skew(trace: Trace) -> list[Floats]:
     """Compute the cumulative distribution of experts' popularity for each layer.
 
-    Returns for each layer [experts]: the share of uses of its most used 1, 2, ... experts.
+    Returns an array [experts] for each layer: the share of uses that the layer's 1, 2, ... most
+    used experts have together.
     """
     return [np.cumsum(np.sort(counts)[::-1]) / counts.sum() for counts in popularity(trace)]
 
@@ -78,10 +84,13 @@ Reuse = tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]
 def reuse(trace: Trace) -> Reuse:
     """Compute histograms of experts' reuse distances and reuse gaps, for each layer.
 
-    Returns (distances, gaps), over the whole trace, with a token's experts in stored order.
-    distances [experts + 1]: uses by the number of distinct other experts of the layer since the
-    last use of the same expert; the last entry counts first uses. An LRU cache of c slots a layer
-    hits the uses below c. gaps [LONGEST_GAP + 1]: uses by tokens since the last use.
+    Returns (distances, gaps), each with an array for each layer:
+
+    distances: [experts + 1]; entry d counts the uses with d distinct other experts of the layer
+               since the last use of the same expert; the last entry counts first uses. An LRU cache
+               of c experts of the layer hits the uses with d < c
+    gaps:      [4097]; entry g counts the uses g tokens after the last use of the same expert; the
+               last entry counts longer gaps too
     """
     layer_of = np.repeat(np.arange(trace.layers), trace.experts_per_layer)
     requests = stream(trace, "natural").pieces
@@ -99,9 +108,9 @@ def reuse(trace: Trace) -> Reuse:
 
 
 def median(counts: NDArray[np.int64]) -> float:
-    """Compute the lower median of a histogram of integers; nan of an empty one.
+    """Compute the lower median of a histogram: the value v occurs `counts[v]` times.
 
-    The values 0, 1, ... occur `counts` times.
+    The median is nan if the histogram is empty.
     """
     total = counts.sum()
     return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
@@ -109,15 +118,18 @@ def median(counts: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class SegmentConsistency:
-    """Local routing consistency over all windows of a given number of tokens.
+    """Local routing consistency of all segments of a given number of tokens.
 
-    The measures are those of "Not All Models Suit Expert Offloading": our reading of its abstract,
-    checked against its published code.
-    srp [layers]: the best F1 between the experts that tokens use and a group of experts that is
-    fixed for their segment. The best group has the experts used at least t times in the segment,
-    for the best t.
-    per_layer[c - 1], shared[c - 1]: SCH, the share of uses that hit a cache of the c most used
-    experts of each segment: c slots a layer (mean over layers), or c slots for all layers.
+    A segment is a window of consecutive tokens of a request. The measures SRP and SCH are those of
+    the paper "Not All Models Suit Expert Offloading", after its abstract and its published code.
+
+    length:    tokens of a segment
+    windows:   the number of segments
+    srp:       [layers], the best F1 score between the experts that tokens use and a set of experts
+               that is fixed for a segment: those used at least t times in it, for the best t
+    per_layer: entry c - 1 is SCH for a cache of c experts in each layer, as a mean over layers: the
+               share of uses that hit if the cache holds the most used experts of the segment
+    shared:    entry c - 1 is SCH for one cache of c experts of all layers
     """
 
     length: int
@@ -128,12 +140,13 @@ class SegmentConsistency:
 
 
 def segment_consistency(trace: Trace, length: int) -> SegmentConsistency:
-    """Compute local routing consistency (SRP and SCH) of segments of a given length.
+    """Compute the local routing consistency (SRP and SCH) of segments of `length` tokens.
 
-    nan where no request is that long.
+    The measures are nan if no request has that many tokens. Raises UsageError if `length` is less
+    than 1.
     """
     if length < 1:
-        raise UsageError(f"a segment needs at least one token, got {length}")
+        raise UsageError(f"the length of a segment must be at least 1 token, got {length}")
     most, uses = trace.experts_per_layer.tolist(), length * trace.top_k
     srp = np.full(trace.layers, np.nan)
     per_layer = np.zeros((trace.layers, max(most)))
@@ -161,9 +174,10 @@ def _windows(
 
 
 def _best_f1(values: NDArray[np.int64]) -> float:
-    """Compute the best F1 score over thresholds: 2 hits / (predicted + used).
+    """Compute the best F1 score over thresholds t: 2 hits / (predicted + used).
 
-    `values[v]` counts (window, expert) pairs with v uses.
+    `values[v]` is the number of (window, expert) pairs with v uses. The experts with at least t
+    uses in a window are predicted for all its tokens.
     """
     length = len(values) - 1
     hits = np.cumsum((values * np.arange(length + 1))[:0:-1])[::-1]  # for thresholds 1 ... length
@@ -172,9 +186,10 @@ def _best_f1(values: NDArray[np.int64]) -> float:
 
 
 def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of `trace info` about locality, in JSON types.
+    """Return what `greenroom trace info` shows about locality, in JSON types.
 
-    Shares are in [0, 1]. SCH is given for caches of `multiples` times top_k experts a layer.
+    Shares are from 0 to 1. Segments have `lengths` tokens. Hit shares (LRU and SCH) are given for
+    caches of `multiples` times top_k experts in each layer.
     """
     curves, (uses, gaps) = skew(trace), reuse(trace)
     distances = [counts[:-1] for counts in uses]
@@ -216,7 +231,7 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
 
 
 def _number(x: float) -> float | None:
-    """Round a number for JSON; None for nan, which JSON does not have."""
+    """Round a number to 6 decimals for JSON; None for nan, which JSON does not have."""
     return None if np.isnan(x) else round(x, 6)
 
 

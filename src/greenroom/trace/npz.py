@@ -1,6 +1,7 @@
-"""Reader of published routing recordings in NumPy's npz format, with checks of sizes.
+"""Reader of routing recordings in NumPy's npz format, for untrusted files.
 
-NumPy's own reader allocates the size in a header. Here an array's bytes are read first.
+NumPy's own reader allocates the array size that a header claims. This reader reads an array's bytes
+first, within a limit, and compares their number with the header.
 """
 
 from __future__ import annotations
@@ -30,28 +31,34 @@ _HEADERS = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_head
 
 
 def read(path: Path) -> Trace:
-    """Read a trace of routing from an npz file.
+    """Read a trace of expert routing from a NumPy npz file.
 
-    The file has the arrays NEEDED, and some of OPTIONAL.
-
-    `offsets` are those of requests. TraceError where it is no trace.
+    The file must have the arrays `experts` [tokens, layers, top_k], `offsets` (the first token of
+    each request, then the number of tokens), `phase` (decode or prefill) and `meta` (JSON with
+    `experts_per_layer`); it may have `labels`, `weights` and `token_ids`. Raises TraceError if the
+    file is no such recording.
     """
     arrays = _arrays(path)
     if missing := [name for name in NEEDED if name not in arrays]:
-        raise TraceError(f"{path}: an npz without {', '.join(missing)}: not a routing trace")
+        raise TraceError(
+            f"{path}: this npz file is not a trace: the arrays {', '.join(missing)} are missing"
+        )
     experts, starts = smallest_ids(arrays["experts"]), _cast(arrays, "offsets", "iu", np.int64)
     try:
         meta = JsonObject(parse(_text(arrays, "meta")))
         most = np.array(_sizes(meta.value("experts_per_layer")), np.int64)
     except Malformed as error:
         raise TraceError(
-            f"{path}: its meta must be JSON with experts_per_layer: {error}"
+            f"{path}: the array meta must be JSON text with experts_per_layer: {error}"
         ) from error
     if experts.ndim != 3 or (most.ndim and most.shape != experts.shape[1:2]):
-        raise TraceError(f"{path}: experts must be [tokens, layers, top_k], here {experts.shape}")
+        raise TraceError(
+            f"{path}: the array experts has shape {list(experts.shape)}, but must have [tokens,"
+            " layers, top_k], with as many layers as experts_per_layer"
+        )
     phase = _text(arrays, "phase")
     if phase not in ("decode", "prefill"):
-        raise TraceError(f"{path}: phase must be decode or prefill, not {phase[:40]!r}")
+        raise TraceError(f"{path}: the array phase is {phase[:40]!r}, not decode or prefill")
     passes = starts if phase == "prefill" else np.arange(len(experts) + 1, dtype=np.int64)
     labels = _strings(arrays, "labels") if "labels" in arrays else [""] * max(starts.size - 1, 0)
     return Trace(
@@ -68,9 +75,9 @@ def read(path: Path) -> Trace:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the required and optional arrays of an npz recording.
+    """Read the required and optional arrays of an npz recording, those that it has.
 
-    TraceError where one cannot be read.
+    Raises TraceError if an array cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -83,42 +90,55 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
                     arrays[name] = _array(archive, entry, room)
             return arrays
     except Malformed as error:
-        raise TraceError(f"{path}: a damaged or truncated npz: {error}") from error
+        raise TraceError(f"{path}: this npz file is damaged or truncated: {error}") from error
     except Exception as error:  # a damaged zip file fails in a dozen ways
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise TraceError(f"{path}: a damaged or truncated npz: {reason}") from error
+        raise TraceError(f"{path}: this npz file is damaged or truncated: {reason}") from error
 
 
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArray[Any]:
-    """Read one array of an npz recording, within a limit of bytes.
+    """Read one array of an npz recording.
 
-    `room` is how many bytes its file's arrays may still take.
+    `room` is how many bytes the file's arrays may still take after this array; if it is negative,
+    the array is too large. Raises Malformed.
     """
     name = entry.filename
     if entry.flag_bits & ENCRYPTED or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
-        raise Malformed(f"{name} is encrypted, or compressed in a way that NumPy does not use")
+        raise Malformed(f"{name} is encrypted, or compressed by a method that NumPy does not use")
     if room < 0:
         raise Malformed(
             f"{name} expands to {entry.file_size} bytes, too many for a file of this size"
         )
     with archive.open(entry) as stream:
         if (version := format.read_magic(stream)) not in _HEADERS:
-            raise Malformed(f"{name} has a version of NumPy's format that is not supported")
+            raise Malformed(
+                f"{name} has version {version[0]}.{version[1]} of NumPy's format, but only 1.0 and"
+                " 2.0 are supported"
+            )
         shape, by_columns, dtype = _HEADERS[version](stream)
         data = stream.read(entry.file_size)
     if dtype.kind not in KINDS:
-        raise Malformed(f"{name} holds {dtype}, which is neither numbers nor text")
+        raise Malformed(f"{name} has the dtype {dtype}, which is neither numbers nor text")
     if prod(shape) * dtype.itemsize != len(data):
-        raise Malformed(f"{name} has {len(data)} bytes, but its header says another size")
+        raise Malformed(
+            f"{name} has {len(data)} bytes of data, but by its header it must have"
+            f" {prod(shape) * dtype.itemsize}"
+        )
     return np.frombuffer(data, dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:
-    """Convert an npz recording's array to our type; None where the file lacks it."""
+    """Convert an array of an npz recording to a dtype; None if the file lacks the array.
+
+    Raises TraceError if the array's kind of dtype is not one of `kinds`.
+    """
     if name not in arrays:
         return None
     if arrays[name].dtype.kind not in kinds:
-        raise TraceError(f"{name} are {arrays[name].dtype}, but must be {np.dtype(dtype)}")
+        what = "integers" if "i" in kinds else "floats"
+        raise TraceError(
+            f"the array {name} has the dtype {arrays[name].dtype}, but must have {what}"
+        )
     with np.errstate(over="ignore"):  # a gate weight beyond float16 is infinite there
         return arrays[name].astype(dtype)
 
@@ -128,19 +148,19 @@ def _strings(arrays: dict[str, NDArray[Any]], name: str) -> list[str]:
     if array.dtype.kind == "U":
         codes = np.ascontiguousarray(array).view(f"{array.dtype.byteorder}u4")
         if np.any((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes < 0xE000))):
-            raise TraceError(f"{name} has characters that are not valid Unicode")
+            raise TraceError(f"the array {name} has characters that are not valid Unicode")
     return [str(each) for each in array.tolist()]
 
 
 def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:
     strings = _strings(arrays, name)
     if len(strings) != 1:
-        raise TraceError(f"{name} must be one text, not {len(strings)}")
+        raise TraceError(f"the array {name} must have one element, but has {len(strings)}")
     return strings[0]
 
 
 def _sizes(value: Any) -> int | list[int]:
-    """Read the number of experts of each layer: a list, or one number for all."""
+    """Check the number of experts of each layer: a list, or one number for all layers."""
     if isinstance(value, list):
         return [integer(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
     return integer(value, "experts_per_layer", 1, MOST_EXPERTS)

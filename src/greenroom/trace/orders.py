@@ -1,6 +1,7 @@
-"""Orders in which simulated caches serve a trace's requests for experts.
+"""Orders in which a simulated cache serves a trace's requests for experts.
 
-The orders are defined in docs/design.md; they differ in what a step is (see core/stream.py).
+A step is a set of experts that the cache must serve at the same time; the orders differ in what a
+step is. docs/design.md defines the orders.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ _BINS = 1 << 18  # passes x experts counted at a time: these bins fit in a core'
 
 
 def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> Stream:
-    """Convert a trace to a stream of expert requests in a given order.
+    """Convert a trace to a stream of requests for experts, in a given order.
 
-    With `limit`, of its first `limit` tokens.
-
-    natural: for each token, for each layer, one step of its experts in stored order
-    rounds:  for each token, for each rank, for each layer, one step of one expert (layered paging,
+    natural: for each token, for each layer, a step with the token's experts in stored order
+    rounds:  for each token, for each rank, for each layer, a step with one expert (layered paging,
              section 5.1)
-    runtime: for each pass, for each layer, one step of the distinct experts of the pass's tokens,
-             ascending, with `rows` and weights summed over those tokens
+    runtime: for each forward pass, for each layer, a step with the distinct experts of the pass's
+             tokens, ascending; `rows` counts the tokens of each expert, and their gate weights are
+             summed
 
-    UnknownName for another order.
+    `limit` takes only the trace's first tokens. Raises UnknownName for another order.
     """
     if order not in ORDERS:
         raise UnknownName("order", order, ORDERS)
@@ -40,7 +40,7 @@ def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> St
 
 
 def _by_token(trace: Trace, in_rounds: bool) -> Stream:
-    """Order a token's experts by layer, or in rounds: by rank, one expert a step."""
+    """Convert a trace token by token: a step for each layer, or, in rounds, for each expert."""
     layer, size = np.arange(trace.layers, dtype=np.int32), trace.top_k
     pieces = trace.experts + trace.offsets[:-1, None].astype(np.int32)
     weights = np.empty((0, 0, 0)) if trace.weights is None else trace.weights
@@ -83,9 +83,10 @@ def _runtime(trace: Trace) -> Stream:
 
 
 def _count(trace: Trace, first: int, last: int) -> StepCounts:
-    """Count the tokens that use each expert in a range of passes.
+    """Count the tokens that use each expert in each pass of a range.
 
-    Returns (pieces, pieces a step, rows, weights), with a bin for each pass and expert.
+    Returns the arrays of a stream: the experts' dense ids, the number of experts in each step, the
+    tokens of each expert, and their summed gate weights (empty if the trace has no weights).
     """
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]
@@ -111,7 +112,7 @@ def _count(trace: Trace, first: int, last: int) -> StepCounts:
 def _sort_tokens(trace: Trace, begin: int, end: int) -> StepCounts:
     """Sort the experts within each step, for passes of one token each.
 
-    The results are those of `_count`.
+    The result is that of `_count`, which is slower.
     """
     experts = trace.experts[begin:end]
     order = np.argsort(experts, axis=2)

@@ -1,9 +1,10 @@
-"""Records of a journal file of routing: the header and the segments.
+"""Format of a journal, the file to which a recording of expert routing is appended.
 
-Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
-three numbers in 4 bytes each, little endian. The first record is the header, which all segments
-share. Each further record is a segment: some passes of one request. Bytes after the last record
-with a valid checksum were being written when the recording ended, and are ignored.
+The file begins with `GRTJ`. Records follow: the length of the JSON, the length of the arrays, the
+JSON, the arrays, and the CRC-32 of both; the three numbers have 4 bytes each, little endian. The
+first record is the header. Each further record is a segment: some forward passes of one request.
+Bytes after the last record with a valid checksum were being written when the recording ended, and
+are ignored.
 """
 
 from __future__ import annotations
@@ -47,27 +48,33 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a routing recording: its layers, and the optional fields it has."""
+    """Header of a recording of expert routing: the layers, and what is recorded.
+
+    weights, token_ids: whether gate weights and token ids are recorded
+    gate_inputs: the share of tokens whose hidden states at the gates are recorded
+    predictions: for each predictor of experts, how many layers ahead it predicts
+    meta:        information about the model and the run
+    """
 
     experts_per_layer: tuple[int, ...]
     weights: bool = False
     token_ids: bool = False
-    gate_inputs: float = 0.0  # the share of tokens whose gate inputs are recorded
+    gate_inputs: float = 0.0
     meta: dict[str, Any] = field(default_factory=dict)
-    predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
+    predictions: dict[str, int] = field(default_factory=dict)
 
     def fields(self) -> list[str]:
-        """List the names of a recorded segment's arrays, in stored order."""
+        """List the names of the arrays that each recorded segment has, in stored order."""
         optional = {"weights": self.weights, "token_ids": self.token_ids}
         optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
         chosen = [name for name, recorded in optional.items() if recorded]
         return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Return the data type of one of a recorded segment's arrays.
+        """Return the stored data type of one of a recorded segment's arrays, by its name.
 
-        A prediction's largest value means that nothing was predicted; a segment in memory may have
-        -1 there.
+        In an array of predictions, the largest value of the type means that nothing was predicted;
+        -1 becomes this value when a segment is written.
         """
         if name in _TYPES:
             return np.dtype(_TYPES[name])
@@ -77,15 +84,20 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Segment of a routing recording: some passes of one request.
+    """Segment of a recording of expert routing: some forward passes of one request.
 
-    The array `sampled` counts tokens from the segment's first.
+    request: the request's number
+    label:   the request's label
+    passes:  for each pass, its number of tokens and whether it is a prefill
+    last:    True if the request ends with this segment
+    arrays:  the recorded arrays by name; `sampled` has the tokens whose hidden states are in
+             `inputs`, counted from the segment's first token
     """
 
     request: int
     label: str
-    passes: list[tuple[int, bool]]  # (tokens, prefill)
-    last: bool  # whether the request ends here
+    passes: list[tuple[int, bool]]
+    last: bool
     arrays: dict[str, NDArray[Any]]
 
     @property
@@ -94,7 +106,10 @@ class Segment:
 
 
 def pack_record(info: dict[str, Any], data: bytes) -> bytes:
-    """Encode a record of a journal file: sizes, JSON, arrays, checksum."""
+    """Encode a record of a recording's journal: lengths, JSON, arrays, checksum.
+
+    `info` becomes the JSON, `data` are the bytes of the arrays.
+    """
     text = json.dumps(info, separators=(",", ":")).encode()
     check = zlib.crc32(data, zlib.crc32(text))
     sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
@@ -102,24 +117,32 @@ def pack_record(info: dict[str, Any], data: bytes) -> bytes:
 
 
 def read_header(path: Path) -> tuple[Header, int]:
-    """Read the header of a journal: (header, offset of the first segment)."""
+    """Read the header of a recording's journal.
+
+    Returns (header, the byte of the file at which the first segment begins). Raises TraceError if
+    the header is missing, damaged, or of another version.
+    """
     try:
         with open(path, "rb") as file:
             record = _next(file) if file.read(4) == MAGIC else None
             if record is None:
                 raise TraceError(
-                    f"{path}: the recording ended before its header was written: delete the file"
+                    f"{path}: this recording ended before its header was written, so there is no"
+                    " trace: delete the file"
                 )
             return _header(path, record.info), file.tell()
     except Malformed as error:
-        raise TraceError(f"{path}: the journal's header is damaged: {error}") from error
+        raise TraceError(
+            f"{path}: the header of this recording is damaged: {error}: delete the file and record"
+            " again"
+        ) from error
 
 
 def _header(path: Path, info: JsonObject) -> Header:
     if (version := info.value("version")) != VERSION:
         raise TraceError(
-            f"{path}: a journal of version {printable(version)}; this Greenroom reads {VERSION}:"
-            " record it again"
+            f"{path}: this unfinished recording has format version {printable(version)}, but this"
+            f" Greenroom reads only version {VERSION}: delete the file and record again"
         )
     distances = info.object("predictions", {})
     header = Header(
@@ -129,7 +152,7 @@ def _header(path: Path, info: JsonObject) -> Header:
         predictions={name: distances.integer(name) for name in distances},
     )
     if not header.experts_per_layer:
-        raise Malformed("it has no layers")
+        raise Malformed("experts_per_layer is empty")
     return header
 
 
@@ -138,9 +161,10 @@ def _experts(value: Any, where: str) -> int:
 
 
 def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
-    """Yield a journal's complete segments and the offset of each segment's end.
+    """Yield the complete segments of a recording's journal.
 
-    TraceError for impossible contents.
+    Yields (segment, the byte of the file at which the segment ends), from byte `begin` on. Raises
+    TraceError if a segment has impossible contents.
     """
     due, last = 0, True  # requests ascend, and the segments of one lie together
     with open(path, "rb") as file:
@@ -152,12 +176,12 @@ def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segm
                 yield segment, file.tell()
         except Malformed as error:
             raise TraceError(
-                f"{path}: damaged: the segment before byte {file.tell()}: {error}"
+                f"{path}: damaged: the segment that ends at byte {file.tell()} is invalid: {error}"
             ) from error
 
 
 def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
-    """Decode a journal's segment, whose request must lie between `least` and `most`."""
+    """Decode a segment of a journal; its request's number must be from `least` to `most`."""
     info = record.info
     passes = list(info.list_of("passes", _pass))
     segment = Segment(
@@ -172,7 +196,7 @@ def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
 
 
 def _pass(value: Any, where: str) -> tuple[int, bool]:
-    """Decode a recorded pass of a journal: (tokens, prefill)."""
+    """Decode a forward pass of a journal's segment: (tokens, whether it is a prefill)."""
     if not isinstance(value, list) or len(value) != 2:
         raise Malformed(f"{where} must be [tokens, prefill], got {show_value(value)}")
     return integer(value[0], where, least=1), flag(value[1], where)
@@ -183,19 +207,22 @@ def _arrays(
 ) -> dict[str, NDArray[Any]]:
     names, arrays = header.fields(), dict[str, NDArray[Any]]()
     if len(shapes) != len(names):
-        raise Malformed(f"it has {len(shapes)} arrays, not {', '.join(names)}")
+        raise Malformed(
+            f"shapes has {len(shapes)} entries, but must have {len(names)}, for"
+            f" {printable(', '.join(names))}"
+        )
     at = 0
     for name, shape in zip(names, shapes, strict=True):
         dtype, count = header.dtype(name), prod(shape)
         if len(shape) > 3 or at + count * dtype.itemsize > len(data):
-            raise Malformed(f"{name} is larger than the segment")
+            raise Malformed(f"the array {printable(name)} is larger than the segment")
         arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
     return arrays
 
 
 def _check_shapes(segment: Segment, layers: int) -> None:
-    """Check the shapes of a segment's arrays against its tokens and layers. Malformed."""
+    """Raise Malformed if an array's shape does not fit the segment's tokens and layers."""
     sampled = segment.arrays.get("sampled", np.empty(0, np.int64))
     for name, array in segment.arrays.items():
         of_sample = name in ("sampled", "inputs")
@@ -204,7 +231,10 @@ def _check_shapes(segment: Segment, layers: int) -> None:
             (rows,) if name in ("sampled", "token_ids") else (rows, layers, *array.shape[2:3])
         )
         if array.shape != expected or not (of_sample or array.size):
-            raise Malformed(f"{name} is {list(array.shape)}, but must be {list(expected)}")
+            raise Malformed(
+                f"the array {printable(name)} has shape {list(array.shape)}, but must have shape"
+                f" {list(expected)} and not be empty"
+            )
 
 
 class _Record(NamedTuple):
@@ -213,9 +243,9 @@ class _Record(NamedTuple):
 
 
 def _next(file: BinaryIO) -> _Record | None:
-    """Read a journal's next record; None where no complete record follows.
+    """Read the next record of a journal; None if no complete record follows.
 
-    Malformed for other JSON.
+    Raises Malformed if the record's JSON is not an object.
     """
     sizes = file.read(8)
     text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")

@@ -1,4 +1,4 @@
-"""Synthetic traces of routing: Zipf traces of layered paging, and requests with topics."""
+"""Synthetic traces of expert routing: by a Zipf distribution, or by topics of requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _KEEP = 1e6  # added to a score: more than any draw
 
 
 def zipf(options: ZipfConfig) -> Trace:
-    """Make a synthetic trace with experts drawn by a Zipf distribution.
+    """Make a synthetic trace with experts drawn independently by a Zipf distribution.
 
-    Equal options give equal traces.
+    These are the traces of the paper on layered paging (LLRU), section 5.1. Equal options give
+    equal traces.
     """
     random = np.random.default_rng(options.seed)
     chance = -options.a * np.log(np.arange(1, options.experts + 1) + options.b)
@@ -32,9 +33,10 @@ def zipf(options: ZipfConfig) -> Trace:
 
 
 def topics(options: TopicsConfig) -> Trace:
-    """Make a synthetic trace with experts drawn by each request's topic.
+    """Make a synthetic trace whose requests prefer the experts of their topics.
 
-    Equal options give equal traces.
+    A token also reuses each expert of the token before with a probability (`stickiness`). Equal
+    options give equal traces.
     """
     random = np.random.default_rng(options.seed)
     size = (options.topics, options.layers, options.experts)
@@ -54,9 +56,10 @@ def topics(options: TopicsConfig) -> Trace:
 def _sticky(
     rows: NDArray[Any], taste: Floats, stickiness: float, random: np.random.Generator
 ) -> None:
-    """Draw the experts of a synthetic request's tokens in turn.
+    """Draw the experts of a synthetic request's tokens, one token after another.
 
-    `taste` [layers, experts] are logits.
+    `rows` [tokens, layers, top_k] is filled with experts, `taste` [layers, experts] are logits, and
+    `stickiness` is the probability that a token reuses an expert of the token before.
     """
     layers = np.arange(len(taste))[:, None]
     for token, row in enumerate(rows):
@@ -68,10 +71,10 @@ def _sticky(
 
 
 def _best(scores: Floats, top_k: int) -> NDArray[np.int64]:
-    """Return the experts of the k highest scores, highest first.
+    """Return the indices of the `top_k` highest scores on the last axis, highest first.
 
-    With Gumbel noise on logits this draws by softmax: the first expert by its probability, the
-    second among the others, and so on.
+    If scores are logits with Gumbel noise, this draws experts without replacement, with the
+    probabilities of the softmax.
     """
     order: NDArray[np.int64] = np.argsort(-scores, axis=-1)[..., :top_k]
     return order

@@ -1,6 +1,6 @@
-"""Conversion of routing traces to and from the tensors and metadata of their file.
+"""Conversion of routing traces to and from the tensors and metadata of a trace file.
 
-docs/trace-format.md has the format.
+docs/trace-format.md describes the format.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
 def number_labels(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
-    """Number the distinct labels of a trace's requests by first appearance.
+    """Number distinct labels by their first appearance.
 
-    Returns (distinct labels, the number of each label).
+    Returns (the distinct labels, for each given label its index among them).
     """
     numbers: dict[str, int] = {}
     numbered = [numbers.setdefault(label, len(numbers)) for label in labels]
@@ -46,7 +46,10 @@ def number_labels(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
 
 
 def checked_meta(meta: JsonObject) -> dict[str, Any]:
-    """Check the metadata of a recording; Malformed where a size is not a number."""
+    """Return the metadata of a routing recording.
+
+    Raises Malformed if `expert_bytes` or `dense_bytes` is given, but is not a number.
+    """
     for name in ("expert_bytes", "dense_bytes"):
         if meta.value(name, None) is not None:
             meta.number(name)
@@ -59,7 +62,14 @@ def with_metadata(
     meta: Mapping[str, Any],
     distances: Mapping[str, int],
 ) -> Contents:
-    """Add the tensor of labels, and build the metadata of a trace file."""
+    """Complete the contents of a trace file: add the tensor of labels, and build the metadata.
+
+    labels:    the label of each request
+    meta:      information about the model and the run
+    distances: for each predictor of experts, how many layers ahead it predicts
+
+    Returns (tensors, metadata as text).
+    """
     names, numbers = number_labels(labels)
     tensors["request_labels"] = Tensor.of(numbers)
     return tensors, {
@@ -72,7 +82,7 @@ def with_metadata(
 
 
 def to_tensors(trace: Trace) -> Contents:
-    """Convert a trace to the tensors and metadata of its file."""
+    """Convert a routing trace to the tensors and metadata of a trace file."""
     arrays: dict[str, NDArray[Any] | None] = {
         name: getattr(trace, name) for name in ("experts", "experts_per_layer", *OFFSETS, *OPTIONAL)
     }
@@ -87,23 +97,35 @@ def to_tensors(trace: Trace) -> Contents:
 
 
 def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Trace:
-    """Build a trace from a file's tensors and metadata; TraceError for impossible contents."""
+    """Build a routing trace from the arrays and metadata of a trace file.
+
+    `path` is named in messages. Raises TraceError if the file is no trace, is of another version,
+    or has impossible contents.
+    """
     if metadata.get("format") != FORMAT:
-        raise TraceError(f"{path}: a safetensors file, but not a trace")
+        raise TraceError(
+            f"{path}: this safetensors file is not a trace: its metadata lack format {FORMAT}"
+        )
     if metadata.get("version") != str(VERSION):
         raise TraceError(
-            f"{path}: a trace of version {printable(metadata.get('version'))}; this Greenroom reads"
-            f" {VERSION}"
+            f"{path}: this trace has format version {printable(metadata.get('version'))}, but this"
+            f" Greenroom reads only version {VERSION}: record the trace again"
         )
     for name, kind in TYPES.items():
         if name in arrays and arrays[name].dtype != kind:
-            raise TraceError(f"{name} is {arrays[name].dtype}, but must be {np.dtype(kind)}")
+            raise TraceError(
+                f"the array {name} has the dtype {arrays[name].dtype}, but must have"
+                f" {np.dtype(kind)}"
+            )
     try:
         names = list_of(text)(parse(metadata["labels"]), "labels")
         distances = JsonObject(parse(metadata["predictions"]))
         numbers = arrays["request_labels"]
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(names):
-            raise TraceError(f"{path}: its labels are damaged")
+            raise TraceError(
+                f"{path}: damaged: request_labels must be numbers below {len(names)}, the number"
+                " of labels"
+            )
         sample = None
         if (values := arrays.get("gate_inputs.values")) is not None:
             sample = GateInputs(arrays["gate_inputs.tokens"], values)
@@ -121,6 +143,6 @@ def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[s
             meta=checked_meta(JsonObject(parse(metadata["meta"]))),
         )
     except KeyError as error:
-        raise TraceError(f"{path}: damaged: {error.args[0]} is missing") from error
+        raise TraceError(f"{path}: damaged: the trace has no {error.args[0]}") from error
     except Malformed as error:
-        raise TraceError(f"{path}: its metadata are damaged: {error}") from error
+        raise TraceError(f"{path}: the metadata of this trace are damaged: {error}") from error

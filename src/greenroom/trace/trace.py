@@ -1,4 +1,4 @@
-"""Trace of routing: the experts that each token used, by pass and by request."""
+"""Traces of expert routing: the experts that each token used, by forward pass and request."""
 
 from __future__ import annotations
 
@@ -20,42 +20,58 @@ _BLOCK = 1 << 16  # tokens checked at a time, which bounds the memory of a check
 
 @dataclass(frozen=True, eq=False)
 class GateInputs:
-    """Recorded hidden states that a sample of the tokens gave to the experts."""
+    """Recorded hidden states that a sample of a trace's tokens gave to the gates.
 
-    tokens: Ints  # [S] ascending
-    values: NDArray[np.float32]  # [S, layers, hidden]
+    tokens: the sampled tokens, ascending
+    values: the hidden states, [sampled tokens, layers, hidden size]
+    """
+
+    tokens: Ints
+    values: NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Recorded predictions of experts, made `distance` layers ahead, likeliest expert first.
+    """Recorded predictions of the experts that each token would use.
 
-    The largest id of the type (255 or 65535) means that there was no prediction.
+    experts:  ids within their layer, likeliest first, [tokens, layers, predicted experts]; the
+              largest id of the type (255 or 65535) means that there was no prediction
+    distance: how many layers ahead the predictions were made
     """
 
-    experts: Experts  # [tokens, layers, width] ids within the layer
+    experts: Experts
     distance: int
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Trace of the experts that tokens used, in P passes of R requests.
+    """Trace of expert routing: the experts that each token used, by pass and by request.
 
-    Arrays may be read-only views of a mapped file.
+    experts:           ids within their layer, in the gate's rank order if it gives one, [tokens,
+                       layers, top_k]
+    experts_per_layer: how many experts each layer has
+    request_starts:    the first token of each request, then the number of tokens
+    pass_starts:       the same for forward passes; a pass has tokens of one request only
+    pass_prefill:      whether each pass is a prefill
+    labels:            the label of each request
+    weights:           gate weights, like `experts`
+    token_ids:         the vocabulary id of each token
+    gate_inputs:       hidden states of a sample of the tokens
+    predictions:       recorded predictions, by predictor
+    meta:              information about the model and the run
 
-    `experts` are ids within their layer, in recorded order (rank order where the gate gives one).
-    The tokens of a request are adjacent, and so are those of a pass; a request begins with a pass.
-    `weights` are gate weights. TraceError where any of this does not hold.
+    Arrays may be read-only views of a mapped file. The constructor raises TraceError if the arrays
+    do not fit together.
     """
 
-    experts: Experts  # [tokens, layers, top_k]
-    experts_per_layer: Ints  # [layers]
-    request_starts: Ints  # [R + 1] token offsets
-    pass_starts: Ints  # [P + 1] token offsets
-    pass_prefill: NDArray[np.bool_]  # [P]
-    labels: tuple[str, ...]  # [R]
-    weights: NDArray[np.float16] | None = None  # [tokens, layers, top_k]
-    token_ids: NDArray[np.int32] | None = None  # [tokens]
+    experts: Experts
+    experts_per_layer: Ints
+    request_starts: Ints
+    pass_starts: Ints
+    pass_prefill: NDArray[np.bool_]
+    labels: tuple[str, ...]
+    weights: NDArray[np.float16] | None = None
+    token_ids: NDArray[np.int32] | None = None
     gate_inputs: GateInputs | None = None
     predictions: dict[str, Prediction] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -85,26 +101,26 @@ class Trace:
 
     @cached_property
     def offsets(self) -> Ints:
-        """Return each layer's first dense id, [layers + 1].
+        """First dense id of each layer, then the number of experts in all layers.
 
-        An expert's dense id is `offsets[layer] + expert`.
+        The dense id of an expert is `offsets[layer] + expert`; it is unique in the model.
         """
         return starts_of(self.experts_per_layer)
 
     @cached_property
     def first_passes(self) -> Ints:
-        """Return the first pass of each request, then the number of passes: [R + 1]."""
+        """First forward pass of each of a trace's requests, then the number of passes."""
         return np.searchsorted(self.pass_starts, self.request_starts)
 
     @cached_property
     def pass_requests(self) -> Ints:
-        """Return the request of each pass in a trace, [P]."""
+        """Number of the request to which each forward pass of a trace belongs."""
         return np.repeat(np.arange(self.requests), np.diff(self.first_passes))
 
     def uses(self, begin: int = 0, end: int | None = None) -> Ints:
-        """Count how many tokens of a range used each expert: [experts of all layers].
+        """Count how many of a trace's tokens `begin` .. `end` used each expert.
 
-        The range is begin .. end.
+        Returns an array [experts of all layers], indexed by dense id.
         """
         part = self.experts[begin:end]
         return np.concatenate([
@@ -113,12 +129,18 @@ class Trace:
         ])  # fmt: skip
 
     def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
-        """Build a trace of the selected requests, in the given order."""
+        """Build a trace of selected requests, given by their numbers, in the given order.
+
+        Raises TraceError if no request is selected, or a number is out of range.
+        """
         chosen = np.asarray(requests, np.int64).reshape(-1)
         if chosen.size == 0:
-            raise TraceError("a trace needs at least one request, got none")
+            raise TraceError("no request is selected, but a trace needs at least one request")
         if chosen.min() < 0 or chosen.max() >= self.requests:
-            raise TraceError(f"there are {self.requests} requests, counted from 0")
+            wrong = chosen[(chosen < 0) | (chosen >= self.requests)][0]
+            raise TraceError(
+                f"there is no request {wrong}: the trace has the requests 0 to {self.requests - 1}"
+            )
         tokens = _ranges(self.request_starts, chosen)
         passes = _ranges(self.first_passes, chosen)
         return replace(
@@ -131,12 +153,12 @@ class Trace:
         )
 
     def head(self, tokens: int) -> Trace:
-        """Build a trace of the first tokens; its last request may be cut short.
+        """Build a trace of the first tokens; the last request and pass may be cut short.
 
-        So may its last pass.
+        Raises TraceError if `tokens` is less than 1.
         """
         if tokens < 1:
-            raise TraceError(f"a trace needs at least one token, got {tokens}")
+            raise TraceError(f"a trace must have at least 1 token, but {tokens} were requested")
         if tokens >= self.tokens:
             return self
         requests = int(np.searchsorted(self.request_starts, tokens))
@@ -151,7 +173,7 @@ class Trace:
         )
 
     def _rows(self, tokens: slice | Ints) -> dict[str, Any]:
-        """Select rows from a trace's arrays that have a row for each token."""
+        """Select tokens from those of a trace's arrays that have a row for each token."""
         rows: dict[str, Any] = {
             "experts": self.experts[tokens],
             "weights": None if self.weights is None else self.weights[tokens],
@@ -170,43 +192,61 @@ class Trace:
 
 
 def starts_of(lengths: NDArray[np.integer[Any]]) -> Ints:
-    """Return the offsets [n + 1] of n adjacent runs of given lengths."""
+    """Return the starts of adjacent runs of given lengths, then the last run's end."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
 
 
 def _ranges(starts: Ints, chosen: Ints) -> Ints:
-    """Return the indices in each chosen range, from starts[c] up to starts[c + 1]."""
+    """Return the indices of the chosen ranges; range c is `starts[c]` up to `starts[c + 1]`."""
     return np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chosen])
 
 
 def smallest_ids(array: NDArray[Any]) -> Experts:
-    """Convert expert ids to the smallest integer type. TraceError for impossible ids."""
+    """Convert expert ids to uint8 or, if an id exceeds 255, to uint16.
+
+    Arrays that have one of these types are returned unchanged. Raises TraceError if the ids are not
+    integers from 0 to 65535.
+    """
     if array.dtype in (np.uint8, np.uint16):
         return array
     if array.dtype.kind not in "iu":
-        raise TraceError(f"experts are {array.dtype}, but ids must be integers")
+        raise TraceError(f"expert ids must be integers, but have the dtype {array.dtype}")
     if array.size and (array.min() < 0 or array.max() >= MOST_EXPERTS):
-        raise TraceError(f"an expert id lies outside 0 to {MOST_EXPERTS - 1}")
+        wrong = array.min() if array.min() < 0 else array.max()
+        raise TraceError(f"the expert id {wrong} is not from 0 to {MOST_EXPERTS - 1}")
     return array.astype(np.uint8 if not array.size or array.max() < 1 << 8 else np.uint16)
 
 
 def check(trace: Trace) -> None:
-    """Check that a trace's arrays have the promised shapes and values; TraceError, in one line."""
-    experts = trace.experts
+    """Raise TraceError if the shapes and values of a trace's arrays do not fit together."""
+    experts, most = trace.experts, trace.experts_per_layer
     if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
-        raise TraceError("experts must be [tokens, layers, top_k] in uint8 or uint16")
+        raise TraceError(
+            f"the array experts has the dtype {experts.dtype} and shape {list(experts.shape)}, but"
+            " must be uint8 or uint16 [tokens, layers, top_k]"
+        )
     if 0 in experts.shape:
-        raise TraceError(f"experts are empty: {list(experts.shape)} tokens, layers and top_k")
-    if trace.experts_per_layer.shape != (trace.layers,):
-        raise TraceError(f"experts_per_layer must have one entry for each of {trace.layers} layers")
-    if not np.all((trace.experts_per_layer >= 1) & (trace.experts_per_layer <= MOST_EXPERTS)):
-        raise TraceError(f"experts_per_layer must be from 1 to {MOST_EXPERTS}")
+        raise TraceError(
+            f"the array experts is empty: its shape [tokens, layers, top_k] is"
+            f" {list(experts.shape)}"
+        )
+    if most.shape != (trace.layers,):
+        raise TraceError(
+            f"experts_per_layer has shape {list(most.shape)}, but must have one entry for each of"
+            f" the {trace.layers} layers"
+        )
+    if not np.all((most >= 1) & (most <= MOST_EXPERTS)):
+        wrong = most[(most < 1) | (most > MOST_EXPERTS)][0]
+        raise TraceError(f"experts_per_layer has {wrong}, but must be from 1 to {MOST_EXPERTS}")
     _check_offsets(trace)
     for name, prediction in trace.predictions.items():
         if prediction.experts.ndim != 3 or not prediction.experts.shape[2]:
-            raise TraceError(f"prediction {name} must be [tokens, layers, width]")
+            raise TraceError(
+                f"prediction {name} has shape {list(prediction.experts.shape)}, but must have"
+                " [tokens, layers, predicted experts]"
+            )
     for name, array, shape in (
         ("weights", trace.weights, experts.shape),
         ("token_ids", trace.token_ids, experts.shape[:1]),
@@ -214,42 +254,78 @@ def check(trace: Trace) -> None:
           for n, p in trace.predictions.items()),
     ):  # fmt: skip
         if array is not None and array.shape != shape:
-            raise TraceError(f"{name} is {list(array.shape)}, but the experts need {list(shape)}")
-    if (sample := trace.gate_inputs) is not None:
-        tokens, values = sample.tokens, sample.values
-        if values.ndim != 3 or values.shape[:2] != (len(tokens), trace.layers):
-            raise TraceError(f"gate inputs are {list(values.shape)}: not [sampled, layers, hidden]")
-        inside = not tokens.size or (tokens[0] >= 0 and tokens[-1] < trace.tokens)
-        if not inside or np.any(np.diff(tokens) <= 0):
-            raise TraceError("the tokens of gate inputs must ascend and be those of the trace")
+            raise TraceError(
+                f"{name} has shape {list(array.shape)}, but must have shape {list(shape)} to fit"
+                f" the experts of the trace"
+            )
+    if trace.gate_inputs is not None:
+        _check_gate_inputs(trace, trace.gate_inputs)
     for start in range(0, trace.tokens, _BLOCK):
         _check_experts(trace, start)
+
+
+def _check_gate_inputs(trace: Trace, sample: GateInputs) -> None:
+    tokens, values = sample.tokens, sample.values
+    if values.ndim != 3 or values.shape[:2] != (len(tokens), trace.layers):
+        raise TraceError(
+            f"gate_inputs.values has shape {list(values.shape)}, but must have"
+            f" [{len(tokens)} sampled tokens, {trace.layers} layers, hidden size]"
+        )
+    inside = not tokens.size or (tokens[0] >= 0 and tokens[-1] < trace.tokens)
+    if not inside or np.any(np.diff(tokens) <= 0):
+        raise TraceError(
+            f"gate_inputs.tokens must ascend and be from 0 to {trace.tokens - 1}, the last token"
+        )
 
 
 def _check_offsets(trace: Trace) -> None:
     for what, starts in (("request", trace.request_starts), ("pass", trace.pass_starts)):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != trace.tokens:
             raise TraceError(
-                f"{what} offsets must begin with 0 and end with {trace.tokens}, the tokens"
+                f"{what}_starts, the first token of each {what}, must begin with 0 and end with"
+                f" {trace.tokens}, the number of tokens"
             )
-        if starts.min() < 0 or starts.max() > trace.tokens:
-            raise TraceError(f"{what} offsets lie outside 0 to the {trace.tokens} tokens")
+        outside = starts[(starts < 0) | (starts > trace.tokens)]
+        if outside.size:
+            raise TraceError(
+                f"{what}_starts has {outside[0]}, but must be from 0 to {trace.tokens}, the number"
+                " of tokens"
+            )
         lengths = np.diff(starts)
         if np.any(lengths < 0):
             at = int(np.argmax(lengths < 0))
-            raise TraceError(f"{what} offsets do not ascend: {starts[at + 1]} after {starts[at]}")
+            raise TraceError(
+                f"{what}_starts, the first token of each {what}, must ascend, but has"
+                f" {starts[at + 1]} after {starts[at]}"
+            )
         if np.any(lengths == 0):
-            raise TraceError(f"{what} {int(np.argmax(lengths == 0))} is empty: it has no tokens")
-    if not np.isin(trace.request_starts, trace.pass_starts).all():
-        raise TraceError("a request must begin with a pass: a pass reaches over two requests")
+            raise TraceError(
+                f"{what} {int(np.argmax(lengths == 0))} has no tokens, but each {what} needs at"
+                " least one"
+            )
+    crossing = trace.request_starts[~np.isin(trace.request_starts, trace.pass_starts)]
+    if crossing.size:
+        raise TraceError(
+            f"a pass must have tokens of one request only, but a request begins at token"
+            f" {crossing[0]}, inside a pass"
+        )
     if len(trace.labels) != trace.requests:
-        raise TraceError(f"{len(trace.labels)} labels for {trace.requests} requests")
+        raise TraceError(
+            f"the trace has {len(trace.labels)} labels, but must have one for each of the"
+            f" {trace.requests} requests"
+        )
     if trace.pass_prefill.shape != (trace.passes,):
-        raise TraceError(f"{len(trace.pass_prefill)} prefill flags for {trace.passes} passes")
+        raise TraceError(
+            f"pass_prefill has shape {list(trace.pass_prefill.shape)}, but must have one flag for"
+            f" each of the {trace.passes} passes"
+        )
 
 
 def _check_experts(trace: Trace, start: int) -> None:
-    """Check a trace's expert ids: in range, and distinct within a token's row."""
+    """Raise TraceError if expert ids are out of range, or a token has one twice in a layer.
+
+    Checks a block of tokens from token `start` on.
+    """
     block = trace.experts[start : start + _BLOCK]
     most = trace.experts_per_layer
     _check_range(block, most, start, "expert")
@@ -257,7 +333,8 @@ def _check_experts(trace: Trace, start: int) -> None:
     if (twice := rows[..., 1:] == rows[..., :-1]).any():
         token, layer, rank = (int(i) for i in np.argwhere(twice)[0])
         raise TraceError(
-            f"token {start + token} uses expert {rows[token, layer, rank]} of layer {layer} twice"
+            f"token {start + token} has the expert {rows[token, layer, rank]} of layer {layer}"
+            " twice, but a token's experts must be distinct"
         )
     for name, prediction in trace.predictions.items():
         ids = prediction.experts[start : start + _BLOCK]

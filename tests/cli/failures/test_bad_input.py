@@ -101,17 +101,20 @@ def no_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (missing_shard, r"model-00002-of-0000\d.safetensors: missing, though .*names it"),
+        (
+            missing_shard,
+            r"model-00002-of-0000\d.safetensors: this file is missing, though .*names it",
+        ),
         (truncated_shard, r"model-00002-of-0000\d.safetensors: truncated"),
-        (index_names_no_file, "model-00009-of-00009.safetensors: missing"),
+        (index_names_no_file, "model-00009-of-00009.safetensors: this file is missing"),
         (expert_of_wrong_shape, r"experts\.0\..*shape"),
         (dense_of_wrong_shape, r"q_proj.*has shape .* but the config says"),
         (expert_of_wrong_type, r"int32"),
         (corrupt_header, "header is not JSON"),
-        (no_model, "no config.json, so this is not a model's folder"),
-        (pickles, "are pickles .pytorch_model.bin.: only safetensors"),
+        (no_model, "the folder has no config.json, so it holds no model"),
+        (pickles, "are in pickle files .pytorch_model.bin."),
         (dense_model, "experts"),
-        (no_tokenizer, "no usable tokenizer"),
+        (no_tokenizer, "the model's tokenizer cannot be loaded"),
     ],
 )
 def test_a_damaged_or_unfit_checkpoint(
@@ -248,7 +251,10 @@ def test_a_prompt_that_does_not_fit(cli: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("nobody/nothing", "nobody/nothing: not .* in the local cache, and HF_HUB_OFFLINE is set"),
+        (
+            "nobody/nothing",
+            "nobody/nothing: .* not .* in the local cache, and HF_HUB_OFFLINE forbids",
+        ),
         ("./nothing", "./nothing: there is no such folder"),
         ("a b", "a b: neither a folder nor a hub id"),
     ],

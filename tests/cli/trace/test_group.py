@@ -38,8 +38,8 @@ def _one_thread() -> Iterator[None]:
 
 def test_recordings_that_would_take_memory_or_a_password(cli: Run) -> None:
     for name, said in {
-        "npz/encrypted": "is encrypted, or compressed in a way that NumPy does not use",
-        "npz/a-shape-of-a-terabyte": "but its header says another size",
+        "npz/encrypted": "is encrypted, or compressed by a method that NumPy does not use",
+        "npz/a-shape-of-a-terabyte": "but by its header it must have",
         "journal/a-length-of-4-GiB": "the recording ended before its first token",
         "journal/passes-of-text": "passes must be a list, got 'ab'",
     }.items():

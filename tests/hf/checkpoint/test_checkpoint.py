@@ -138,23 +138,23 @@ def config_of_something_else(folder: Path) -> None:
 
 
 WRONG: list[tuple[Any, type[ModelError], str]] = [
-    (missing_shard, CheckpointError, "model-2.safetensors: missing"),
-    (index_names_no_file, CheckpointError, "model-9.safetensors: missing"),
+    (missing_shard, CheckpointError, "model-2.safetensors: this file is missing"),
+    (index_names_no_file, CheckpointError, "model-9.safetensors: this file is missing"),
     (index_names_no_tensor, CheckpointError, "model-1.safetensors: the tensor e is missing"),
-    (truncated_shard, CheckpointError, "model-1.safetensors: truncated: tensor a ends"),
+    (truncated_shard, CheckpointError, "model-1.safetensors: truncated: the tensor a ends"),
     (broken_index, CheckpointError, f"{INDEX}: not readable"),
     (index_without_map, CheckpointError, f"{INDEX}: not readable"),
     (index_with_numbers, CheckpointError, f"{INDEX}: damaged"),
     (empty_index, CheckpointError, f"{INDEX}: damaged"),
-    (index_leads_outside, CheckpointError, "outside the folder"),
-    (lost_index, CheckpointError, f"{INDEX}: missing"),
+    (index_leads_outside, CheckpointError, "outside the model's folder"),
+    (lost_index, CheckpointError, f"{INDEX}: this file is missing"),
     (no_weights, NotAModel, SINGLE),
-    (pickles, UnsupportedModel, "pytorch_model.bin): only safetensors are read"),
-    (gguf_beside_config, NotAModel, "give the GGUF file itself"),
-    (index_of_pickles, UnsupportedModel, "only safetensors are read"),
+    (pickles, UnsupportedModel, "pytorch_model.bin), but Greenroom reads only safetensors"),
+    (gguf_beside_config, NotAModel, "give the path of a GGUF file"),
+    (index_of_pickles, UnsupportedModel, "Greenroom reads only .safetensors"),
     (no_config, NotAModel, "no config.json"),
     (broken_config, NotAModel, "config.json: not readable"),
-    (config_of_something_else, NotAModel, "names no model_type"),
+    (config_of_something_else, NotAModel, "has no model_type"),
 ]
 
 
@@ -324,8 +324,14 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nope", "nope: neither a folder nor a hub id such as owner/name; did you mean demo"),
-        ("dem", "dem: neither a folder nor a hub id such as owner/name; did you mean demo?"),
+        (
+            "nope",
+            "nor a hub id such as owner/name; did you mean demo",
+        ),
+        (
+            "dem",
+            "dem: this name is neither a folder nor a hub id such as owner/name; did you",
+        ),
         ("minne", "did you mean mine?"),
         ("/nowhere/x", "/nowhere/x: there is no such folder"),
         ("x.gguf", "x.gguf: there is no such file"),

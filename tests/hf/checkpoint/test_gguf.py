@@ -292,7 +292,7 @@ def test_parts(tmp_path: Path) -> None:
     for given in (names[0], names[2], tmp_path):
         with pytest.raises(CheckpointError) as error:
             ModelSkeleton.of(resolve(given))
-        assert f"{names[1]}: missing" in one_line(error)
+        assert f"{names[1]}: this file is missing" in one_line(error)
         assert "split into 3 files" in one_line(error)
 
 
@@ -335,13 +335,13 @@ def longer_rows(path: Path) -> None:
         (patched(4, b"\1\0\0\0"), UnsupportedModel, "GGUF version 1"),
         (patched(4, b"\x09\0\0\0"), UnsupportedModel, "GGUF version 9"),
         (patched(4, b"\0\0\0\3"), UnsupportedModel, "big-endian"),
-        (patched(8, b"\xff" * 8), CheckpointError, "cut off or damaged in its header"),
-        (patched(24, b"\xff" * 8), CheckpointError, "cut off or damaged in its header"),
-        (cut(10), CheckpointError, "ends inside of its header"),
-        (cut(2000), CheckpointError, "cut off or damaged in its header"),
+        (patched(8, b"\xff" * 8), CheckpointError, "the GGUF header is cut off or damaged"),
+        (patched(24, b"\xff" * 8), CheckpointError, "the GGUF header is cut off or damaged"),
+        (cut(10), CheckpointError, "the file ends inside its header"),
+        (cut(2000), CheckpointError, "the GGUF header is cut off or damaged"),
         (cut(200_000), CheckpointError, "truncated"),
-        (unknown_type, UnsupportedModel, "output_norm.weight has the unknown type 77"),
-        (longer_rows, CheckpointError, "rows of 255 values, but Q8_0 comes in blocks of 32"),
+        (unknown_type, UnsupportedModel, "output_norm.weight has the unknown ggml type 77"),
+        (longer_rows, CheckpointError, "rows of 255 values, but Q8_0 needs a multiple of 32"),
     ],
 )
 def test_damaged_files(

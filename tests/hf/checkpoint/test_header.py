@@ -58,22 +58,42 @@ def test_every_dtype_is_torchs_or_none() -> None:
 DAMAGED = {
     "not JSON": (b"{no json", b"", "not JSON"),
     "not text": (b'{"a\xff": 1}', b"", "not JSON"),
-    "no table": ([1, 2], b"", "not a table"),
-    "entry is a list": ({"a": []}, b"", "entry for a is damaged"),
-    "no dtype": ({"a": {"shape": [], "data_offsets": [0, 0]}}, b"", "entry for a is damaged"),
-    "three offsets": ({"a": entry(offsets=(0, 8, 9))}, bytes(9), "entry for a is damaged"),
-    "negative shape": ({"a": entry(shape=(-2,))}, bytes(8), "entry for a is damaged"),
-    "negative offset": ({"a": entry(offsets=(-8, 0))}, bytes(8), "entry for a is damaged"),
-    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8), "entry for a is damaged"),  # type: ignore[arg-type]
+    "no table": ([1, 2], b"", "must be a JSON object, but is a list"),
+    "entry is a list": ({"a": []}, b"", "entry for the tensor a is damaged"),
+    "no dtype": (
+        {"a": {"shape": [], "data_offsets": [0, 0]}},
+        b"",
+        "entry for the tensor a is damaged",
+    ),
+    "three offsets": (
+        {"a": entry(offsets=(0, 8, 9))},
+        bytes(9),
+        "entry for the tensor a is damaged",
+    ),
+    "negative shape": ({"a": entry(shape=(-2,))}, bytes(8), "entry for the tensor a is damaged"),
+    "negative offset": (
+        {"a": entry(offsets=(-8, 0))},
+        bytes(8),
+        "entry for the tensor a is damaged",
+    ),
+    "fraction": ({"a": entry(shape=(2.0,))}, bytes(8), "entry for the tensor a is damaged"),  # type: ignore[arg-type]
     "unknown dtype": ({"a": entry("F31")}, bytes(8), "unknown dtype 'F31'"),
     "dtype no name": ({"a": entry(["F32"])}, bytes(8), "unknown dtype"),  # type: ignore[arg-type]
-    "wrong size": ({"a": entry(shape=(3,))}, bytes(8), "takes 8 bytes, but F32 [3] needs 12"),
-    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "takes -8 bytes"),
-    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), "bytes of a and b overlap"),
+    "wrong size": (
+        {"a": entry(shape=(3,))},
+        bytes(8),
+        "has 8 bytes, but dtype F32 and shape [3] need 12",
+    ),
+    "reversed": ({"a": entry(offsets=(8, 0))}, bytes(8), "has -8 bytes"),
+    "overlap": (
+        {"a": entry(), "b": entry(offsets=(4, 12))},
+        bytes(12),
+        "the tensors a and b overlap",
+    ),
     "truncated": (
         {"a": entry(), "b": entry(offsets=(8, 16))},
         bytes(15),
-        "truncated: tensor b ends at",
+        "truncated: the tensor b ends at",
     ),
 }
 
@@ -94,7 +114,7 @@ def test_cut_off_in_the_header(tmp_path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError) as error:
         read_header(path, 0)
-    assert "cut off in its header" in one_line(error)
+    assert "ends inside its header" in one_line(error)
 
 
 def test_a_header_that_claims_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

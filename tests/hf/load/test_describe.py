@@ -179,7 +179,7 @@ def test_a_download_that_is_there_is_read_in_place(
 
 
 def test_offline_says_so():
-    with pytest.raises(NotAModel, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(NotAModel, match="HF_HUB_OFFLINE forbids"):
         describe("nobody/nothing", CONFIG)
 
 

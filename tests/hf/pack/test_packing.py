@@ -310,7 +310,7 @@ def test_all_but_its_name_was_done(tmp_path: Path) -> None:
     made = pack(str(source()), tmp_path / "pack", "int8")
     assert made.kept == made.experts
     shutil.copytree(packed("int8"), tmp_path / "other.unfinished")
-    with pytest.raises(OutputError, match="is another pack: with int8 experts"):
+    with pytest.raises(OutputError, match="holds another pack: with int8 experts"):
         pack(str(source()), tmp_path / "other", "int4")
 
 
@@ -319,7 +319,7 @@ def test_another_pack_was_begun_there(tmp_path: Path) -> None:
         pack(str(source()), tmp_path / "pack", "int8", progress=stopping(0.5))
     with pytest.raises(OutputError) as error:
         pack(str(source()), tmp_path / "pack", "int4")
-    assert "another unfinished pack: finish it with `greenroom pack" in one_line(error)
+    assert "another unfinished pack: run `greenroom pack" in one_line(error)
     assert "--experts int8`" in one_line(error)
 
 
@@ -358,15 +358,15 @@ def test_the_folder_is_taken(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is not empty"):
         pack(str(source()), tmp_path / "pack", "int8")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is not a folder"):
+    with pytest.raises(OutputError, match="this is not a folder"):
         pack(str(source()), tmp_path / "file", "int8")
-    with pytest.raises(UsageError, match="is the model's own folder"):
+    with pytest.raises(UsageError, match="cannot go to the model's own folder"):
         pack(str(source()), source(), "int8")
     with pytest.raises(OutputError, match="there is no folder"):
         pack(str(source()), tmp_path / "none" / "pack", "int8")
     (tmp_path / "other.unfinished").mkdir()
     (tmp_path / "other.unfinished" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="is in the way"):
+    with pytest.raises(OutputError, match="is not empty and holds no unfinished pack"):
         pack(str(source()), tmp_path / "other", "int8")
 
 
@@ -395,7 +395,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     name = _experts_in(path)[0]
     tensors[name].view(-1)[3] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="has weights that are not finite numbers"):
+    with pytest.raises(CheckpointError, match="has weights that are infinite, NaN or too large"):
         pack(str(origin), tmp_path / "pack", "int8")
     pack(str(origin), tmp_path / "same", "same")  # bytes are bytes
 

@@ -1,9 +1,18 @@
-"""Checkpoints on disk: folders of safetensors, GGUF files and packs; only headers are read.
+"""Checkpoints on disk: safetensors folders, GGUF files and packs.
 
-resolve         finds the checkpoint that a user names; names: suggestions; hub: downloads
-checkpoint      a folder of safetensors; header, quantised, read: its tensors
-gguf            a GGUF file as a checkpoint; gguf_file: its headers
-pack            reading packs
-fingerprint     a digest of a model; source: the files of a loaded model; tokenizer
-library_errors  errors of libraries that read a model's files
+A pack is a model in Greenroom's own file format, made by `greenroom pack`. Opening a checkpoint
+reads only headers. The modules are:
+
+resolve         finds the checkpoint that a user names
+names, hub      suggestions for mistyped names; downloads from the Hugging Face hub
+checkpoint      a folder of safetensors files as a checkpoint
+header          the headers of safetensors files
+quantised       codes and scales of quantised safetensors, combined to one tensor
+read            reads and decodes complete tensors
+gguf            a GGUF file as a checkpoint; gguf_file reads the headers
+pack            a pack as a checkpoint
+fingerprint     a digest of a model's config, tensor names and shapes
+source          the files of a loaded model, and whether they changed
+tokenizer       loads a checkpoint's tokenizer
+library_errors  turns errors of other libraries into one-line errors
 """

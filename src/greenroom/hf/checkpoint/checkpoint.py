@@ -27,12 +27,14 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder with a config and safetensors files, of which only headers are read.
+    """A checkpoint on disk: its config, files, and the byte range of each tensor.
 
-    files:   absolute paths; `StoredTensor.file` is an index of this tuple
-    tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
-    stored:  the tensors in the files, by their names there: codes and scales are separate
-    pack:    the pack that holds the experts, where this checkpoint is a pack's dense parts
+    files:   absolute paths of the weight files; `StoredTensor.file` is an index of this tuple
+    tensors: the tensors by the names of an unquantised checkpoint; a quantised matrix is one
+             encoded tensor, which includes its scales
+    stored:  the tensors by their names in the files; codes and scales are separate tensors
+    pack:    the Greenroom pack that holds the experts, if this checkpoint was opened from a pack;
+             `tensors` are then only the weights outside the experts
     """
 
     folder: Path
@@ -50,7 +52,10 @@ class Checkpoint:
         names: Sequence[str],
         stored: dict[str, StoredTensor],
     ) -> Checkpoint:
-        """Make a checkpoint from a folder's file names and the tensors in their headers."""
+        """Make a checkpoint from its file names and the tensors in their headers.
+
+        Raises CheckpointError or UnsupportedModel if a quantised checkpoint cannot be decoded.
+        """
         files = tuple(str(folder / name) for name in names)
         return cls(folder, config, files, combine_codes_and_scales(config, stored, folder), stored)
 
@@ -60,7 +65,9 @@ class Checkpoint:
     ) -> Checkpoint:
         """Make a checkpoint by reading the headers of safetensors files.
 
-        `file_of` names the file of each tensor, as the index does; it is empty without an index.
+        `file_of` maps tensor names to file names, like `weight_map` in
+        model.safetensors.index.json; it is empty if the checkpoint has no such index. Raises
+        CheckpointError if a header is damaged, or lacks a tensor that `file_of` promises.
         """
         tensors: dict[str, StoredTensor] = {}
         for number, name in enumerate(names):
@@ -82,7 +89,10 @@ class Checkpoint:
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
     def read_by_transformers(self) -> AbstractContextManager[None]:
-        """Return the context manager in which transformers reads this checkpoint's files itself."""
+        """Return a context manager in which transformers can read this checkpoint's files.
+
+        It does nothing for safetensors; for GGUF files it works around a bug of transformers.
+        """
         return nullcontext()
 
     def read(
@@ -91,41 +101,50 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> torch.Tensor:
-        """Read one tensor of the checkpoint, dequantised and cast to a dtype.
+        """Read one of a checkpoint's tensors, dequantised and cast to a dtype.
 
-        `empty` allocates the tensor's memory.
+        `name` is a key of `tensors`. A quantised tensor needs `dtype`; for others, None keeps the
+        stored dtype. `empty(*shape, dtype=...)` allocates the result.
         """
         return read_tensor(self.files, name, self.tensors[name], dtype, empty)
 
     def read_stored(self, name: str) -> torch.Tensor:
-        """Read one tensor as stored (not dequantised), by its name in the file."""
+        """Read one of a checkpoint's tensors as stored, not dequantised.
+
+        `name` is its name in the file, a key of `stored`.
+        """
         return read_tensor(self.files, name, self.stored[name])
 
 
 def read_folder(folder: Path) -> Checkpoint:
     """Open a folder of safetensors files as a checkpoint, by reading only headers.
 
-    Raises NotAModel, UnsupportedModel or CheckpointError.
+    Raises NotAModel if the folder has no config.json or no weights, UnsupportedModel if the weights
+    are in a format that is not supported, CheckpointError if a file is missing or damaged.
     """
     config = read_config(folder)
     return Checkpoint.of_files(folder, config, *_shards(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json; raise NotAModel where it describes no model."""
+    """Read a model folder's config.json.
+
+    Raises NotAModel if the file is missing, is not JSON, or has no `model_type`.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
+        raise NotAModel(f"{folder}: the folder has no config.json, so it holds no model")
     config = read_object(path, NotAModel).values
     if not isinstance(config.get("model_type"), str):
-        raise NotAModel(f"{path}: names no model_type, so this is not a model's config")
+        raise NotAModel(f"{path}: has no model_type, so this file is not a model's config")
     return config
 
 
 def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the weight files, and each tensor's file by the index.
+    """Return the names of a folder's weight files, and a table from tensor to file name.
 
-    The second is empty without an index.
+    The table comes from model.safetensors.index.json; it is empty if there is only
+    model.safetensors.
     """
     if (folder / SINGLE).is_file():
         return [SINGLE], {}
@@ -146,22 +165,33 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         if not name.isprintable() or len(name) > LONGEST_NAME:
             raise CheckpointError(f"{index}: damaged: {show_value(name)} is not a valid file name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")
+            raise CheckpointError(f"{index}: names the file {name!r}, outside the model's folder")
         if not name.endswith(".safetensors"):
-            raise UnsupportedModel(f"{index}: names {name!r}, but only safetensors are read")
+            raise UnsupportedModel(
+                f"{index}: names the file {name!r}, but Greenroom reads only .safetensors files"
+            )
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: missing, though {INDEX} names it")
+            raise CheckpointError(
+                f"{folder / name}: this file is missing, though {INDEX} names it: download the"
+                " model again"
+            )
     return names, file_of
 
 
 def _no_weights(folder: Path) -> Exception:
     """Return the error for a folder without model.safetensors and without a safetensors index."""
     if next(folder.glob("model-*.safetensors"), None):
-        return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
+        return CheckpointError(
+            f"{folder / INDEX}: this file is missing, though the folder has weight files"
+            " (model-*.safetensors): download the model again"
+        )
     if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        return NotAModel(f"{folder}: has no safetensors files; give the GGUF file itself: {gguf}")
+        return NotAModel(
+            f"{folder}: has no safetensors files; give the path of a GGUF file: {gguf}"
+        )
     if pickle := next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None):
         return UnsupportedModel(
-            f"{folder}: its weights are pickles ({pickle.name}): only safetensors are read"
+            f"{folder}: the weights are in pickle files ({pickle.name}), but Greenroom reads only"
+            " safetensors and GGUF: convert the model to safetensors"
         )
-    return NotAModel(f"{folder}: has no weights: neither {SINGLE} nor {INDEX}")
+    return NotAModel(f"{folder}: the folder has no weights: neither {SINGLE} nor {INDEX}")

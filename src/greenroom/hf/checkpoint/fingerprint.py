@@ -1,4 +1,4 @@
-"""A model's fingerprint: a digest of its config and of its tensors' names and shapes."""
+"""Fingerprints of models: digests of the config and of tensor names, types and shapes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ IGNORED = {"transformers_version"}  # keys of the config that differ between cop
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a model's fingerprint: 64 hexadecimal digits, independent of machine and sharding.
+    """Return a checkpoint's fingerprint: 64 hexadecimal digits.
 
-    It covers config.json and each tensor's name, type, shape and size in the headers; no weight is
-    read. So it distinguishes architectures and sizes, but not two trainings of one architecture. A
-    pack has the fingerprint of its source, so that traces and predictors of one fit the other.
+    The fingerprint is the SHA-256 of the config (without `transformers_version` and keys that begin
+    with an underscore) and of each tensor's name, type, shape and size. It does not depend on the
+    folder or on the division into files. Weights are not read, so two trainings of one architecture
+    have the same fingerprint. A Greenroom pack has the fingerprint of the checkpoint that it was
+    made from, so files that were recorded for one are accepted for the other.
     """
     if checkpoint.pack is not None:
         return checkpoint.pack.header.source.fingerprint
@@ -29,7 +31,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _content(value: Any) -> Any:
-    """Return a config without the keys in which two copies of a model may differ."""
+    """Return a model's config without keys that differ between copies of the model."""
     if isinstance(value, dict):
         return {
             key: _content(inner)

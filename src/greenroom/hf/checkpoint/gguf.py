@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: config and tokenizer by transformers' own GGUF mapping.
 
-Experts stay in the file's quantised blocks. The dense parts are dequantised as transformers does
-it, by gguf's own code. Config values that the mapping leaves out, such as the experts' width, come
-from the file's metadata.
+Experts keep the quantised blocks of the GGUF file. All other tensors are dequantised by the gguf
+package, as transformers does. Config values that the mapping leaves out, such as the experts'
+intermediate size, are read from the GGUF file's metadata.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ UNMAPPED = {  # metadata that transformers' mapping leaves out -> the config's n
 class GgufCheckpoint(Checkpoint):
     """A checkpoint stored in one or several GGUF files.
 
-    `folder` is the (first) file, `tensors` have GGUF's names.
+    `folder` is the path of the first file, `config` is the GGUF metadata, and `tensors` has GGUF's
+    tensor names. `hf_config` converts the metadata to a transformers config.
     """
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> GgufCheckpoint:
         """Open a GGUF model as a checkpoint, by reading only its headers.
 
-        Raises NotAModel, UnsupportedModel or CheckpointError.
+        `path` is any file of the model. Raises NotAModel if it is no GGUF file, UnsupportedModel if
+        the architecture is not supported or the package gguf is not installed, CheckpointError if a
+        file is missing or damaged.
         """
         if find_spec("gguf") is None:
             raise UnsupportedModel(
@@ -73,7 +76,10 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def has_value_mapping(self) -> bool:
-        """True if transformers maps a GGUF model's tensor values too, not only names."""
+        """True if transformers has a GGUF weight conversion for this architecture.
+
+        For others, transformers has only a table of tensor names.
+        """
         return self.architecture in GGUF_CONFIG_ARCHS
 
     @property
@@ -87,10 +93,10 @@ class GgufCheckpoint(Checkpoint):
 
     @contextmanager
     def read_by_transformers(self) -> Iterator[None]:
-        """Hide the metadata of rotary scaling from gguf's reader, which transformers uses.
+        """Context manager that hides RoPE scaling metadata from transformers' GGUF loader.
 
-        transformers reads the scaling from the wrong bytes of the file, as an array, which fails
-        from NumPy 2.4 on. `_scaling` reads it instead.
+        transformers reads RoPE scaling from the wrong bytes of the file, as an array, which fails
+        from NumPy 2.4 on. `hf_config` sets `rope_scaling` from correctly read values.
         """
         import gguf
 
@@ -108,9 +114,14 @@ class GgufCheckpoint(Checkpoint):
             gguf.GGUFReader = original
 
     def hf_config(self) -> PreTrainedConfig:
-        """Make transformers' config of a GGUF model, with values that transformers leaves out."""
+        """Make the transformers config of a GGUF model from its metadata.
+
+        Values that transformers' GGUF mapping leaves out are added, such as the experts'
+        intermediate size. Raises CheckpointError if the metadata make no valid config,
+        UnsupportedModel if the RoPE scaling is not supported.
+        """
         check_layers(self.config, len(self.tensors), str(self.folder))
-        with wrap_library_errors(f"{self.folder}: no config can be made of its metadata"):
+        with wrap_library_errors(f"{self.folder}: the metadata of this file make no valid config"):
             if self.has_value_mapping:
                 values = get_gguf_config(self.config, tuple(self.tensors))
             else:
@@ -125,14 +136,15 @@ class GgufCheckpoint(Checkpoint):
         return config
 
     def _scaling(self) -> dict[str, Any] | None:
-        """Read the config's rope_scaling from GGUF metadata; transformers reads the wrong bytes."""
+        """Return the `rope_scaling` of a GGUF model's config; None without RoPE scaling."""
         prefix = f"{self.architecture}.rope.scaling."
         kind = self.config.get(f"{prefix}type", "none")
         if kind == "none":
             return None
         if kind != "yarn" or self.has_value_mapping:
             raise UnsupportedModel(
-                f"{self.folder}: the RoPE scaling {kind} is not supported for this architecture"
+                f"{self.folder}: the RoPE scaling {printable(kind)} is not supported for GGUF files"
+                f" of the architecture {self.architecture}"
             )
         return {
             "rope_type": "yarn",
@@ -145,7 +157,11 @@ class GgufCheckpoint(Checkpoint):
         }
 
     def dtype(self) -> str:
-        """Return a GGUF model's compute dtype: the weights' own, bfloat16 where quantised."""
+        """Return the dtype in which a GGUF model computes.
+
+        It is bfloat16 if any matrix is quantised or stored in bfloat16, else float16 if any is
+        stored in float16, else float32.
+        """
         kinds = {(s.encoding, s.dtype) for s in self.tensors.values() if len(s.shape) > 1}
         if any(encoding != PLAIN for encoding, _ in kinds) or (PLAIN, "bfloat16") in kinds:
             return "bfloat16"

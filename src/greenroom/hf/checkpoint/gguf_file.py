@@ -1,8 +1,9 @@
-"""The headers of GGUF files, split files included: metadata and the byte range of each tensor.
+"""Reader of GGUF headers: metadata, and the byte range of each tensor.
 
-Every length is compared with the rest of the file before anything of that length is read. Checked
-are magic and version, types, that rows are complete blocks, and that every tensor lies inside of
-its file.
+A model may be split into several GGUF files. Files are untrusted: every length is compared with the
+rest of the file before anything of that length is read. The reader checks magic, version and types,
+that matrix rows consist of complete quantisation blocks, and that every tensor lies inside its
+file.
 """
 
 from __future__ import annotations
@@ -40,49 +41,60 @@ PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, StoredTensor]]:
-    """Read the headers of a GGUF model: its file paths, metadata and tensors.
+    """Read the headers of all files of a GGUF model: (paths, metadata, tensors).
 
-    Arrays of strings in the metadata are only counted.
-
-    Tensors are by GGUF's names, shapes in torch's order; `StoredTensor.file` is an index of paths.
-    Raises NotAModel, UnsupportedModel or CheckpointError.
+    `path` is any file of the model. The metadata are those of the first file; an array of strings
+    is replaced by its length. The tensors have GGUF's names and shapes in torch's order;
+    `StoredTensor.file` is an index of the paths. Raises NotAModel if a file is no GGUF file,
+    UnsupportedModel for another GGUF version or an unknown tensor type, CheckpointError if a file
+    is missing or damaged.
     """
     paths = _parts(path)
     metadata, tensors = _header(paths[0], 0)
     if metadata.get("split.count", 1) not in (0, len(paths)):
         raise CheckpointError(
-            f"{paths[0]}: its metadata says that the model has {metadata['split.count']} files, but"
-            f" its name says {len(paths)}"
+            f"{paths[0]}: the metadata of this file say that the model has"
+            f" {metadata['split.count']} files, but the file's name says {len(paths)}"
         )
     if "general.architecture" not in metadata:
-        raise CheckpointError(f"{paths[0]}: its metadata has no general.architecture")
+        raise CheckpointError(f"{paths[0]}: the metadata of this file lack general.architecture")
     for number, part in enumerate(paths[1:], start=1):
         part_metadata, part_tensors = _header(part, number)
         if part_metadata.get("split.no", number) != number:
-            raise CheckpointError(f"{part}: its number in the metadata is not the one in its name")
+            raise CheckpointError(
+                f"{part}: the metadata say that this is file {part_metadata['split.no']} of the"
+                f" model, counted from 0, but the file's name says {number}"
+            )
         tensors |= part_tensors
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise CheckpointError(f"{path}: its files have {len(tensors)} tensors, not {expected}")
+        raise CheckpointError(
+            f"{path}: the model's files have {len(tensors)} tensors, but the metadata say"
+            f" {expected}"
+        )
     return paths, metadata, tensors
 
 
 def encoding_of(ggml: str) -> str:
-    """Return Greenroom's encoding name for a ggml quantisation type.
+    """Return Greenroom's name for a ggml quantisation type, such as q4_k for Q4_K.
 
-    ggml's own name for types that no kernel reads.
+    Types that Greenroom's kernels cannot compute with keep ggml's name.
     """
     name = ggml.lower()
     return next((each for each in (f"gguf_{name}", name) if each in BLOCKS), ggml)
 
 
 def ggml_type(encoding: str) -> str:
-    """Return ggml's type name for one of Greenroom's encodings, such as Q4_K."""
+    """Return ggml's type name, such as Q4_K, for the name of a Greenroom encoding."""
     return encoding.removeprefix("gguf_").upper()
 
 
 def model_in(folder: Path) -> Path | None:
-    """Find the only GGUF model in a folder; raise NotAModel where there are several."""
+    """Return the GGUF file of a folder's only GGUF model; None if there is none.
+
+    Of a model that is split into several files, this is the first file. Files called mmproj* are
+    not counted. Raises NotAModel if the folder has several GGUF models.
+    """
     models = [
         path
         for path in sorted(folder.glob("*.gguf"))
@@ -91,14 +103,16 @@ def model_in(folder: Path) -> Path | None:
     ]
     if len(models) > 1:
         names = ", ".join(path.name for path in models[:5])
-        raise NotAModel(f"{folder}: holds several GGUF models ({names}): give one of these files")
+        raise NotAModel(
+            f"{folder}: the folder holds several GGUF models ({names}): give the path of one file"
+        )
     if not models and (late := next(folder.glob("*.gguf"), None)):
         return late  # not the first file of a split model: opening it names the missing one
     return models[0] if models else None
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """Return the paths of all files of a (split) GGUF model, given one."""
+    """Return the paths of all files of a GGUF model, given one of them."""
     match = PART.match(path.name)
     if match is None:
         return (path,)
@@ -110,7 +124,9 @@ def _parts(path: Path) -> tuple[Path, ...]:
     lost = [part for part in paths if not part.is_file()]
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise CheckpointError(f"{lost[0]}: missing{more}: the model is split into {count} files")
+        raise CheckpointError(
+            f"{lost[0]}: this file is missing{more}: the model is split into {count} files"
+        )
     return paths
 
 
@@ -121,26 +137,32 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
     if start[:4] != b"GGUF":
         raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
     if len(start) < 24:
-        raise CheckpointError(f"{path}: truncated: it ends inside of its header")
+        raise CheckpointError(f"{path}: truncated: the file ends inside its header")
     (version,) = struct.unpack_from("<I", start, 4)
     if version not in VERSIONS:
-        big = " (of a big-endian machine)" if version & 0xFFFF == 0 else ""
-        raise UnsupportedModel(f"{path}: GGUF version {version}{big}: versions 2 and 3 are read")
+        big = " (perhaps a big-endian file)" if version & 0xFFFF == 0 else ""
+        raise UnsupportedModel(
+            f"{path}: has GGUF version {version}{big}, but Greenroom reads only versions 2 and 3"
+        )
     metadata: dict[str, Any] = {}
     try:
         cursor = Cursor(path)
         for key, value, _ in cursor.pairs():
             if key in metadata:
-                raise DamagedHeader(f"{printable(key)} is twice in its metadata")
+                raise DamagedHeader(f"the metadata have the key {printable(key)} twice")
             metadata[key] = value
         entries = [cursor.entry() for _ in range(cursor.tensors)]
         if len({name for name, *_ in entries}) < len(entries):
-            raise DamagedHeader("two tensors have one name")
+            raise DamagedHeader("two tensors have the same name")
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
-            raise DamagedHeader("its general.alignment is not a possible alignment")
+            raise DamagedHeader(
+                f"general.alignment is {printable(align)}, but must be from 1 to {MOST_ALIGNMENT}"
+            )
     except DamagedHeader as error:
-        raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
+        raise CheckpointError(
+            f"{path}: the GGUF header is cut off or damaged: {error}: download the file again"
+        ) from error
     data = -(-cursor.at // align) * align
     tensors = {
         name: _stored(path, number, name, shape, kind, data + offset)
@@ -151,14 +173,19 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
 
 
 class DamagedHeader(ValueError):
-    """Error for a GGUF header with values that cannot be right."""
+    """Internal error for a GGUF header that is cut off or has impossible values."""
 
 
 _Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, type, offset
 
 
 class Cursor:
-    """A sequential reader of a GGUF file's header."""
+    """Sequential reader of a GGUF file's header: first the metadata, then the tensors.
+
+    version: the GGUF version
+    tensors: the number of tensors
+    at:      the byte of the file that is read next
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._blob: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
@@ -166,7 +193,10 @@ class Cursor:
         self.version, self.tensors, self._pairs = self._take("IQQ")
 
     def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
-        """Yield each entry of a GGUF file's metadata: key, value and raw bytes."""
+        """Yield each entry of a GGUF file's metadata: (key, value, raw bytes of the entry).
+
+        The value of an array of strings is its length. Raises DamagedHeader.
+        """
         for _ in range(self._pairs):
             begin = self.at
             key = self._text(LONGEST_NAME)
@@ -176,15 +206,18 @@ class Cursor:
     def entry(self) -> _Entry:
         """Read the next tensor's name, shape, type and offset from a GGUF header.
 
-        The shape is in torch's order.
+        The shape is in torch's order, the type is ggml's number, and the offset counts bytes from
+        the start of the tensor data. Raises DamagedHeader.
         """
         name = self._text(LONGEST_NAME)
         (axes,) = self._take("I")
         if axes > MOST_AXES:
-            raise DamagedHeader(f"{printable(name)} has {axes} axes")
+            raise DamagedHeader(
+                f"the tensor {printable(name)} has {axes} axes, more than {MOST_AXES}"
+            )
         shape = self._take(f"{axes}Q")[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
-            raise DamagedHeader(f"{printable(name)} is larger than any tensor")
+            raise DamagedHeader(f"the tensor {printable(name)} has too many elements")
         kind, offset = self._take("IQ")
         return name, shape, kind, offset
 
@@ -195,12 +228,12 @@ class Cursor:
         if kind == TEXT:
             return self._text(self._blob.size)
         if kind != ARRAY:
-            raise DamagedHeader(f"its metadata has a value of the unknown type {kind}")
+            raise DamagedHeader(f"the metadata have a value of the unknown type {kind}")
         kind, count = self._take("IQ")
         if kind in NUMBERS:
             return list(self._take(f"{count}{NUMBERS[kind]}"))
         if kind != TEXT:
-            raise DamagedHeader(f"its metadata has an array of the unknown type {kind}")
+            raise DamagedHeader(f"the metadata have an array of the unknown type {kind}")
         blob, at = self._blob.data, self.at
         try:
             for _ in range(count):  # a vocabulary: its strings are only counted
@@ -215,15 +248,17 @@ class Cursor:
     def _text(self, longest: int) -> str:
         (length,) = self._take("Q")
         if length > longest:
-            raise DamagedHeader(f"it has a name or text of {length} bytes")
+            raise DamagedHeader(
+                f"the header has a name or text of {length} bytes, more than {longest}"
+            )
         (text,) = self._take(f"{length}s")
         try:
             return str(text, "utf-8")
         except UnicodeDecodeError as error:
-            raise DamagedHeader("it has a name or text that is not UTF-8") from error
+            raise DamagedHeader("the header has a name or text that is not UTF-8") from error
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        """Read the next values of a GGUF header, by a format of `struct`."""
+        """Read the next values of a GGUF header, in a given format of Python's `struct`."""
         try:
             values = struct.unpack_from(f"<{form}", self._blob.data, self.at)
         except struct.error as error:
@@ -232,7 +267,7 @@ class Cursor:
         return values
 
     def _cut_off(self) -> DamagedHeader:
-        return DamagedHeader(f"it ends at byte {self._blob.size}, inside of its header")
+        return DamagedHeader(f"the file ends at byte {self._blob.size}, inside its header")
 
 
 def _stored(
@@ -245,13 +280,14 @@ def _stored(
         ggml = GGMLQuantizationType(kind)
     except ValueError as error:
         raise UnsupportedModel(
-            f"{path}: {name} has the unknown type {kind}: a newer gguf package may know it"
+            f"{path}: the tensor {name} has the unknown ggml type {kind}: try a newer gguf package"
+            " (pip install -U gguf)"
         ) from error
     block, nbytes = GGML_QUANT_SIZES[ggml]
     if not shape or shape[-1] % block:
         raise CheckpointError(
-            f"{path}: {name} has rows of {shape[-1] if shape else 0} values, but {ggml.name} comes"
-            f" in blocks of {block}"
+            f"{path}: the tensor {name} has rows of {shape[-1] if shape else 0} values, but"
+            f" {ggml.name} needs a multiple of {block}"
         )
     size = prod(shape) // block * nbytes
     if ggml.name in DTYPES:  # ggml and safetensors have the same names

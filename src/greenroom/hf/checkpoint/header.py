@@ -1,4 +1,4 @@
-"""The header of a safetensors file: the type, shape and byte range of each tensor.
+"""Reader of safetensors headers: the type, shape and byte range of each tensor.
 
 Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
 maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
@@ -55,14 +55,17 @@ BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch'
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place and type of one tensor on disk, plain or encoded.
+    """The file position, type and shape of one tensor on disk, plain or quantised.
 
-    It is C-contiguous: `nbytes` from byte `offset` of file number `file`.
-
-    An encoded tensor is a matrix, or a stack of matrices: its codes lie at `offset`, its companions
-    (scales) elsewhere. `shape` is that of the decoded tensor: [..., outputs, inputs], or [...,
-    inputs, outputs] where decoding transposes it (`transposed`). `codes` is the shape of the codes,
-    in `dtype`. `unit` outputs share one row of the companions.
+    file, offset, nbytes: the tensor's bytes, or its quantised codes; `file` indexes a list of paths
+    dtype:      torch's name of the stored type
+    shape:      the shape of the decoded tensor: [..., outputs, inputs], or [..., inputs, outputs]
+                if `transposed`
+    encoding:   "plain" for numbers of `dtype`, otherwise the name of a quantisation format
+    codes:      the shape of the quantised codes, [..., outputs, columns]; () if plain
+    transposed: True if decoding transposes the stored matrix
+    unit:       how many outputs share one row of scales
+    companions: the tensors of scales, which lie elsewhere
     """
 
     file: int
@@ -78,13 +81,13 @@ class StoredTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The plain tensors that store this tensor: itself, or its codes and scales."""
+        """The plain tensors that make up a stored tensor: itself, or codes and scales."""
         if self.encoding == PLAIN:
             return (self,)
         return replace(self, shape=self.codes, encoding=PLAIN), *self.companions
 
     def __getitem__(self, number: int) -> StoredTensor:
-        """Return one matrix of a stacked stored tensor, by its index on the first axis."""
+        """Return the matrix at an index of the first axis of a stored stack of matrices."""
         return replace(
             self.rows(number, 1),
             shape=self.shape[1:],
@@ -93,7 +96,10 @@ class StoredTensor:
         )
 
     def rows(self, first: int, count: int) -> StoredTensor:
-        """Return `count` consecutive rows of a plain stored tensor, from row `first` on."""
+        """Return a range of a stored tensor's rows: `count` rows from row `first` on.
+
+        The bytes at `offset` are divided evenly among the rows; companions are left as they are.
+        """
         size = self.nbytes // self.shape[0]
         shape = (count, *self.shape[1:])
         return replace(self, shape=shape, offset=self.offset + first * size, nbytes=count * size)
@@ -101,7 +107,7 @@ class StoredTensor:
 
 @contextmanager
 def read_errors(path: str | Path) -> Iterator[None]:
-    """Context manager that turns an OSError of reading a file into CheckpointError."""
+    """Context manager that turns an OSError into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -109,22 +115,27 @@ def read_errors(path: str | Path) -> Iterator[None]:
 
 
 def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file: its tensors, in the header's order.
+    """Read the header of a safetensors file: a StoredTensor by name, in the header's order.
 
-    Raises CheckpointError, naming the file, where the header or the file's length cannot be right.
+    `file` is the number that the StoredTensors give for this file. Raises CheckpointError, with the
+    file's path, if the header is damaged or the file is truncated.
     """
     with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
-            raise CheckpointError(f"{path}: not a safetensors file, or cut off in its header")
+            raise CheckpointError(
+                f"{path}: not a safetensors file, or the file ends inside its header"
+            )
         text = stream.read(length)
     try:
         entries = parse(text, LONGEST)
     except Malformed as error:
-        raise CheckpointError(f"{path}: its header is {error}") from error
+        raise CheckpointError(f"{path}: the safetensors header is {error}") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: its header is not a table of tensors")
+        raise CheckpointError(
+            f"{path}: the safetensors header must be a JSON object, but is {show_value(entries)}"
+        )
     entries.pop("__metadata__", None)
     data = 8 + length
     tensors = {name: tensor_of(path, file, name, entry, data) for name, entry in entries.items()}
@@ -135,7 +146,8 @@ def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
 def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> StoredTensor:
     """Make the StoredTensor of one JSON entry of a safetensors header.
 
-    `data` is the data's first byte. Raises CheckpointError for an entry that cannot be right.
+    `data` is the file offset of the tensor data, `file` the number of the file. Raises
+    CheckpointError if the entry's dtype, shape and byte range are invalid or do not agree.
     """
     check_name(path, name)
     try:
@@ -146,43 +158,57 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise _bad_entry(path, name)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has an unknown dtype {show_value(dtype)}")
+        raise CheckpointError(
+            f"{path}: the tensor {name} has the unknown dtype {show_value(dtype)}"
+        )
     torch_name = DTYPES[dtype]
     bits = BITS.get(dtype) or getattr(torch, torch_name).itemsize * 8
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
         raise CheckpointError(
-            f"{path}: damaged: {name} is larger than any tensor, or has over {MOST_AXES} axes"
+            f"{path}: damaged: the tensor {name} has too many elements, or more than {MOST_AXES}"
+            " axes"
         )
     expected = -(-prod(shape) * bits // 8)
     if end - begin != expected:
         raise CheckpointError(
-            f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs {expected}"
+            f"{path}: the tensor {name} has {end - begin} bytes, but dtype {dtype} and shape"
+            f" {list(shape)} need {expected}"
         )
     return StoredTensor(file, torch_name, shape, data + begin, expected)
 
 
 def _bad_entry(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: the header's entry for {name} is damaged: it needs dtype, shape and data_offsets"
+        f"{path}: the header's entry for the tensor {name} is damaged: an entry needs dtype, shape"
+        " and data_offsets"
     )
 
 
 def check_name(path: Path, name: str) -> None:
-    """Raise CheckpointError where a name cannot be that of a tensor."""
+    """Raise CheckpointError for a tensor name that is unprintable or over 500 characters."""
     if not name.isprintable() or len(name) > LONGEST_NAME:
-        raise CheckpointError(f"{path}: {show_value(name)} is not a valid name of a tensor")
+        raise CheckpointError(
+            f"{path}: {show_value(name)} is not a valid name of a tensor: a name has at most"
+            f" {LONGEST_NAME} printable characters"
+        )
 
 
 def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
-    """Raise CheckpointError where tensors of a file overlap or end beyond the file."""
+    """Raise CheckpointError if a file's tensors overlap or end beyond the file.
+
+    `size` is the file's length in bytes.
+    """
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.nbytes == 0:
             continue
         if tensor.offset < end:
-            raise CheckpointError(f"{path}: damaged: the bytes of {before} and {name} overlap")
+            raise CheckpointError(
+                f"{path}: damaged: the bytes of the tensors {before} and {name} overlap"
+            )
         end, before = tensor.offset + tensor.nbytes, name
     if end > size:
         raise CheckpointError(
-            f"{path}: truncated: tensor {before} ends at byte {end}, the file has {size} bytes"
+            f"{path}: truncated: the tensor {before} ends at byte {end}, but the file has {size}"
+            " bytes: download the file again"
         )

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub; no other module talks to the network."""
+"""Downloads of models from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, meta
 
 
 def download(model: str) -> Path:
-    """Return the local snapshot folder of a hub id, downloaded where needed.
+    """Download a model from the Hugging Face hub; return the local snapshot folder.
 
-    Raises NotAModel where that fails.
+    Only the config, tokenizer and safetensors files (or a pack's files) are downloaded, and only
+    those that the local cache lacks. If the hub does not answer, the cached files are used. Raises
+    NotAModel if the hub has no such model, refuses access or cannot be reached, OutputError if the
+    local disk is full or cannot be written.
     """
     with hub_errors(model):
         folder = snapshot_download(
@@ -56,7 +59,10 @@ def download(model: str) -> Path:
 
 
 class DownloadBar(tqdm):
-    """Progress bar for huggingface_hub that calls `report(done, total)` and draws nothing."""
+    """Progress bar for huggingface_hub that calls a function instead of drawing.
+
+    The class attribute `report` is called with (bytes done, bytes in total) of a file.
+    """
 
     report: Callable[[float, float], object] = staticmethod(lambda done, of: None)
 
@@ -70,9 +76,10 @@ class DownloadBar(tqdm):
 
 
 def reachable() -> bool:
-    """True if the Hugging Face hub answers one request.
+    """True if the Hugging Face hub answers one request within 4 seconds.
 
-    The hub's library would retry six times, with pauses.
+    False at once if HF_HUB_OFFLINE is set. The hub's own library would retry six times, with
+    pauses.
     """
     if constants.HF_HUB_OFFLINE:
         return False
@@ -89,17 +96,22 @@ def reachable() -> bool:
 
 
 def cached_snapshot(model: str) -> Path | None:
-    """Find a hub id's local snapshot (perhaps incomplete) without network; None without one."""
+    """Return the folder of a hub id's snapshot in the local cache, without network.
+
+    The snapshot may be incomplete; None if it has no config.json.
+    """
     with hub_errors(model):
         path = try_to_load_from_cache(model, "config.json")
     return Path(path).parent if isinstance(path, str) else None
 
 
 def read_remote(model: str) -> Checkpoint:
-    """Read a hub model's config and headers from the network, without weights, as a checkpoint.
+    """Open a model on the Hugging Face hub as a checkpoint, without downloading weights.
 
-    The config is a small file in the hub's cache; headers come by range requests, one or two a
-    file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
+    config.json is downloaded; the safetensors headers are read by one or two range requests for
+    each file. The weights of this checkpoint cannot be read. Raises NotAModel if the hub cannot be
+    reached or has no such model, UnsupportedModel if the model has no safetensors files,
+    CheckpointError if a header is invalid.
     """
     with hub_errors(model):
         if not reachable():
@@ -110,7 +122,7 @@ def read_remote(model: str) -> Checkpoint:
             metadata = get_safetensors_metadata(model)
         except hub.NotASafetensorsRepoError as error:
             raise UnsupportedModel(
-                f"{model}: this model has no safetensors files on the hub"
+                f"{model}: this model has no safetensors files on the hub, and Greenroom needs them"
             ) from error
     names = sorted(metadata.files_metadata)
     tensors: dict[str, StoredTensor] = {}
@@ -129,14 +141,18 @@ def hub_errors(model: str) -> Iterator[None]:
     except ModelError:
         raise
     except hub.HFValidationError as error:
-        raise NotAModel(f"{model}: neither a folder nor a hub id such as owner/name") from error
+        raise NotAModel(
+            f"{model}: this name is neither a folder nor a hub id such as owner/name"
+        ) from error
     except hub.GatedRepoError as error:
         raise NotAModel(
-            f"{model}: gated on the hub: accept its terms there and run `hf auth login`"
+            f"{model}: this model is gated: accept its terms at {constants.ENDPOINT}/{model} and"
+            " run `hf auth login`"
         ) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
         raise NotAModel(
-            f"{model}: no such folder, and no such model on the hub (if private: `hf auth login`)"
+            f"{model}: there is no such folder, and no such model on the hub (for a private model,"
+            " run `hf auth login` first)"
         ) from error
     except OSError as error:
         if error.errno in UNWRITABLE:
@@ -149,8 +165,11 @@ def hub_errors(model: str) -> Iterator[None]:
 
 def _unreachable(model: str) -> NotAModel:
     if constants.HF_HUB_OFFLINE:
-        return NotAModel(f"{model}: not (completely) in the local cache, and HF_HUB_OFFLINE is set")
+        return NotAModel(
+            f"{model}: the model is not (completely) in the local cache, and HF_HUB_OFFLINE forbids"
+            " a download"
+        )
     return NotAModel(
-        f"{model}: no such folder, not (completely) in the local cache, and the hub"
-        f" ({constants.ENDPOINT}) could not be reached{suggestion(model)}"
+        f"{model}: there is no such folder, the model is not (completely) in the local cache, and"
+        f" the hub ({constants.ENDPOINT}) could not be reached{suggestion(model)}"
     )

@@ -1,4 +1,4 @@
-"""Guards around libraries that read a model's files: uniform errors, bounded work."""
+"""Guards around libraries that read untrusted model files: one-line errors, bounded memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PANIC = "PanicException"  # raised by Rust libraries; it is no subclass of Excep
 def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError) -> Iterator[None]:
     """Context manager that turns a library's exceptions into one-line errors of Greenroom.
 
-    `error` is the class raised, `what` the prefix.
-
-    Greenroom's own errors, errors of the disk or of memory and interrupts pass unchanged.
+    An exception is raised again as `error`, with the message `what: message of the exception`.
+    Greenroom's own errors, MemoryError, OSError with an error number, and KeyboardInterrupt pass
+    unchanged.
     """
     try:
         yield
@@ -42,16 +42,21 @@ def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError
 
 
 def error_line(error: BaseException) -> str:
-    """Return an exception's message in one line, with the exception's class where needed."""
+    """Return an exception's message in one line of at most 300 characters.
+
+    The exception's class is put in front, except for ValueError, RuntimeError and OSError.
+    """
     message = " ".join(str(error).split())[:300]
     plain = isinstance(error, ValueError | RuntimeError | OSError) and message
     return message if plain else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
-    """Raise CheckpointError where a config has more layers than the checkpoint could hold.
+    """Raise CheckpointError if a config has more layers than the checkpoint could hold.
 
-    Libraries allocate lists of that length before they look for any tensor.
+    The limit is 1024, or the number of tensors if that is larger. Libraries allocate lists with an
+    entry for each layer before they read any tensor, so a damaged config could exhaust memory.
+    `where` is the message's prefix.
     """
     most = max(tensors, MOST_LAYERS)
     for key, value in config.items():
@@ -59,15 +64,17 @@ def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
             check_layers(value, tensors, where)
         elif type(value) in (int, float) and LAYERS.search(key) and value > most:
             raise CheckpointError(
-                f"{where}: {key} is {value:.0f}, but the checkpoint has only {tensors} tensors"
+                f"{where}: {key} in the config is {value:.0f}, but the checkpoint has only"
+                f" {tensors} tensors"
             )
 
 
 @contextmanager
 def bounded_construction(tensors: int, where: str) -> Iterator[None]:
-    """Context manager that raises CheckpointError once a constructed model has too many parts.
+    """Context manager that stops the construction of a far too large model.
 
-    `tensors`: how many the checkpoint has.
+    Raises CheckpointError once the modules and parameters constructed in this thread exceed 2048 +
+    16 for each of the checkpoint's `tensors`. `where` is the message's prefix.
     """
     left, thread = FREE + PARTS * tensors, threading.get_ident()
 
@@ -76,7 +83,8 @@ def bounded_construction(tensors: int, where: str) -> Iterator[None]:
         left -= threading.get_ident() == thread
         if left < 0:
             raise CheckpointError(
-                f"{where}: its config describes a far larger model than {tensors} tensors can fill"
+                f"{where}: the config describes a far larger model than the checkpoint's {tensors}"
+                " tensors can fill"
             )
 
     hooks = [

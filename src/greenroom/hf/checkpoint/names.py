@@ -1,4 +1,4 @@
-"""Early checks of model names, and suggestions for mistyped ones; imports nothing heavy."""
+"""Early checks of model names, and suggestions for mistyped names; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 
 
 def check_name(model: str | os.PathLike[str]) -> None:
-    """Raise NotAModel where a model's name is neither local nor a possible hub id."""
+    """Raise NotAModel if a name is no existing path and cannot be a hub id.
+
+    `demo`, the model that ships with Greenroom, is a valid name.
+    """
     text = os.fspath(model)
     path = Path(text).expanduser()
     if text == DEMO or path.exists() or path.with_name(f"{path.name}.unfinished").exists():
@@ -27,13 +30,17 @@ def check_name(model: str | os.PathLike[str]) -> None:
         raise NotAModel(f"{text}: there is no such folder{suggestion(text)}")
     if not HUB_ID.fullmatch(text):
         raise NotAModel(
-            f"{text}: neither a folder nor a hub id such as owner/name"
-            + (suggestion(text) or f"; did you mean {DEMO}, the model that ships?")
+            f"{text}: this name is neither a folder nor a hub id such as owner/name"
+            + (suggestion(text) or f"; did you mean {DEMO}, the model that ships with Greenroom?")
         )
 
 
 def suggestion(text: str) -> str:
-    """Return "; did you mean NAME?" for a mistyped model name, or ""."""
+    """Return "; did you mean NAME?" for a mistyped model name, or "".
+
+    NAME is the most similar name among `demo`, models in the working folder, and models in the
+    Hugging Face cache.
+    """
     names = {name.lower(): name for name in _models()}
     names.pop(text.lower(), None)
     parts = {key.rpartition("/")[2]: name for key, name in names.items()}
@@ -42,7 +49,7 @@ def suggestion(text: str) -> str:
 
 
 def _models() -> Iterator[str]:
-    """Return names of models at hand: demo, working folder, hub cache."""
+    """Yield the names of local models: demo, those in the working folder and the hub cache."""
     from huggingface_hub import constants
 
     yield DEMO

@@ -1,8 +1,8 @@
 """Quantised safetensors: codes and scales are combined into one encoded tensor.
 
-A quantised checkpoint stores a matrix as codes and scales under separate names. Here they become
-one encoded tensor with the name that an unquantised checkpoint would give it. So later steps
-(transformers' renamings and conversions, the index of experts) do not depend on quantisation.
+A quantised checkpoint stores a matrix as codes and scales under separate names. This module
+combines them to one `StoredTensor` with the name that the matrix has in an unquantised checkpoint.
+So transformers' renamings and weight conversions apply to quantised checkpoints too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 from greenroom.core.layout import BLOCKS, FLOATS
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.json_file import printable
 
 Tensors = dict[str, StoredTensor]
-SERVED = "fp8 with block scales, mxfp4, and compressed-tensors' pack-quantized int4 are"
+SERVED = "supported: fp8 with block scales, mxfp4, and compressed-tensors' pack-quantized int4"
 FP8_SCALES = (
     "_scale_inv",
     "scale",
@@ -30,10 +31,10 @@ UNUSED = ("activation_scale", "input_scale")  # Greenroom does not quantise acti
 def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: Path) -> Tensors:
     """Combine each quantised matrix's codes and scales into one encoded tensor.
 
-    Returns the tensors by unquantised names.
-
-    Raises CheckpointError where the config's settings are wrong, or where codes or scales are
-    missing, of a wrong type or of a wrong shape; UnsupportedModel for a method that is not served.
+    Returns all tensors of the checkpoint, by the names of an unquantised checkpoint; `tensors`
+    itself if `config` has no quantization_config. Raises CheckpointError if the quantization_config
+    is invalid, or if codes or scales are missing or have a wrong type or shape; UnsupportedModel
+    for a quantisation method that Greenroom cannot decode.
     """
     settings = settings_of(config)
     if settings is None:
@@ -42,7 +43,7 @@ def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: P
     checkpoint = _QuantisedCheckpoint(settings, tensors, folder)
     if method not in METHODS:
         raise UnsupportedModel(
-            f"{checkpoint.config}: the checkpoint is quantised ({method}), which is not served"
+            f"{checkpoint.config}: the quantisation method {printable(method)} is not supported"
             f" ({SERVED})"
         )
     METHODS[method](checkpoint)
@@ -50,7 +51,10 @@ def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: P
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a model's config or nested configs; None without one."""
+    """Return the quantization_config of a model's config, or of a config nested in it.
+
+    None if the model is not quantised.
+    """
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         settings = part.get("quantization_config")
         if isinstance(settings, dict):
@@ -59,9 +63,12 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class _QuantisedCheckpoint:
-    """The tensors of a quantised checkpoint while codes and scales are combined.
+    """A quantised checkpoint while its codes and scales are combined.
 
-    `combined` collects the encoded and plain tensors.
+    settings: the config's quantization_config
+    tensors:  the tensors in the files
+    combined: the result: at first a copy of `tensors`, in which each pair of codes and scales is
+              replaced by one encoded tensor
     """
 
     def __init__(self, settings: dict[str, Any], tensors: Tensors, folder: Path) -> None:
@@ -69,19 +76,23 @@ class _QuantisedCheckpoint:
         self.folder, self.config = folder, folder / "config.json"
 
     def scale_name(self, name: str, dtype: str, axes: int, scales: Sequence[str]) -> str:
-        """Find the scales tensor of a codes tensor, and check the codes' dtype and axes.
+        """Return the name of the scales that belong to the codes tensor `name`.
 
-        `scales`: possible names.
+        `scales` are the possible names, most likely first. Raises CheckpointError if none of them
+        exists, or if the codes have another dtype or fewer axes than given.
         """
         codes = self.tensors[name]
         scale = next((each for each in scales if each in self.tensors), None)
         if scale is None:
-            raise self.error(f"{name} is quantised, but {scales[0]} is missing")
+            raise self.error(f"{name} is quantised, but its scales {scales[0]} are missing")
         if codes.dtype != dtype:
-            raise self.error(f"{name} is stored as {codes.dtype}, but codes are {dtype}")
+            raise self.error(
+                f"the quantised matrix {name} has dtype {codes.dtype}, but must have {dtype}"
+            )
         if len(codes.shape) < axes or 0 in codes.shape:
             raise self.error(
-                f"{name} has shape {list(codes.shape)}, which cannot be a quantised matrix"
+                f"the quantised matrix {name} has shape {list(codes.shape)}, but needs at least"
+                f" {axes} axes, none of length 0"
             )
         return scale
 
@@ -93,19 +104,23 @@ class _QuantisedCheckpoint:
         shape: tuple[int, ...],
         dtypes: tuple[str, ...],
     ) -> None:
-        """Check one matrix's codes and scales, and combine them into an encoded tensor.
+        """Check a matrix's scales, and combine them with its codes into an encoded tensor.
 
-        `names`: of the codes, the scales, and the combined tensor.
+        names:  of the codes, of the scales, and of the encoded tensor
+        matrix: the encoded tensor without its scales
+        shape:  the shape that the scales must have
+        dtypes: the dtypes that the scales may have
         """
         codes, scale, target = names
         if scales.shape != shape:
             raise self.error(
-                f"{scale} has shape {list(scales.shape)}, but {list(shape)} is right for"
-                f" {codes} {list(self.tensors[codes].shape)}"
+                f"the scales {scale} have shape {list(scales.shape)}, but must have shape"
+                f" {list(shape)} to fit {codes}, which has shape {list(self.tensors[codes].shape)}"
             )
         if scales.dtype not in dtypes:
             raise self.error(
-                f"{scale} is stored as {scales.dtype}, but scales are one of {', '.join(dtypes)}"
+                f"the scales {scale} have dtype {scales.dtype}, but must have one of"
+                f" {', '.join(dtypes)}"
             )
         for name in {codes, scale} - {target}:
             del self.combined[name]
@@ -116,24 +131,28 @@ class _QuantisedCheckpoint:
 
     def indivisible_error(self, name: str, columns: int, size: int) -> UnsupportedModel:
         return UnsupportedModel(
-            f"{self.folder}: {name} has {columns} columns, which blocks of {size} do not divide"
+            f"{self.folder}: {name} has {columns} columns, which is not a multiple of {size}, the"
+            " columns that share a scale"
         )
 
     def unserved_error(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(
-            f"{self.config}: compressed-tensors: {what}: is not served ({SERVED})"
+            f"{self.config}: this form of compressed-tensors is not supported: {what} ({SERVED})"
         )
 
     def setting_error(self, key: str, value: Any, right: str) -> CheckpointError:
         """Return the error for a wrong value in a checkpoint's quantization_config."""
         text = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
-        return CheckpointError(f"{self.config}: quantization_config.{key} is {text}, not {right}")
+        return CheckpointError(
+            f"{self.config}: quantization_config.{key} is {text}, but must be {right}"
+        )
 
 
 def _fp8(checkpoint: _QuantisedCheckpoint) -> None:
     """Combine codes and scales of DeepSeek's fp8 format.
 
-    `X.weight` in 8-bit floats, `X.weight_scale_inv` with a scale a block.
+    `NAME.weight` holds 8-bit floats, `NAME.weight_scale_inv` one scale for each block of
+    `weight_block_size` rows and columns.
     """
     block = _block(checkpoint)
     for name, codes in checkpoint.tensors.items():
@@ -171,7 +190,8 @@ def _block(checkpoint: _QuantisedCheckpoint) -> tuple[int, int] | None:
 def _mxfp4(checkpoint: _QuantisedCheckpoint) -> None:
     """Combine codes and scales of gpt-oss's MXFP4 format.
 
-    `X_blocks` [E, outputs, groups, 16], `X_scales` [E, outputs, groups].
+    `NAME_blocks` has the shape [experts, outputs, groups, 16 bytes of codes], `NAME_scales` the
+    shape [experts, outputs, groups]; a group is 32 inputs.
     """
     inputs, nbytes = BLOCKS["mxfp4"]
     for name, blocks in checkpoint.tensors.items():
@@ -183,7 +203,8 @@ def _mxfp4(checkpoint: _QuantisedCheckpoint) -> None:
         *lead, rows, groups, width = blocks.shape
         if width != nbytes:
             raise checkpoint.error(
-                f"{name} has shape {list(blocks.shape)}, but a block has {nbytes} bytes"
+                f"{name} has shape {list(blocks.shape)}, but the last axis of MXFP4 codes must"
+                f" have {nbytes} bytes"
             )
         matrix = replace(
             blocks,
@@ -201,7 +222,7 @@ def _mxfp4(checkpoint: _QuantisedCheckpoint) -> None:
 def _compressed(checkpoint: _QuantisedCheckpoint) -> None:
     """Combine codes and scales of compressed-tensors' `pack-quantized` format.
 
-    `X.weight_packed` int32, `X.weight_scale`.
+    `NAME.weight_packed` holds eight 4-bit codes in each int32, `NAME.weight_scale` the scales.
     """
     sizes = _group_sizes(checkpoint)
     for name, codes in checkpoint.tensors.items():
@@ -223,11 +244,14 @@ def _compressed(checkpoint: _QuantisedCheckpoint) -> None:
         checkpoint.combine((name, scale, stem), matrix, stored, (*codes.shape[:-1], count), FLOATS)
         checkpoint.combined.pop(f"{stem}_shape", None)
     if odd := next((name for name in checkpoint.combined if name.endswith("weight_scale")), None):
-        raise checkpoint.unserved_error(f"{odd} belongs to another format")
+        raise checkpoint.unserved_error(f"{odd} belongs to no pack-quantized matrix")
 
 
 def _group_sizes(checkpoint: _QuantisedCheckpoint) -> list[int]:
-    """The inputs that share a scale, for each config group; 0: a whole row."""
+    """Return how many inputs share a scale, for each of compressed-tensors' config groups.
+
+    0 means that all inputs of a row share one scale.
+    """
     groups = checkpoint.settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise checkpoint.setting_error("config_groups", groups, "a table of config groups")
@@ -239,14 +263,14 @@ def _group_sizes(checkpoint: _QuantisedCheckpoint) -> list[int]:
                 f"config_groups.{name}", group, "a table with a table `weights`"
             )
         form = group.get("format") or checkpoint.settings.get("format")
-        what = f"{form}, {weights.get('num_bits')} bits"
+        what = f"format {printable(form)}, {printable(weights.get('num_bits'))} bits"
         integers = weights.get("type") == "int" and weights.get("num_bits") == 4
         if form != "pack-quantized" or not integers:
             raise checkpoint.unserved_error(what)
         if not weights.get("symmetric", True):
-            raise checkpoint.unserved_error(f"{what}, asymmetric")
+            raise checkpoint.unserved_error(f"{what}, with zero points (asymmetric)")
         if weights.get("actorder") in ("group", True):
-            raise checkpoint.unserved_error(f"{what}, reordered by activation")
+            raise checkpoint.unserved_error(f"{what}, columns reordered by activation (actorder)")
         size = weights.get("group_size")
         if size in (None, -1):
             size = 0

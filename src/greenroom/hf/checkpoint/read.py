@@ -1,8 +1,7 @@
-"""Read complete tensors into ordinary memory: the dense parts of a model, and references.
+"""Read complete tensors of a checkpoint into memory, decoded.
 
-Files are read, not mapped, and the pages that were read are dropped from the page cache, so that
-the dense parts are in memory once, not twice. Casts and dequantisation work in small chunks for the
-same reason.
+Files are read, not mapped, and their pages are then dropped from the page cache: otherwise tensors
+would be in memory twice. Casts and dequantisation work in small chunks for the same reason.
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ def read_tensor(
     dtype: torch.dtype | None = None,
     empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
-    """Read a stored tensor into memory, decoded.
+    """Read a tensor of a checkpoint into memory, dequantised and cast to a dtype.
 
-    Raises CheckpointError where the file is truncated or cannot be read.
+    files:  the checkpoint's weight files; `stored.file` is an index of them
+    name:   the tensor's name, for error messages
+    dtype:  the dtype of the result; None keeps the stored dtype, if the tensor is not quantised
+    empty:  `empty(*shape, dtype=...)` allocates the result, except for stacks of quantised matrices
 
-    `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)`
-    allocates the result, except for stacks of encoded matrices.
+    Raises CheckpointError if the file is truncated or cannot be read, UnsupportedModel if torch
+    lacks the stored dtype.
     """
     if stored.encoding == PLAIN:
         kind = _dtype(files[stored.file], name, stored)
@@ -51,9 +53,10 @@ def read_tensor(
 def read_parts(
     files: Sequence[str], name: str, stored: StoredTensor, parts: Sequence[Tensor]
 ) -> None:
-    """Read an encoded matrix's codes and companions into given tensors, without decoding.
+    """Read a quantised matrix's codes and scales into existing tensors, without decoding.
 
-    `parts`: the codes, then the companions.
+    `parts` are these tensors: one for the codes, then one for each tensor of scales. `files` and
+    `name` are those of `read_tensor`.
     """
     for tensor, part in zip(stored.parts, parts, strict=True):
         _read(files, name, tensor, part.view(-1))
@@ -66,7 +69,7 @@ def _matrix(
     dtype: torch.dtype,
     empty: Callable[..., Tensor],
 ) -> Tensor:
-    """Read and decode an encoded matrix in chunks of rows."""
+    """Read and decode a quantised matrix in chunks of rows."""
     rows, columns = stored.shape[:: -1 if stored.transposed else 1]
     matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
     step = unit = stored.unit
@@ -84,9 +87,10 @@ def _matrix(
 
 
 def decoder(encoding: str) -> Callable[..., Tensor]:
-    """Return the function that decodes an encoding.
+    """Return the function that dequantises matrices of an encoding.
 
-    It is gguf's for ggml types that no kernel reads.
+    Its arguments are (list of codes and scales, shape, dtype). For ggml types that Greenroom's
+    kernels cannot compute with, it calls the gguf package.
     """
     if encoding in ENCODINGS:
         return ENCODINGS[encoding].decode
@@ -102,7 +106,8 @@ def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:
     kind: torch.dtype | None = getattr(torch, stored.dtype, None)
     if kind is None:
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {stored.dtype}, a type that torch does not have"
+            f"{path}: the tensor {name} is stored as {stored.dtype}, a type that this torch does"
+            " not have"
         )
     return kind
 
@@ -120,10 +125,15 @@ def _read(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -
                 view = chunk.view(torch.uint8).numpy().data
                 while view:
                     if not (n := stream.readinto(view)):
-                        raise CheckpointError(f"{path}: truncated: it ends inside of tensor {name}")
+                        raise CheckpointError(
+                            f"{path}: truncated: the file ends inside the tensor {name}: download"
+                            " the file again"
+                        )
                     view = view[n:]
                 if cast:
                     part.copy_(chunk)
             os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
+        raise CheckpointError(
+            f"{path}: reading the tensor {name} failed: {error.strerror}"
+        ) from error

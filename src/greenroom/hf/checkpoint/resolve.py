@@ -17,9 +17,11 @@ from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfi
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder, a GGUF file or a pack: read its config and all headers.
+    """Open a local model as a checkpoint: a safetensors folder, a GGUF file or a pack.
 
-    Raises NotAModel, UnsupportedModel or CheckpointError.
+    Only the config and the headers are read. Raises NotAModel if the path holds no model,
+    UnsupportedModel if the format is not supported, CheckpointError if a file is missing or
+    damaged.
     """
     path = Path(path).absolute()
     if path.suffix == ".gguf" and not path.is_dir():
@@ -28,17 +30,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint that a path or hub id names, downloaded where needed."""
+    """Open the checkpoint that a path or hub id names; download the model if needed."""
     return open_checkpoint(resolve(model))
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """Return the folder or GGUF file of the model that a name stands for.
+    """Return the local folder or GGUF file of the model that a name stands for.
 
-    `model` is a local folder, `demo` (the model that ships), a hub id, a GGUF file, or a folder
-    without a config that holds one GGUF model. A hub id is downloaded (config, tokenizer and
-    safetensors only; resumed where it stopped). Raises NotAModel or UnsupportedModel with one line
-    that says what to do.
+    `model` is a local folder, a GGUF file, a folder without config.json that holds one GGUF model,
+    `demo` (the model that ships with Greenroom), or a hub id. The files of a hub id are downloaded
+    if the local cache lacks them. Raises NotAModel if there is no such model, OutputError if the
+    download cannot be written.
     """
     if (path := find_local(model)) is not None:
         return path
@@ -46,7 +48,10 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
 
 def find_local(model: str | os.PathLike[str]) -> Path | None:
-    """Return the path of a local model, or None for a hub id."""
+    """Return the path of a local model, or None for a hub id.
+
+    Raises NotAModel if the name is neither, or if the path holds no model.
+    """
     text = os.fspath(model)
     if text == "demo":
         return demo_folder()
@@ -64,7 +69,7 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
         return path
     if path.is_file():
         raise NotAModel(
-            f"{text}: is a file; give the folder that holds config.json, or a .gguf file"
+            f"{text}: this is a file: give the folder that holds config.json, or a .gguf file"
         )
     return None
 
@@ -77,11 +82,18 @@ def demo_folder() -> Path:
     for folder in (package / "models" / "demo", package.parents[1] / "models" / "demo"):
         if (folder / "config.json").is_file():
             return folder
-    raise NotAModel(f"the demo model is not installed with this greenroom ({sys.prefix})")
+    raise NotAModel(
+        f"the demo model is not installed with this Greenroom ({sys.prefix}): install Greenroom"
+        " again, or name another model"
+    )
 
 
 def open_or_inspect(source: str) -> Checkpoint:
-    """Open a local or downloaded checkpoint, else config and headers from the hub."""
+    """Open a model as a checkpoint without downloading weights.
+
+    A local or downloaded model is opened from disk; of others, the config and the headers are read
+    from the hub.
+    """
     if (path := find_local(source)) is not None:
         return open_checkpoint(path)
     if (folder := cached_snapshot(source)) is not None:

@@ -1,4 +1,4 @@
-"""The source of a loaded model: its checkpoint, and stamps that detect changed files."""
+"""The source of a loaded model: its checkpoint, and whether the files changed since."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from greenroom.runtime.store.stamps import Stamps
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A loaded model's checkpoint, with stamps that detect files changed since loading.
+    """A loaded model's checkpoint, with a record of the files' sizes and times.
 
-    dtype:  the argument of `ModelSkeleton.of`
-    stamps: sizes and times of all weight files
+    dtype:  the compute dtype that was asked for, as given to `ModelSkeleton.of`
+    stamps: size and modification time of each weight file; `stamps.check` raises CheckpointChanged
+            if one of them has changed
     """
 
     checkpoint: Checkpoint
@@ -23,7 +24,10 @@ class ModelSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSource:
-        """Record a checkpoint and stamps of its files; raise CheckpointError for missing files."""
+        """Record a checkpoint with the sizes and times of its weight files.
+
+        Raises CheckpointError if a file is missing.
+        """
         files = checkpoint.files
         if checkpoint.pack is not None:
             files = (*files, str(checkpoint.pack.folder / DATA))

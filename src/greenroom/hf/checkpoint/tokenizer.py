@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, by transformers' own loading code."""
+"""Loading of a checkpoint's tokenizer, by transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from greenroom.hf.checkpoint.library_errors import wrap_library_errors
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer; raise CheckpointError where there is no usable one."""
+    """Load a checkpoint's tokenizer.
+
+    Raises CheckpointError if the tokenizer's files are missing or damaged.
+    """
     with (
-        wrap_library_errors(f"{checkpoint.folder}: no usable tokenizer"),
+        wrap_library_errors(f"{checkpoint.folder}: the model's tokenizer cannot be loaded"),
         checkpoint.read_by_transformers(),
     ):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -21,5 +24,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if not len(tokenizer) > len(
         tokenizer.all_special_tokens
     ):  # transformers makes an empty one where files are missing
-        raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: its files are missing")
+        raise CheckpointError(
+            f"{checkpoint.folder}: the model's tokenizer cannot be loaded: its files are missing"
+        )
     return tokenizer

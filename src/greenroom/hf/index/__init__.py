@@ -1,6 +1,10 @@
-"""Index of a checkpoint: the catalog with the byte ranges of every expert.
+"""Index of a checkpoint's experts: where the bytes of each expert lie on disk.
 
-conversions  the tensors of each parameter; gguf_conversions: the same for GGUF's names
-experts      the experts modules of a model
-catalog      the catalog, of a pack too; columns, blocks, extents: its steps
+conversions       the checkpoint tensors of each model parameter
+gguf_conversions  the same for GGUF files
+experts           the experts modules of a model
+catalog           makes the index, in three steps:
+columns           the checkpoint tensors of each expert
+blocks            which elements of them go where in the model's parameters
+extents           the byte ranges to read, and the copies from them to memory
 """

@@ -1,9 +1,10 @@
-"""Derive the strided blocks that a layout conversion moves, from the conversion's result.
+"""Derive the strided blocks that a weight conversion moves, by running it on element numbers.
 
-A chain of conversions (merge, concatenate, chunk, transpose, interleave) only moves rows and
-columns. It is run on matrices whose elements are numbered, so its result tells where each element
-came from; this module finds the two-dimensional strided blocks in these numbers. Rows of an encoded
-matrix must stay complete: its outputs may be moved, its inputs may not.
+A chain of transformers' weight conversions (merge, concatenate, chunk, transpose, interleave) only
+moves rows and columns. This module runs the chain on matrices whose elements are consecutive
+numbers, so the result shows where each element came from, and finds the two-dimensional strided
+blocks in these numbers. Rows of a quantised matrix must stay complete: a conversion may move its
+outputs, but not its inputs.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ MOST = 1 << 10  # blocks; a conversion that needs more is an arbitrary permutati
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A two-dimensional strided block of source elements, and where it lands in the target.
+    """A two-dimensional strided block of elements that a weight conversion moves.
 
-    All figures are in elements.
+    Element (i, j) of the block moves from element `source_start + i * source_strides[0] + j *
+    source_strides[1]` of checkpoint tensor number `source` to element `target_start + i *
+    target_strides[0] + j * target_strides[1]` of the parameter.
     """
 
     source: int
@@ -44,10 +47,11 @@ class Block:
 
 
 def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
-    """Find the strided blocks that a weight conversion moves; None where too many.
+    """Find the strided blocks that a weight conversion moves.
 
-    `origin[i, j]` is the number of the source element that lands at target element (i, j). Source
-    tensors have `sizes` elements, which are numbered consecutively.
+    `origin[i, j]` is the number of the source element that becomes element (i, j) of the parameter.
+    The source tensors have `sizes` elements, which are numbered consecutively. Returns None if the
+    parameter is empty, or cannot be divided into at most 1024 evenly spaced blocks.
     """
     if not origin.size:
         return None
@@ -65,9 +69,9 @@ def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
 
 
 def _runs(numbers: np.ndarray, ends: np.ndarray) -> list[slice]:
-    """Cut a row or column into runs of evenly spaced numbers of one tensor.
+    """Divide a row or column of element numbers into evenly spaced runs of one tensor.
 
-    A single run, two interleaved runs, or consecutive runs.
+    The result is a single run, two interleaved runs, or consecutive runs.
     """
     source = np.searchsorted(ends, numbers, side="right")
 
@@ -91,7 +95,7 @@ def _runs(numbers: np.ndarray, ends: np.ndarray) -> list[slice]:
 
 
 def _block(origin: np.ndarray, down: slice, across: slice, ends: np.ndarray) -> Block | None:
-    """The block at some rows and columns; None where its elements are not evenly spaced."""
+    """Return the block at some rows and columns; None if its elements are not evenly spaced."""
     values = origin[down, across]
     (rows, columns), width = values.shape, origin.shape[1]
     first, last = values[0, 0], values[[0, 0, -1, -1], [0, -1, 0, -1]]
@@ -126,8 +130,12 @@ def derive_blocks(
 ) -> dict[str, list[Block]]:
     """Derive the strided blocks that make one expert's parameters from its checkpoint tensors.
 
-    Blocks count elements, or rows where the sources are encoded. Raises CheckpointError where the
-    shapes do not make the parameters; UnsupportedModel where a conversion is too irregular.
+    sources: the expert's checkpoint tensors, to which `conversion` applies
+    targets: the parameters of all experts, by full name
+
+    Returns the blocks by parameter name; they count elements, or rows if the tensors are quantised.
+    Raises CheckpointError if the tensors' shapes do not fit the parameters, UnsupportedModel if the
+    conversion moves elements too irregularly.
     """
     converted = _convert(model, conversion, sources)
     blocks_of = {}
@@ -135,11 +143,12 @@ def derive_blocks(
         numbers = converted.get(full_name)
         shape = (1, *streamed.shape[1:])
         if numbers is None or tuple(numbers.shape) != shape:
-            got = "another arrangement" if numbers is None else list(numbers.shape[1:])
+            got = "" if numbers is None else f", not {list(numbers.shape[1:])}"
             having = ", ".join(f"{part.name} {list(part.shape)}" for part in sources)
             raise CheckpointError(
-                f"{checkpoint.files[sources[0].stored.file]}: {having} make {got} an expert, but"
-                f" {full_name} has shape {list(shape[1:])}"
+                f"{checkpoint.files[sources[0].stored.file]}: the shapes of one expert's tensors"
+                f" ({having}) do not fit the config, by which an expert of {full_name} has shape"
+                f" {list(shape[1:])}{got}"
             )
         sizes = [prod(part.shape) for part in sources]
         matrix: Tensor | None = numbers[0]
@@ -149,15 +158,19 @@ def derive_blocks(
         blocks = find_blocks(matrix.numpy(), sizes) if matrix is not None else None
         if blocks is None:
             raise UnsupportedModel(
-                f"{type(model).__name__}: experts are not supported whose weights are rearranged as"
-                f" irregularly as those of {full_name}"
+                f"{type(model).__name__}: this architecture is not supported: transformers"
+                f" rearranges the weights of {full_name} too irregularly to read single experts"
             )
         blocks_of[streamed.name] = blocks
     return blocks_of
 
 
 def _rows(matrix: Tensor, sizes: list[int]) -> tuple[Tensor | None, list[int]]:
-    """(source row of each row [1, rows], rows of each part); None where a row was split."""
+    """Convert element numbers of a matrix to row numbers.
+
+    Returns (the source row of each row [1, rows], the number of rows of each source tensor); the
+    first is None if a conversion divided a row.
+    """
     columns = matrix.shape[1]
     first = matrix[:, :1]
     complete = torch.equal(matrix, first + torch.arange(columns, dtype=matrix.dtype))
@@ -167,7 +180,7 @@ def _rows(matrix: Tensor, sizes: list[int]) -> tuple[Tensor | None, list[int]]:
 
 
 class _OneExpert:
-    """A view of a model with a single expert, for conversions that ask for parameters' shapes."""
+    """View of a model with a single expert, for conversions that look up parameter shapes."""
 
     def __init__(self, model: PreTrainedModel, targets: Sequence[str]) -> None:
         self._model, self._targets = model, targets
@@ -180,7 +193,10 @@ class _OneExpert:
 def _convert(
     model: PreTrainedModel, conversion: WeightConversion, sources: list[SourceTensor]
 ) -> dict[str, Tensor]:
-    """Convert the element numbers of one expert's tensors; each target is [1, ...]."""
+    """Run a weight conversion on the element numbers of one expert's tensors.
+
+    Returns the parameters by name, each [1, ...]; nothing if the shapes do not fit together.
+    """
     sizes = [prod(part.shape) for part in sources]
     dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
     numbered = [
@@ -198,7 +214,7 @@ def _convert(
 
 
 def _numbers(part: SourceTensor, start: int, dtype: torch.dtype) -> Tensor:
-    """Element numbers from `start` on, in the order in which the elements are stored."""
+    """Return a tensor of element numbers from `start` on, in the order of the stored elements."""
     numbers = torch.arange(start, start + prod(part.shape), dtype=dtype)
     if part.stored.transposed:
         return numbers.reshape(part.shape[::-1]).T

@@ -1,10 +1,11 @@
-"""Make the catalog of a checkpoint: every expert's byte ranges, and how they fill a slot.
+"""Make the catalog of a checkpoint: each expert's byte ranges, and its layout in memory.
 
-For each experts module, transformers' own conversion is run on the element numbers of one expert,
-and its result gives the strided blocks (blocks.py); other experts have the same blocks at other
-offsets (columns.py). Tensors that are adjacent in a file are read together, as one extent
-(extents.py). Encoded matrices stay encoded. The catalog of a pack comes from its header, which is
-checked against the model's config.
+For each experts module, transformers' own weight conversion is run on the element numbers of one
+expert, and the result shows which strided blocks of elements go where (blocks.py); other experts
+have the same blocks at other offsets (columns.py). Tensors that are adjacent in a file are read
+together, as one byte range (extents.py). Quantised matrices stay quantised in memory. The catalog
+of a pack, a model in Greenroom's own format, comes from the pack's header, which is checked against
+the model's config.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def make_catalog(
     conversions: dict[str, WeightConversion],
     layers: list[list[StreamedParameter]],
 ) -> Catalog:
-    """Make the catalog of a checkpoint's experts that are read from disk on demand.
+    """Make the catalog of a checkpoint's experts: where each lies on disk and in memory.
 
-    `model` is on the meta device and still has its expert parameters. Raises CheckpointError where
-    an expert's tensor is missing or of a wrong shape, UnsupportedModel for a tensor in a form that
-    is not supported.
+    model:       the model on the meta device, still with its expert parameters
+    conversions: transformers' weight conversions, by target parameter
+    layers:      the expert parameters of each layer, which stay on disk
+
+    Raises CheckpointError if a tensor of an expert is missing or has a wrong shape,
+    UnsupportedModel if the experts are stored in a form that is not supported, UsageError if a pack
+    with low-precision copies or segments is to compute in another dtype than its own.
     """
     if checkpoint.pack is not None:
         return _pack_catalog(checkpoint.pack, model, layers)
@@ -63,9 +68,9 @@ def make_catalog(
 
 
 class _Indexer:
-    """Finds the byte ranges of each layer's experts in a checkpoint.
+    """Finder of the byte ranges of each layer's experts in a checkpoint.
 
-    Layers with equal shapes share their blocks.
+    Layers whose tensors have equal shapes share one analysis of the weight conversion.
     """
 
     def __init__(
@@ -86,7 +91,10 @@ class _Indexer:
     def layer(
         self, layer: list[StreamedParameter], order: list[str]
     ) -> tuple[list[tuple[Extent, ...]], SlotLayout]:
-        """Return the byte ranges of each expert of one layer, and the slots' layout."""
+        """Return the byte ranges of each expert of a layer, and an expert's layout in memory.
+
+        `order` is the preferred order of the tensors in memory.
+        """
         conversions = self._conversions(layer)
         experts = layer[0].shape[0]
         parts = [
@@ -122,13 +130,14 @@ class _Indexer:
             conversion = self.by_target.get(name)
             if conversion is None:
                 raise CheckpointError(
-                    f"{self.checkpoint.folder}: no tensor for {name}: the experts are missing"
+                    f"{self.checkpoint.folder}: the experts are missing: the checkpoint has no"
+                    f" tensor for {name}"
                 )
             shares = any(op.supports_many_to_many for op in conversion.operations)
             if shares or not names >= set(conversion.targets):
                 raise UnsupportedModel(
-                    f"{type(self.model).__name__}: experts that share tensors with other parameters"
-                    " are not supported"
+                    f"{type(self.model).__name__}: this architecture is not supported: {name}"
+                    " shares checkpoint tensors with other parameters"
                 )
             if conversion not in conversions:
                 conversions.append(conversion)
@@ -162,8 +171,9 @@ class _Indexer:
             ):
                 if part.shape != other.shape:
                     raise CheckpointError(
-                        f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
-                        f" {list(part.shape)}, but the model needs {list(other.shape)}"
+                        f"{self.checkpoint.files[part.stored.file]}: the tensor {part.name} has"
+                        f" shape {list(part.shape)}, but must have shape {list(other.shape)} to fit"
+                        " the model's config"
                     )
             raise mixed_types_error(by_expert, conversion.targets[0], self.checkpoint.folder)
 
@@ -185,7 +195,7 @@ class _Indexer:
         tensors: list[SourceTensor],
         layer: list[StreamedParameter],
     ) -> dict[str, list[Block]]:
-        """The blocks that fill each target parameter from one expert's tensors, by its name."""
+        """Return the blocks that make each parameter from one expert's tensors, by its name."""
         targets = {s.full_name: s for s in layer if s.full_name in conversion.targets}
         key = (
             id(conversion.converter),
@@ -202,7 +212,11 @@ class _Indexer:
 def _copies(
     stored: StoredTensor, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
 ) -> list[list[Copy]]:
-    """The copies out of each stored tensor of source tensor number `source`."""
+    """Return the byte copies from one of an expert's checkpoint tensors to a memory slot.
+
+    There is one list for each stored tensor (codes, scales); `source` is the number by which
+    `blocks` refer to the checkpoint tensor.
+    """
     plans = []
     for i, tensor in enumerate(stored.parts):
         copies: list[Copy] = []
@@ -223,7 +237,7 @@ def _layout(
     parts: list[list[list[SourceTensor]]],
     blocks: list[dict[str, list[Block]]],
 ) -> SlotLayout:
-    """The layout of a slot: tensors in the order of the first expert's bytes on disk.
+    """Return the layout of an expert's memory slot, in the order of its bytes on disk.
 
     So an expert whose tensors are adjacent in the file is one run of bytes in the slot too.
     """
@@ -257,11 +271,12 @@ def _layout(
 def _pack_catalog(
     pack: Pack, model: PreTrainedModel, layers: Sequence[list[StreamedParameter]]
 ) -> PackCatalog:
-    """Make a pack's catalog; raise CheckpointError where experts do not fit the config."""
+    """Make a pack's catalog; raise CheckpointError if its experts do not fit the config."""
     names = [layer.name for layer in pack.header.layers]
     if names != [layer[0].module for layer in layers]:
         raise CheckpointError(
-            f"{pack.folder / HEADER}: its layers are not those of the model's config"
+            f"{pack.folder / HEADER}: the layers in this file are not those of the model's config:"
+            " make the pack again"
         )
     for layer, streamed in zip(pack.header.layers, layers, strict=True):
         _check_packed(pack, model, layer, streamed)
@@ -269,7 +284,8 @@ def _pack_catalog(
     dtype = pack.header.dtype
     if pack.header.precision and any({*layer.values()} != {dtype} for layer in dtypes):
         raise UsageError(
-            f"{pack.folder}: a pack with copies computes in {dtype}: leave out --dtype"
+            f"{pack.folder}: this pack has low-precision copies, so it computes only in {dtype}:"
+            " leave out --dtype"
         )
     return catalog_of(pack.header, pack.folder, dtypes)
 
@@ -282,11 +298,14 @@ def _check_packed(
         try:
             weight = layer.layout.weight(each.name)
         except StopIteration:
-            raise CheckpointError(f"{pack.folder / HEADER}: {each.full_name} is missing") from None
+            raise CheckpointError(
+                f"{pack.folder / HEADER}: the parameter {each.full_name} is missing: make the pack"
+                " again"
+            ) from None
         flip = transposed and weight.encoding != PLAIN
         shape = (layer.experts, *weight.shape[:: -1 if flip else 1])
         if shape != each.shape:
             raise CheckpointError(
-                f"{pack.folder / HEADER}: {each.full_name} has shape {list(shape)}, but the"
-                f" config says {list(each.shape)}"
+                f"{pack.folder / HEADER}: the parameter {each.full_name} has shape {list(shape)},"
+                f" but must have shape {list(each.shape)} to fit the model's config"
             )

@@ -1,4 +1,4 @@
-"""Find each expert's checkpoint tensors, and check that they are complete and alike."""
+"""Find each expert's checkpoint tensors, and check that none is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from greenroom.hf.index.conversions import WeightConversion
 class SourceTensor:
     """A checkpoint tensor of one expert, or the expert's slice of a fused tensor.
 
-    `stored` covers only this expert: codes and companions of an encoded matrix have two axes.
+    name:    the tensor's name in the checkpoint
+    pattern: transformers' source pattern that matches the name
+    stored:  the file position, type and shape of this expert's part
     """
 
     name: str
@@ -31,7 +33,7 @@ class SourceTensor:
 
     @property
     def kind(self) -> str:
-        """The type an expert's tensor is stored in: encoding or dtype, and scales' dtypes."""
+        """The stored type of an expert's tensor: its dtype, or its encoding and scales' dtypes."""
         if self.stored.encoding == PLAIN:
             return self.stored.dtype
         scales = " and ".join(companion.dtype for companion in self.stored.companions)
@@ -41,9 +43,11 @@ class SourceTensor:
 def source_tensors(
     checkpoint: Checkpoint, conversion: WeightConversion, experts: int
 ) -> list[list[SourceTensor]]:
-    """Return each expert's checkpoint tensors for a weight conversion, as [expert][tensor].
+    """Return the checkpoint tensors that a weight conversion needs, as [expert][tensor].
 
-    Tensors are in the order of the patterns.
+    The tensors of an expert are in the order of the conversion's source patterns. Raises
+    CheckpointError if tensors are missing or do not fit the number of experts, UnsupportedModel if
+    they are stored in a type that is not supported.
     """
     patterns = (
         conversion.converter.source_patterns if conversion.converter else list(conversion.sources)
@@ -53,8 +57,8 @@ def source_tensors(
         names = conversion.sources.get(pattern)
         if not names:
             raise CheckpointError(
-                f"{checkpoint.folder}: {conversion.targets[0]} needs tensors named like"
-                f" {pattern.replace(chr(92), '')}, and the checkpoint has none"
+                f"{checkpoint.folder}: tensors are missing: {conversion.targets[0]} is made from"
+                f" tensors named like {pattern.replace(chr(92), '')}, but the checkpoint has none"
             )
         stacked = any(getattr(op, "stacked", False) for op in conversion.operations)
         columns.append(_column(checkpoint, pattern, names, experts, stacked))
@@ -64,9 +68,10 @@ def source_tensors(
 def _column(
     checkpoint: Checkpoint, pattern: str, names: list[str], experts: int, stacked: bool
 ) -> list[SourceTensor]:
-    """One tensor, or slice of a fused tensor, for each expert.
+    """Return, for each expert, its tensor or its slice of a fused tensor.
 
-    `stacked`: the fused tensor has no expert axis; experts follow one another along the rows.
+    `stacked` means that the fused tensor has no expert axis: its rows are those of all experts, one
+    after another.
     """
     stored = checkpoint.tensors
     for name in names:
@@ -79,8 +84,8 @@ def _column(
         fused = replace(fused, shape=(experts, fused.shape[0] // experts, *fused.shape[1:]))
     if len(names) != 1 or fused.shape[:1] != (experts,) or not fused.nbytes:
         raise CheckpointError(
-            f"{checkpoint.files[fused.file]}: {name} has shape {list(fused.shape)}, but the config"
-            f" says {experts} experts"
+            f"{checkpoint.files[fused.file]}: the tensor {name} has shape {list(fused.shape)},"
+            f" which does not fit the {experts} experts of the config"
         )
     return [SourceTensor(name, pattern, fused[e]) for e in range(experts)]
 
@@ -89,17 +94,19 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> No
     path = checkpoint.files[stored.file]
     if stored.encoding == PLAIN and stored.dtype not in FLOATS:
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {stored.dtype}, without scales to decode it"
+            f"{path}: the tensor {name} of an expert has dtype {stored.dtype} without scales, but"
+            f" experts must be in {', '.join(FLOATS)} or a supported quantisation"
         )
     if stored.encoding not in (PLAIN, *BLOCKS):
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {stored.encoding}, which is not supported for experts;"
-            f" supported are {', '.join(BLOCKS)}"
+            f"{path}: the tensor {name} is stored as {stored.encoding}, which is not supported for"
+            f" experts; supported are {', '.join(BLOCKS)}"
         )
     rows = stored.codes[-2] if stored.codes else 0
     if rows % stored.unit:
         raise UnsupportedModel(
-            f"{path}: {name} has {rows} outputs, which blocks of {stored.unit} do not divide"
+            f"{path}: the tensor {name} has {rows} outputs, which is not a multiple of"
+            f" {stored.unit}, the outputs that share a scale"
         )
 
 
@@ -117,7 +124,7 @@ def mixed_types_error(
 
 
 def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
-    """Check that the names are those of experts 0 .. experts - 1, one each."""
+    """Check that there is one tensor name for each expert, numbered from 0."""
     split = [name.split(".") for name in names]
     columns = list(zip_longest(*split))
     number = next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
@@ -128,9 +135,11 @@ def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
     expected = (f"{lead}{e}" for e in range(experts))  # lazy: `experts` may be a wrong huge number
     if lost := next((e for e in expected if e not in present), None):
         name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
-        raise CheckpointError(f"{folder}: {name} is missing: the config says {experts} experts")
+        raise CheckpointError(
+            f"{folder}: the tensor {name} is missing: the config says {experts} experts"
+        )
     if len(names) != experts:
         raise CheckpointError(
-            f"{folder}: {len(names)} tensors like {names[-1]}, but the config says"
-            f" {experts} experts"
+            f"{folder}: the checkpoint has {len(names)} tensors named like {names[-1]}, but the"
+            f" config says {experts} experts"
         )

@@ -1,6 +1,7 @@
-"""Find the checkpoint tensors of each parameter, by transformers' own weight conversions.
+"""Find the checkpoint tensors of each model parameter, by transformers' weight conversions.
 
-There is no table per architecture: the renamings and conversions are those of `from_pretrained`.
+Greenroom has no table for each architecture: the renamings and conversions are those that
+transformers' `from_pretrained` uses.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from greenroom.hf.adapters import adapter_of, weight_transforms
 
 @dataclass
 class WeightConversion:
-    """The conversion of checkpoint tensors to one or several model parameters.
+    """Conversion of checkpoint tensors to one or several model parameters.
 
-    `sources` maps a converter's source pattern to its tensors' names in natural order, which is the
-    order of experts where these are stored one by one. Without a converter there is one tensor.
+    targets:   the parameters' full names
+    converter: transformers' converter; None if a single tensor is only renamed
+    sources:   the names of the checkpoint tensors, by the converter's source pattern; they are in
+               natural order, so tensors of single experts are in the order of experts
     """
 
     targets: tuple[str, ...]
@@ -40,13 +43,13 @@ class WeightConversion:
 
     @property
     def operations(self) -> list[ConversionOps]:
-        """The operations of a weight conversion; empty where tensors are only renamed."""
+        """The operations of a weight conversion; empty if a tensor is only renamed."""
         return self.converter.operations if self.converter else []
 
     def convert(self, tensors: Mapping[str, Tensor], model: Any, config: Any) -> dict[str, Tensor]:
-        """Convert checkpoint tensors to model parameters, both by name.
+        """Convert checkpoint tensors, given by name, to model parameters by full name.
 
-        A pattern's tensors may be incomplete.
+        The tensors may be those of some experts only.
         """
         first = self.targets[0]
         if self.converter is None:
@@ -65,10 +68,9 @@ def find_conversions(
 ) -> tuple[dict[str, WeightConversion], list[str]]:
     """Find the weight conversions for a model's parameters, and unused checkpoint tensors.
 
-    Conversions are by their first parameter.
-
-    The model may be on the meta device, but must still have all of its parameters. `mapping`
-    replaces the model's own weight transforms.
+    Returns (conversions by the full name of their first parameter, names of unused tensors). The
+    model may be on the meta device, but must still have all of its parameters. `names` are those of
+    the checkpoint's tensors; `mapping` replaces transformers' weight transforms of this model.
     """
     mapping, adapter = mapping or weight_transforms(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -102,10 +104,10 @@ def _targets(first: str, converter: WeightConverter | None) -> tuple[str, ...]:
 
 
 class TargetDtypes:
-    """The dtype that transformers gives each parameter when loading a model.
+    """Function from a parameter's name to the dtype in which transformers loads it.
 
-    A parameter keeps the dtype that it was constructed in, except those of a `dtype_plan`
-    (`_keep_in_fp32_modules`).
+    A parameter keeps the dtype in which it was constructed, unless its name matches a pattern of
+    the plan (transformers' `dtype_plan`, from `_keep_in_fp32_modules`).
     """
 
     def __init__(self, plan: Mapping[str, torch.dtype]) -> None:

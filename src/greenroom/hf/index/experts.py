@@ -1,4 +1,4 @@
-"""Find a model's experts modules, which transformers' experts implementations can compute."""
+"""Find a model's experts modules, and detach the parameters that stay on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ MOE = re.compile(r"Experts?$|MoE$|Moe$|MoE?(Block|Layer|MLP)$|SparseM(oe|LP)|Spa
 
 @dataclass(frozen=True, slots=True)
 class StreamedParameter:
-    """A parameter with all experts of a layer, which stays on disk.
+    """A parameter of an experts module that stays on disk.
 
-    The first axis of `shape` is the expert.
+    It holds one matrix for each expert of a layer: `shape` is [experts, rows, columns]. `module` is
+    the module's name and `name` the parameter's name in the module.
     """
 
     module: str
@@ -35,14 +36,15 @@ class StreamedParameter:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True if transformers decorated the module's class with `use_experts_implementation`."""
+    """True if a module's class is decorated with transformers' `use_experts_implementation`."""
     return hasattr(module, "_apply_gate") and all(hasattr(module, flag) for flag in FLAGS)
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a model's experts modules, in order.
+    """Return a model's experts modules by name, in the order of its modules.
 
-    Raises NotMoE or UnsupportedModel without any.
+    An experts module holds the weights of all experts of a layer. If the model has none, raises
+    UnsupportedModel if its modules look like a Mixture of Experts, else NotMoE.
     """
     experts = {name: module for name, module in model.named_modules() if is_experts(module)}
     if experts:
@@ -51,17 +53,19 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     others = {type(module).__name__ for module in model.modules()} - {name}
     if moe := sorted(other for other in others if MOE.search(other)):
         raise UnsupportedModel(
-            f"{name}: its experts ({', '.join(moe[:3])}) are of a kind that is not supported"
+            f"{name}: this architecture is not supported: its experts ({', '.join(moe[:3])}) do not"
+            " use transformers' experts implementations"
         )
-    raise NotMoE(f"{name}: a dense model without experts to stream; run it with transformers")
+    raise NotMoE(f"{name}: this is a dense model without experts: run it with transformers")
 
 
 def find_streamed_parameters(
     model: PreTrainedModel, dtypes: TargetDtypes
 ) -> list[list[StreamedParameter]]:
-    """Find the three-dimensional parameters of each experts module, which stay on disk.
+    """Find the parameters of each experts module that stay on disk: those with three axes.
 
-    Others stay in the model.
+    Other parameters of the modules, such as biases, stay in the model. `dtypes` gives the dtype of
+    each parameter. Raises NotMoE or UnsupportedModel if the model has no supported experts.
     """
     layers = []
     for module_name, module in expert_modules(model).items():
@@ -77,15 +81,19 @@ def find_streamed_parameters(
         ]
         if not parameters or len({streamed.shape[0] for streamed in parameters}) != 1:
             raise UnsupportedModel(
-                f"{type(model).__name__}: {type(module).__name__} has no parameters of the shape"
-                " [experts, rows, columns], or with different numbers of experts"
+                f"{type(model).__name__}: this architecture is not supported: the module"
+                f" {type(module).__name__} needs parameters of the shape [experts, rows, columns],"
+                " all with the same number of experts"
             )
         layers.append(parameters)
     return layers
 
 
 def detached_parameters(module: nn.Module) -> tuple[StreamedParameter, ...]:
-    """Return the expert parameters that were detached from a module; empty for most."""
+    """Return the expert parameters that `detach_experts` removed from a module.
+
+    Empty if the module is no experts module.
+    """
     parameters: tuple[StreamedParameter, ...] = module.__dict__.get(STREAMED, ())
     return parameters
 
@@ -93,9 +101,8 @@ def detached_parameters(module: nn.Module) -> tuple[StreamedParameter, ...]:
 def detach_experts(model: PreTrainedModel, layers: list[list[StreamedParameter]]) -> None:
     """Remove the expert parameters that stay on disk from a model's modules.
 
-    Each attribute stays, as None.
-
-    So `parameters()` skips them. The catalog and the module keep their shapes and dtypes.
+    The attributes remain, with the value None, so `parameters()` skips them.
+    `detached_parameters` returns their shapes and dtypes.
     """
     for layer in layers:
         module = model.get_submodule(layer[0].module)

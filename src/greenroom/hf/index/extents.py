@@ -1,4 +1,4 @@
-"""Turn strided blocks of elements into byte copies to slots and byte ranges to read."""
+"""Convert strided blocks of elements to byte ranges of files and copies to memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ GAP = 4096  # bytes; tensors at most this far apart are read together
 
 
 def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
-    """Convert a strided block of tensor elements to the copy of its bytes."""
+    """Convert a strided block of elements to a copy of bytes to memory.
+
+    `dtype` is the elements' dtype in the file; `spec` describes the tensor in the expert's memory
+    slot.
+    """
     a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
     return Copy(
         source=block.source_start * a,
@@ -30,9 +34,10 @@ def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
 
 
 def elements_of(block: Block, unit: int, width: int) -> Block:
-    """Convert a strided block of matrix outputs (rows) to a block of elements.
+    """Convert a block of a quantised matrix's outputs to a block of stored elements.
 
-    The elements are those of a tensor with one row, of `width` elements, for `unit` outputs.
+    The stored tensor (codes or scales) has one row of `width` elements for every `unit` outputs.
+    Raises UnsupportedModel if the block divides outputs that share a row.
     """
     outputs, (step, target_step) = (
         block.shape[1],
@@ -41,7 +46,8 @@ def elements_of(block: Block, unit: int, width: int) -> Block:
     counts = outputs, block.source_start, block.target_start
     if unit > 1 and (step != 1 or target_step != 1 or any(n % unit for n in counts)):
         raise UnsupportedModel(
-            "experts are not supported where a conversion separates outputs that share a scale"
+            "this architecture is not supported with quantised experts: transformers' weight"
+            " conversion separates outputs that share a scale"
         )
     return replace(
         block,
@@ -58,10 +64,12 @@ def extents_of(
 ) -> tuple[Extent, ...]:
     """Group one expert's tensors into extents: byte ranges that are read together.
 
-    Experts with the same arrangement share copies.
+    tensors: the expert's stored tensors
+    plans:   the byte copies from each of these tensors to the expert's slot
+    shared:  a cache, so that experts with the same arrangement share their tuples of copies
 
-    Tensors that must be transformed are not read together with others, since these could then not
-    be read in chunks.
+    Tensors at most 4096 bytes apart in a file are grouped, unless one needs a transposition or cast
+    and the other does not: an extent can be read in chunks only if all its copies are contiguous.
     """
     order = sorted(range(len(tensors)), key=lambda i: (tensors[i].file, tensors[i].offset))
     contiguous = [all(copy.contiguous for copy in plan) for plan in plans]
@@ -86,7 +94,10 @@ def extents_of(
 
 
 def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[Copy, ...]:
-    """Return the byte copies that fill a slot from an extent; adjacent runs are merged."""
+    """Return the byte copies from an extent to a slot, with adjacent copies merged.
+
+    `inside` lists the extent's tensors: (index of the tensor's plan, first byte in the extent).
+    """
     placed: list[Copy] = []
     for i, at in inside:
         for copy in plans[i]:

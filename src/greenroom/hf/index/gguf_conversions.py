@@ -1,6 +1,7 @@
 """Find the GGUF tensors of each model parameter, by transformers' own GGUF mapping.
 
-The experts module's flags give what the mapping leaves out: how gate and up are joined.
+The mapping does not say how an expert's gate and up matrices, which GGUF stores separately, are
+joined to one parameter; flags of the experts module do.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from greenroom.hf.index.experts import expert_modules
 def gguf_conversions(
     model: PreTrainedModel, checkpoint: GgufCheckpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """Find the weight conversions for a GGUF checkpoint, and its unused tensors.
+    """Find the weight conversions from GGUF tensors to a model's parameters.
 
-    See `find_conversions`.
+    Returns (conversions by the full name of their first parameter, names of unused tensors), like
+    `find_conversions`. Tensors whose axes of length 1 GGUF leaves out get their axes back.
     """
     if checkpoint.has_value_mapping:
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
@@ -62,9 +64,10 @@ def gguf_conversions(
 
 @contextmanager
 def _cached_name_map() -> Iterator[None]:
-    """Cache gguf's table of names, which transformers would build for every module.
+    """Context manager that caches gguf's table of tensor names.
 
-    That takes a second for 16 layers, and grows with the square of the layers.
+    Otherwise transformers builds the table for every module, which takes a second for 16 layers and
+    grows with the square of the number of layers.
     """
     import gguf
 
@@ -86,9 +89,9 @@ def _restore_axes(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, ...])
 def _expert_conversions(
     checkpoint: GgufCheckpoint, model: PreTrainedModel, names: dict[str, str]
 ) -> dict[str, WeightConversion]:
-    """The conversions of each layer's experts; GGUF stores gate and up separately.
+    """Return the weight conversions of each layer's experts, by target parameter.
 
-    Matrices in GGUF are [experts, outputs, inputs].
+    GGUF stores gate and up matrices separately, each as [experts, outputs, inputs].
     """
     blocks = {hf: name for name, hf in names.items()}
     conversions: dict[str, WeightConversion] = {}

@@ -1,8 +1,10 @@
-"""Make packs (docs/pack-format.md); `checkpoint.pack` reads them.
+"""Making of packs: models in Greenroom's own file format (docs/pack-format.md).
 
-packing      `pack`: expert by expert, in bounded memory, resumable
-workers      the threads that encode and write experts
-target       the layouts of packed experts and copies, and encoding them
-quantise     compiled functions from weights to codes and scales
-dense        the dense tensors, which are copied unchanged
+packing   `pack` makes a pack expert by expert, in bounded memory; an interrupted call can continue
+workers   the threads that encode and write experts
+target    the layouts and the encoding of packed experts and their low-precision copies
+quantise  compiled functions that quantise weights to codes and scales
+dense     the tensors outside the experts, which are copied unchanged
+
+`greenroom.hf.checkpoint.pack` reads packs.
 """

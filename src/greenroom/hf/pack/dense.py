@@ -1,9 +1,9 @@
-"""Write a pack's dense parts: tensors copied unchanged to safetensors or GGUF files.
+"""Write a pack's dense files: the tensors outside the experts, copied unchanged.
 
-The pack has a GGUF file where the source is GGUF. Its metadata is copied byte by byte, except keys
-about split files, so config, tokenizer and names are read from it as from the source. Safetensors
-files are not called `model.safetensors`, so that no other program takes a pack for a complete
-checkpoint and initialises the experts at random.
+If the source is GGUF, the dense file is a GGUF file too. Its metadata are copied byte by byte,
+except keys about split files, so config and tokenizer can be read from it. Otherwise the files are
+safetensors. They are not called `model.safetensors`, so that no other program takes a pack for a
+complete checkpoint and initialises the experts at random.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ Advance = Callable[[int], None]
 
 
 def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
-    """Return the stored names of a model's dense tensors, companions such as scales included.
+    """Return the stored names of the tensors that a pack copies unchanged, in file order.
 
-    They are in the order of the files.
+    `used` are the names of the checkpoint's tensors outside the experts. Their scales and other
+    tensors of the same modules are added.
     """
     names = set(used)
     stems = {name.rpartition(".")[0] for name in names}
@@ -66,9 +67,10 @@ def _position(stored: StoredTensor) -> tuple[int, int]:
 
 
 def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
-    """Divide the dense tensors among a pack's dense files; return names by file.
+    """Divide tensors among a pack's dense files; return the tensor names by file name.
 
-    Files are about SHARD bytes at most.
+    A GGUF model has one file, `dense.gguf`. Safetensors files have at most 4 GiB, unless a single
+    tensor is larger.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         return {GGUF: names}
@@ -88,7 +90,10 @@ def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
 
 
 def file_chunks(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """Yield the bytes of a pack's dense file, safetensors or GGUF, in chunks."""
+    """Yield the bytes of a safetensors or GGUF file of some of a checkpoint's tensors.
+
+    The file is GGUF if the checkpoint is. `names` are the stored names of the tensors.
+    """
     if isinstance(checkpoint, GgufCheckpoint):
         return _gguf_of(checkpoint, names)
     return _safetensors_of(checkpoint, names)
@@ -128,10 +133,7 @@ def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes
 
 
 def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
-    """Make an entry of GGUF's table of tensors.
-
-    Dimensions are in ggml's order, the fastest first.
-    """
+    """Encode an entry of GGUF's table of tensors, with dimensions in ggml's order."""
     from gguf import GGMLQuantizationType
 
     plain = stored.encoding == PLAIN
@@ -158,7 +160,9 @@ def _bytes_of(
             while left:
                 chunk = stream.read(min(CHUNK, left))
                 if not chunk:
-                    raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
+                    raise CheckpointError(
+                        f"{path}: truncated: the file ends inside a tensor: download the file again"
+                    )
                 yield chunk
                 left -= len(chunk)
             os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
@@ -166,9 +170,10 @@ def _bytes_of(
 
 
 def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
-    """Write a pack's dense file from chunks and flush the file to disk.
+    """Write one of a pack's files from chunks of bytes, and sync the file.
 
-    `advance(nbytes)` is called after each chunk.
+    `advance` is called with the bytes of each chunk. Returns the file's name, size and CRC-32.
+    Raises OutputError if the file cannot be written.
     """
     nbytes = crc32 = 0
     with write_errors(path, RESUME_HINT), open(path, "wb") as stream:
@@ -184,7 +189,10 @@ def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
 
 
 def copy_small(source: Path, target: Path) -> None:
-    """Copy a model's config, tokenizer and other small files, without the weights' index."""
+    """Copy a model's config, tokenizer and other small files to a pack's folder.
+
+    The index of safetensors files is not copied.
+    """
     for path in sorted(source.iterdir()):
         small = any(fnmatch(path.name, pattern) for pattern in SMALL)
         if not small or path.name in (INDEX, HEADER) or not path.is_file():

@@ -1,8 +1,9 @@
-"""Make a pack: expert by expert, in bounded memory, resumable, never half-valid.
+"""Make a pack of a model: expert by expert, in bounded memory, with continuation after a kill.
 
-A pack grows in a folder NAME.unfinished and is renamed when it is complete on disk. Threads read
-experts, encode them and write them to positions that are computed beforehand. A journal lists the
-experts that have been synced; a process that is killed loses only later ones.
+A pack is a model in Greenroom's own file format. It grows in a folder NAME.unfinished, which is
+renamed when the pack is complete on disk. Threads read experts, encode them and write them to
+positions that are computed beforehand. A journal lists the experts that have been synced to disk; a
+killed process loses only the experts after the last sync.
 """
 
 from __future__ import annotations
@@ -50,13 +51,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """Sizes, counts and times of one call that made a pack.
+    """Sizes, counts and times of one call that made, continued or repaired a pack.
 
-    nbytes:              of the complete pack
-    expert_bytes:        of the packed experts; source_expert_bytes: of the source's experts
-    kept:                experts from an earlier run, or, in a repair, undamaged experts
-    copy_bytes:          that low-precision copies add; 0 where copies are nested in experts
-    peak_rss_bytes:      of this process
+    folder:              the pack's folder
+    nbytes:              bytes of all files of the pack
+    expert_bytes:        bytes of all packed experts, without low-precision copies
+    source_expert_bytes: bytes of all experts of the source model, in memory
+    experts:             the number of experts of the model
+    kept:                how many experts an earlier call had packed, or a repair found undamaged
+    seconds:             the duration of the call
+    peak_rss_bytes:      peak resident memory of this process
+    copy_bytes:          bytes that low-precision copies add; 0 if copies are nested in experts
     """
 
     folder: Path
@@ -80,15 +85,19 @@ def pack(
     repair: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> PackResult:
-    """Make the pack of a model, with the experts in a given encoding.
+    """Make the pack of a model: a copy in Greenroom's own file format, with re-encoded experts.
 
-    `out` is the pack's folder, `kind` the encoding (one of KINDS).
+    source:    the model's folder, GGUF file or hub id
+    out:       the pack's folder
+    kind:      the experts' encoding: int8, int4, fp8, or same (as in the source)
+    segments:  into how many segments along the intermediate dimension each expert is divided
+    precision: int8 or int4 adds a low-precision copy of each expert, which may replace the expert
+               when it is not in memory
+    repair:    True replaces the damaged files and experts of an existing pack
+    progress:  called with (bytes done, bytes in total)
 
-    `segments` cuts every expert along its intermediate dimension, so that a run may split it.
-    `precision` (int8, int4) adds a copy of each expert, which a run may use for misses. An
-    unfinished pack of an earlier call is continued. `repair` replaces the damaged parts of an
-    existing pack. `progress(done, total)` gets bytes. Raises a GreenroomError; after OutputError
-    and KeyboardInterrupt the same call continues the pack.
+    An unfinished pack of an earlier, equal call is continued. Raises a GreenroomError; after an
+    OutputError or KeyboardInterrupt the same call continues the pack.
     """
     if kind not in KINDS:
         raise UnknownName("kind of experts", kind, KINDS)
@@ -97,14 +106,19 @@ def pack(
     if precision is not None and precision not in PRECISIONS:
         raise UnknownName("miss precision", precision, PRECISIONS)
     if precision is not None and segments > 1:
-        raise UsageError("--segments cuts experts that have no copies: leave out --miss-precision")
+        raise UsageError(
+            f"--segments {segments} and --miss-precision {precision} exclude each other: leave out"
+            " one of them"
+        )
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
     checkpoint = find_checkpoint(source)
     inside = (
         checkpoint.folder.parent if isinstance(checkpoint, GgufCheckpoint) else checkpoint.folder
     )
     if not repair and folder.resolve() == inside.resolve():
-        raise UsageError(f"{folder}: is the model's own folder: name another folder for the pack")
+        raise UsageError(
+            f"{folder}: the pack cannot go to the model's own folder: name another folder with -o"
+        )
     job = _Job(
         ModelSkeleton.of(checkpoint), _source_name(source), kind, segments, precision, progress
     )
@@ -121,16 +135,20 @@ def pack(
 
 
 def _source_name(source: str) -> str:
-    """Return the name of a pack's source model: an absolute path, or a hub id."""
+    """Return the name of a pack's source model: an absolute path, a hub id, or demo."""
     path = Path(source).expanduser()
     return os.path.abspath(path) if source != "demo" and path.exists() else source
 
 
 @dataclass
 class _Job:
-    """The packing of one model to one encoding.
+    """The packing of one model: its plan, and the work.
 
-    `header` is that of the pack, without checksums.
+    model:  the name of the source model
+    kind:   the encoding of the packed experts
+    header: the header of the pack, without checksums
+    done:   bytes that have been written
+    total:  bytes to write
     """
 
     skeleton: ModelSkeleton
@@ -146,9 +164,11 @@ class _Job:
         pack = self.checkpoint.pack
         cut = any(layout.segments for layout in self.catalog.layouts)
         if cut or (pack is not None and pack.header.precision):
-            what = "with segments" if cut else "with copies"
+            what = "segments" if cut else "low-precision copies"
+            source_model = pack.header.source.model if pack is not None else "its source"
             raise UsageError(
-                f"{self.model}: is a pack {what}, which cannot be packed again: pack its source"
+                f"{self.model}: this is a pack with {what}, which cannot be packed again: pack"
+                f" {source_model} instead"
             )
         planned = [self._plan_layer(number) for number in range(len(self.catalog.layers))]
         self.packers = [packers for _, packers in planned]
@@ -183,11 +203,14 @@ class _Job:
     # ---- packing
 
     def make(self, folder: Path) -> int:
-        """Make or continue a pack; return the number of experts packed by this call."""
-        more = "name another folder for the pack"
-        _check_free(folder, f"--repair repairs a pack; {more}" if is_pack(folder) else more)
+        """Make or continue a pack in a folder; return the number of experts that were packed."""
+        more = "name another folder with -o"
+        repair = f"it holds a pack: give --repair to repair the pack, or {more}"
+        _check_free(folder, repair if is_pack(folder) else more)
         if not folder.parent.is_dir():
-            raise OutputError(f"{folder}: there is no folder {folder.parent}")
+            raise OutputError(
+                f"{folder}: the pack cannot be made here: there is no folder {folder.parent}"
+            )
         work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
         self._check_room(work)
         with write_errors(work):
@@ -197,7 +220,8 @@ class _Job:
             self._check_same(read(work), work)
         elif not begun and any(work.iterdir()):
             raise OutputError(
-                f"{work}: is in the way: the unfinished pack must go there; delete or rename it"
+                f"{work}: this folder is not empty and holds no unfinished pack, but the pack is"
+                " made in a folder of this name: delete or rename the folder"
             )
         else:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
@@ -224,8 +248,8 @@ class _Job:
         source = replace(header.source, fingerprint=self.header.source.fingerprint)
         if replace(self.header, source=source).identity != header.identity:
             raise OutputError(
-                f"{folder}: is another pack: with {header.kind} experts, made from"
-                f" {header.source.model}"
+                f"{folder}: this folder holds another pack: with {header.kind} experts, made from"
+                f" {header.source.model}: give the same model and options, or another folder"
             )
 
     def _check_room(self, work: Path) -> None:
@@ -235,11 +259,14 @@ class _Job:
         if need > free:
             raise OutputError(
                 f"{work.parent}: the pack needs {show_bytes(need)} of disk space, but only"
-                f" {show_bytes(free)} are free"
+                f" {show_bytes(free)} are free: name a folder on a larger disk with -o"
             )
 
     def _fill(self, folder: Path, done: PackProgress, source: PackSource) -> int:
-        """Make the unfinished parts of a pack; return the number of experts packed."""
+        """Write the dense files and experts that a pack lacks, then its header.
+
+        `done` records what is complete. Returns the number of experts that were packed.
+        """
         files = tuple(self._dense_files(folder, done))
         dense = source.dense or fingerprint(dense_parts(folder, files))
         header = replace(self.header, source=replace(source, dense=dense), files=files)
@@ -256,9 +283,9 @@ class _Job:
         return len(todo)
 
     def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
-        """True if a journal's entry of an expert fits the pack's data file.
+        """True if an expert that a journal lists as complete can be in the pack's data file.
 
-        The data file has `size` bytes.
+        `size` is the data file's size in bytes, `crc32` the checksums in the journal.
         """
         if expert_id >= self.header.experts:
             return False
@@ -276,9 +303,14 @@ class _Job:
             yield file
 
     def repair(self, folder: Path) -> int:
-        """Replace the damaged parts of a pack; return the number of experts packed."""
+        """Write a pack's damaged files and experts anew; return the number of these experts.
+
+        Raises UsageError if the folder holds no pack, OutputError if it holds another pack.
+        """
         if not is_pack(folder):
-            raise UsageError(f"{folder}: holds no pack to repair")
+            raise UsageError(
+                f"{folder}: this folder holds no pack, so --repair has nothing to repair"
+            )
         header = read(folder)
         self._check_same(header, folder)
         damaged = set(Pack(folder, header).find_damaged())
@@ -290,7 +322,7 @@ class _Job:
     def _experts(
         self, todo: list[int], folder: Path, header: PackHeader, progress: PackProgress
     ) -> None:
-        """Pack the given experts, and record them in a pack's progress once on disk."""
+        """Pack the experts `todo`, and record them in `progress` once they are on disk."""
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
@@ -317,16 +349,19 @@ class _Job:
 
 
 def _check_free(folder: Path, what: str) -> None:
-    """Raise OutputError where a pack's output folder exists and is not empty."""
+    """Raise OutputError if a pack's output path is a file, or a folder that is not empty.
+
+    `what` ends the message.
+    """
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise OutputError(f"{folder}: is not empty: {what}")
+            raise OutputError(f"{folder}: this folder is not empty: {what}")
     elif folder.exists() or folder.is_symlink():
-        raise OutputError(f"{folder}: is not a folder")
+        raise OutputError(f"{folder}: this is not a folder: name a folder with -o")
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
+    """Return the total size of the files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 

@@ -1,17 +1,18 @@
-"""Quantise plain weights to Greenroom's encodings `int8`, `int4` and `fp8` (runtime/encodings).
+"""Quantise float32 weights to the encodings `int8`, `int4`, `fp8` and nested int8 of a pack.
 
 Each function takes rows of a matrix in float32 and fills codes and scales, on one core and without
-the interpreter lock. It returns True if every weight was a finite number.
+the interpreter lock. It returns True if every weight is a finite number. "Largest" is the largest
+magnitude in a group of weights that share a scale.
 
-int8  scale = largest / 127, in float16; codes are rounded to the nearest
-int4  the scale has the opposite sign of a group's largest weight, whose code is -8 or near it. Of
-      some scales of about that size, the one with the smallest squared error is taken. Scales
-      have 5 significant bits: their product with a code is exact in bfloat16, which compiled
-      kernels use; the search steps through such scales
-nested  int8 codes 16 h + l from -119 to 119, with h and l in separate planes; the plane of h is an
-      int4 copy with 16 times the scale. The scale is the smallest one of 5 significant bits that
-      is at least largest / 119, so that kernels multiply the copy fast
-fp8   scale = largest / 448 of a block, in float32; codes are rounded to the nearest, ties to even
+int8    The scale is largest / 127, in float16. Codes are rounded to the nearest.
+int4    The scale has the opposite sign of the largest weight, whose code is -8 or near -8. Of four
+        candidates near largest / 8, the scale with the smallest squared error is taken. Scales have
+        5 significant bits, so their product with a code is exact in bfloat16.
+nested  Codes are int8, 16 h + l, from -119 to 119, with h and l in separate planes of 4 bits. The
+        plane of h is an int4 copy with 16 times the scale. The scale is the smallest number of 5
+        significant bits that is at least largest / 119.
+fp8     The scale is largest / 448 of a rectangular block, in float32. Codes are rounded to the
+        nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -49,19 +50,22 @@ E4M3_SHIFTED = np.int32(0x46800000)
 
 @jit
 def _nearest(x: np.float32) -> np.int32:
-    """Round a number of less than 2^22 to the nearest integer, ties to even."""
+    """Round a number of magnitude below 2^22 to the nearest integer, ties to even."""
     return np.int32(np.float32(x + SHIFT).view(np.int32) - SHIFTED)
 
 
 @jit
 def _size(x: np.float32) -> np.int32:
-    """Return the bits of a number's magnitude, ordered like magnitudes; infinities and NaN last."""
+    """Return the float32 bits of a number's magnitude.
+
+    As integers they are ordered like the magnitudes, with infinities and NaN last.
+    """
     return np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF)
 
 
 @jit
 def _largest(x: F32) -> np.int32:
-    """Find the largest magnitude of a row of weights, as float32 bits."""
+    """Return the largest magnitude in a row of weights, as float32 bits."""
     largest = np.int32(0)
     for i in range(len(x)):
         largest = max(largest, _size(x[i]))
@@ -70,9 +74,9 @@ def _largest(x: F32) -> np.int32:
 
 @jit
 def _as_half(scale: np.float32, bits: int) -> np.float32:
-    """Round a scale to the nearest float16 with some number of significant bits.
+    """Round a scale to the nearest float16 with `bits` significant bits.
 
-    `bits` is that number. Returns float32, at most LARGEST.
+    Returns a float32, at most 65504, the largest float16.
     """
     if scale < TINY:
         return np.float32(np.float32(_nearest(scale * STEP)) / STEP)
@@ -84,9 +88,14 @@ def _as_half(scale: np.float32, bits: int) -> np.float32:
 
 @jit(fastmath=FAST)
 def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
-    """Quantise rows of weights to int8 codes with one float16 scale a group.
+    """Quantise rows of weights to int8 codes, with one float16 scale for each group.
 
-    w, codes [n, columns], scales [n, columns / group].
+    w:      the weights [rows, columns]
+    group:  the number of adjacent weights of a row that share a scale
+    codes:  filled, [rows, columns]
+    scales: filled, [rows, columns / group]
+
+    Returns False if a weight is infinite or NaN.
     """
     finite = True
     for row in range(w.shape[0]):
@@ -117,11 +126,16 @@ def _scale_up(scale: np.float32) -> np.float32:
 def nested(
     w: F32, group: int, high: NDArray[np.uint8], low: NDArray[np.uint8], scales: F32
 ) -> bool:
-    """Quantise rows of weights to int8 with a nested int4 copy, in two planes.
+    """Quantise rows of weights to int8 codes that contain int4 codes, in two planes.
 
-    w [n, columns]; planes high, low [n, columns / 2]; scales of the copy [n, columns / group]. A
-    byte holds two values plus 8, the low half first. Returns False also where a copy's scale
-    exceeds float16.
+    w:      the weights [rows, columns]
+    group:  the number of adjacent weights of a row that share a scale
+    high:   filled with the int4 codes, the high 4 bits of the int8 codes, [rows, columns / 2]
+    low:    filled with the low 4 bits of the int8 codes, [rows, columns / 2]
+    scales: filled with the scales of the int4 codes, [rows, columns / group]
+
+    A byte holds two values, each plus 8; the first is in the low half. Returns False if a weight is
+    infinite or NaN, or a scale exceeds float16.
     """
     finite = True
     for row in range(w.shape[0]):
@@ -143,18 +157,24 @@ def nested(
 
 @jit
 def _nested(x: np.float32) -> np.int32:
-    """Round a scaled weight to an int8 code with a nested int4 code.
+    """Round a scaled weight to an int8 code from -119 to 119.
 
-    The code is limited so that h is from -7 to 7.
+    So the high 4 bits of the code, an int4 code, are from -7 to 7.
     """
     return min(max(_nearest(x), np.int32(-119)), np.int32(119))
 
 
 @jit(fastmath=FAST)
 def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """Quantise rows of weights to int4 codes with one float16 scale a group.
+    """Quantise rows of weights to int4 codes, with one float16 scale for each group.
 
-    w [n, columns], codes [n, columns / 2], scales as for int8.
+    w:      the weights [rows, columns]
+    group:  the number of adjacent weights of a row that share a scale
+    codes:  filled, [rows, columns / 2]; a byte holds two codes, each plus 8, the first in the low
+            half
+    scales: filled, [rows, columns / group]
+
+    Returns False if a weight is infinite or NaN.
     """
     finite = True
     unpacked = np.empty(w.shape[1], np.uint8)  # a row's codes, one a byte
@@ -177,7 +197,7 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
 def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
     """Quantise one group of weights to int4 codes; return the group's scale.
 
-    Fills in the codes plus 8. The scale is NaN where a weight is not finite.
+    `out` is filled with the codes plus 8. The scale is NaN if a weight is infinite or NaN.
     """
     most, size = np.int32(0), np.int32(0)  # integer comparisons let the compiler vectorise
     for i in range(count):
@@ -217,11 +237,14 @@ def _int4_code(x: np.float32) -> np.int32:
 
 @jit(fastmath=FAST)
 def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) -> bool:
-    """Quantise rows of weights to fp8 codes with one scale a rectangular block.
+    """Quantise a matrix to float8_e4m3fn codes, with one float32 scale for each block.
 
-    w, codes [n, K]; a block is rows x columns.
+    w:             the weights, whose sides are multiples of a block's sides
+    rows, columns: the sides of a block
+    codes:         filled with the codes, in the shape of w
+    scales:        filled with one scale for each block, [block rows, block columns]
 
-    scales [n / rows, K / columns].
+    Returns False if a weight is infinite or NaN.
     """
     finite = True
     for down in range(w.shape[0] // rows):

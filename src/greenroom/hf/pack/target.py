@@ -1,4 +1,4 @@
-"""Lay out packed experts and their low-precision copies, and encode both from a slot."""
+"""Layouts of packed experts and their low-precision copies, and the encoding of both."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ Lookup = Callable[[TensorSpec], Tensor]
 
 
 def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) -> SlotLayout:
-    """Return the layout of a packed expert, or raise UnsupportedModel.
+    """Return the layout of a packed expert.
 
-    `kind` is the packed experts' encoding.
+    kind:   the encoding of packed experts: int8, int4, fp8 or same
+    layout: the layout of the source's experts in memory
+    module: the experts module, and `where` its name, for messages
 
-    `layout` is that of the source's slots, `where` the experts module's name, for messages.
+    Raises UnsupportedModel for int4 if a matrix has an odd number of inputs.
     """
     if kind == "same":
         return layout
@@ -56,7 +58,7 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
         group = gcd(columns, GROUP[kind])
         if kind == "int4" and columns % 2:
             raise UnsupportedModel(
-                f"{where}.{name} has {columns} inputs: int4 needs an even number"
+                f"{where}.{name} has {columns} inputs, but int4 needs an even number: choose int8"
             )
         codes = ((rows, columns // 2), "uint8") if kind == "int4" else ((rows, columns), "int8")
         tensors += [(name, *codes), (f"{name}.scale", (rows, columns // group), "float16")]
@@ -65,17 +67,19 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
 
 
 def logical_shape(weight: WeightSpec, transposed: bool) -> tuple[int, int]:
-    """Return a matrix's (outputs, inputs), also where the matrix is stored transposed."""
+    """Return a weight matrix's (outputs, inputs), even if it is stored transposed.
+
+    `transposed` is the `is_transposed` of the experts module.
+    """
     rows, columns = weight.shape
     return (columns, rows) if transposed and weight.encoding == PLAIN else (rows, columns)
 
 
 def _block_side(length: int, unit: int) -> int:
-    """Return the largest side of fp8's scale blocks that divides a matrix's side.
+    """Return the side of fp8's scale blocks for a matrix's side of a given length.
 
-    At most SIDE, and a multiple of `unit`.
-
-    All of `length` where there is none.
+    It is the largest divisor of `length` that is at most 128 and a multiple of `unit`, or `length`
+    itself if there is none.
     """
     sides = range(SIDE - SIDE % unit, 0, -unit)
     return next((side for side in sides if length % side == 0), length)
@@ -84,9 +88,14 @@ def _block_side(length: int, unit: int) -> int:
 def low_copy_of(
     precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
 ) -> LowPrecisionCopy:
-    """Plan a layer's low-precision copies; raise UsageError where copies save no bytes.
+    """Plan the low-precision copies of a layer's experts in a pack.
 
-    The layer's experts are packed to `kind`, with the layout `exact`.
+    precision: of the copies, int8 or int4
+    kind:      the encoding of the packed experts, and `exact` their layout
+    source:    the layout of the source's experts in memory
+    module:    the experts module, and `where` its name, for messages
+
+    Raises UsageError if a copy would not be smaller than its expert.
     """
     nested = (kind, precision) == NESTED
     layout = (
@@ -95,8 +104,9 @@ def low_copy_of(
     low_copy = LowPrecisionCopy(precision, nested, layout)
     if low_copy.stride >= exact.nbytes:
         raise UsageError(
-            f"--miss-precision {precision}: a copy of an expert of {where} takes {low_copy.stride}"
-            f" bytes, but must be smaller than the expert's {exact.nbytes}: choose fewer bits"
+            f"--miss-precision {precision}: a low-precision copy of an expert of {where} has"
+            f" {low_copy.stride} bytes, but must be smaller than the expert, which has"
+            f" {exact.nbytes}: choose fewer bits, or leave out --miss-precision"
         )
     return low_copy
 
@@ -105,7 +115,12 @@ def low_copy_of(
 class ExpertPacker:
     """Encoder of one layer's experts for a pack.
 
-    `where` is the layer's name, for messages.
+    kind:       the encoding of packed experts
+    source:     the layout of the source's experts in memory
+    target:     the layout of packed experts
+    transposed: the `is_transposed` of the experts module
+    where:      the name of the experts module, for messages
+    cutting:    how experts are cut into segments, if the pack has segments
     """
 
     kind: str
@@ -116,7 +131,7 @@ class ExpertPacker:
     cutting: Cutting | None = None  # where the target has segments
 
     def with_copies(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
-        """Return the encoders of low-precision copies and of the experts behind them."""
+        """Return the encoders that write low-precision copies, and the experts behind them."""
         if not low_copy.nested:
             copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
             return copy, replace(self, target=_shift(self.target, low_copy.stride))
@@ -126,9 +141,11 @@ class ExpertPacker:
         return (replace(self, kind="nested", target=both),)
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:
-        """Encode one expert from source tensors to packed tensors, in batches of rows.
+        """Encode one expert, in batches of rows.
 
-        Raises CheckpointError where a weight is infinite or NaN.
+        `source` and `target` return the tensor at a place of the source's and the packed expert's
+        layout; `expert` is the expert's number, for messages. Raises CheckpointError if a weight is
+        infinite or NaN.
         """
         if self.cutting is None:
             self._encode(source, target, expert)
@@ -167,14 +184,15 @@ class ExpertPacker:
                 w, *(_rows_of_part(part, row, stop, rows) for part in outputs)
             ):
                 raise CheckpointError(
-                    f"expert {expert} of {self.where}: {name} has weights that are not finite"
-                    " numbers"
+                    f"expert {expert} of {self.where} cannot be quantised: {name} has weights that"
+                    " are infinite, NaN or too large: download the model again, or use --experts"
+                    " same"
                 )
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
-        """Decode a range of a matrix's outputs as the model computes with them.
+        """Decode a range of a matrix's outputs, from `row` up to `stop`.
 
-        Outputs `row` .. `stop`, [n, inputs] float32.
+        Returns float32 [outputs, inputs]; the values are those with which the model computes.
         """
         if weight.encoding == PLAIN:
             w = parts[0][:, row:stop].T if self.transposed else parts[0][row:stop]
@@ -193,10 +211,7 @@ def _shift(layout: SlotLayout, by: int) -> SlotLayout:
 
 
 def _rows_of_part(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
-    """Return the codes or scales of a range of a matrix's rows.
-
-    The range is `row` .. `stop` of `rows`.
-    """
+    """Return the codes or scales of the rows `row` .. `stop` of a matrix with `rows` rows."""
     return part[row * len(part) // rows : stop * len(part) // rows]
 
 

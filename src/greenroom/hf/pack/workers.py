@@ -1,4 +1,4 @@
-"""Threads that pack experts: each reads one, encodes it and writes it to the data file."""
+"""Threads that pack experts: each reads an expert, encodes it and writes it to a pack."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ def write_experts(
     data: ExpertsFile,
     todo: Sequence[int],
 ) -> Generator[tuple[int, tuple[int, ...]], None, None]:
-    """Encode and write experts to a pack in threads; yield (expert, checksums) in order.
+    """Encode experts and write them to a pack in threads; yield (expert id, checksums).
 
-    `todo` are the experts.
+    catalog: where the source's experts lie
+    layers:  where the packed experts go
+    packers: the encoders of each layer's experts
+    data:    the pack's data file
+    todo:    the ids of the experts to write; results are in this order
 
-    `layers` give the position of experts, `packers` encode those of each layer. A thread has
-    buffers for one source expert and one packed expert.
+    Each thread has buffers for one source expert and one packed expert.
     """
     stride = max(layer.stride for layer in layers)
     store = disk_store(catalog)
@@ -76,13 +79,17 @@ def write_experts(
 
 
 class ExpertsFile:
-    """Thread-safe writer of a pack's data file, in any order.
+    """Thread-safe writer of a pack's data file.
 
-    Writes bypass the page cache where the file system supports that.
+    Blocks may be written in any order. Writes bypass the page cache if the file system supports
+    O_DIRECT.
     """
 
     def __init__(self, path: Path, header: PackHeader) -> None:
-        """Open a pack's data file and write the first block."""
+        """Open or create a pack's data file and write the first block.
+
+        Raises OutputError if the file cannot be written.
+        """
         self.path = path
         self._direct = True
         self._fd = self._open()
@@ -102,9 +109,9 @@ class ExpertsFile:
             return os.open(self.path, flags, 0o666)
 
     def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
-        """Write complete blocks to a pack's data file, at a multiple of BLOCK.
+        """Write blocks of 4096 bytes to a pack's data file, from byte `at` on.
 
-        The memory is aligned to BLOCK too.
+        The length, `at` and the memory address must be multiples of 4096. Raises OutputError.
         """
         view, done = memoryview(data), 0  # type: ignore[arg-type]
         with write_errors(self.path, RESUME_HINT):
@@ -116,7 +123,7 @@ class ExpertsFile:
                 done += n
 
     def sync(self) -> None:
-        """Flush everything written to a pack's data file to disk."""
+        """Flush all data written to a pack's data file to disk; raise OutputError on failure."""
         with write_errors(self.path, RESUME_HINT):
             os.fdatasync(self._fd)
             if not self._direct:

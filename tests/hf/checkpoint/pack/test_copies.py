@@ -158,9 +158,17 @@ def test_an_interrupted_pack_is_gone_on_with(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("int8", {"precision": "int8"}, "--miss-precision int8: a copy of an expert of .* smaller"),
+        (
+            "int8",
+            {"precision": "int8"},
+            "--miss-precision int8: a low-precision copy of .* smaller",
+        ),
         ("int4", {"precision": "int8"}, "must be smaller"),
-        ("same", {"precision": "int4", "segments": 2}, "--segments cuts experts that have no copi"),
+        (
+            "same",
+            {"precision": "int4", "segments": 2},
+            "--segments 2 and --miss-precision int4 exclude",
+        ),
     ],
 )
 def test_what_cannot_be(kind, options, said, tmp_path):
@@ -173,8 +181,10 @@ def test_what_cannot_be(kind, options, said, tmp_path):
 def test_packs_of_packs_and_other_types(tmp_path):
     folder = with_copies("same", "int4")
     with pytest.raises(
-        UsageError, match="is a pack with copies, which cannot be packed again: pack its source"
+        UsageError, match="is a pack with low-precision copies, which cannot be packed again"
     ):
         pack(str(folder), tmp_path / "pack", "int4")
-    with pytest.raises(UsageError, match="a pack with copies computes in bfloat16"):
+    with pytest.raises(
+        UsageError, match="has low-precision copies, so it computes only in bfloat16"
+    ):
         ModelSkeleton.of(open_checkpoint(folder), "float32")

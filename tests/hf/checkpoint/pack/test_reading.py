@@ -76,19 +76,19 @@ def test_a_damaged_header(folder: Path, spoil: Callable[[dict[str, Any]], None])
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(folder)
     assert str(folder / "greenroom.json") in one_line(error)
-    assert "damaged" in one_line(error)
+    assert "damaged" in one_line(error) or "not a valid pack header" in one_line(error)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0\0"])
 def test_a_header_that_is_none(folder: Path, text: str) -> None:
     (folder / "greenroom.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not the header of a pack"):
+    with pytest.raises(CheckpointError, match="not a valid pack header"):
         open_checkpoint(folder)
 
 
 def test_data_of_another_pack(folder: Path) -> None:
     shutil.copy(packed("int4") / DATA, folder / DATA)
-    with pytest.raises(CheckpointError, match="belongs to another pack than"):
+    with pytest.raises(CheckpointError, match="does not belong to the pack of"):
         open_checkpoint(folder)
 
 
@@ -99,7 +99,7 @@ def test_experts_of_another_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as error:
         load(str(folder), cache="25%")
-    assert "belong to another checkpoint" in one_line(error)
+    assert "do not belong to its experts" in one_line(error)
     assert str(source()) in one_line(error)
 
 

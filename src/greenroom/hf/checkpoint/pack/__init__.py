@@ -1,7 +1,12 @@
-"""Reading packs, and their file format (docs/pack-format.md); `hf.pack` makes them.
+"""Reading of packs: models in Greenroom's own file format (docs/pack-format.md).
 
-format    the header, greenroom.json; header_file reads it; copies: low-precision copies
-catalog   the byte ranges of experts: unsplit, split, or with low-precision copies
-reading   a pack as a checkpoint; checked: a store that checks checksums (crc)
-journal   the progress of an unfinished pack
+`greenroom pack` makes packs; its code is in `greenroom.hf.pack`. The modules here are:
+
+format       the header of a pack, greenroom.json
+header_file  reads and checks greenroom.json
+copies       low-precision copies of experts
+catalog      the byte ranges of a pack's experts
+reading      a pack as a checkpoint
+checked      a disk store that checks each expert's checksum; crc: CRC-32 of joined runs
+journal      the progress of an unfinished pack
 """

@@ -1,4 +1,8 @@
-"""The catalog of a pack: byte ranges of unsplit experts, split experts, or experts and copies."""
+"""The catalog of a pack: the byte ranges of its experts, and their layouts in memory.
+
+A pack is a model in Greenroom's own file format. What is read as a unit is called a piece: an
+expert, one of the two segments of a split expert, or a low-precision copy of an expert.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,15 @@ Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, byte
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
-    """The catalog of a pack's experts, unsplit or split into top and bottom segments.
+    """The catalog of a pack's experts: their byte ranges, and their layouts in memory.
 
-    spans: for each layer, one span for each kind of piece. A piece's id is its expert's id plus,
-           for each kind before its own, the number of all experts
-    cuts:  for each layer, the number of segments of a top, where experts are split; pieces are then
-           tops and bottoms, and layers with no more segments than that have no bottoms
+    Experts may be split into a top and a bottom segment, which are read separately. A piece is an
+    expert, or the top or bottom segment of a split expert. A piece's id is the expert's id plus,
+    for bottom segments, the number of all experts.
+
+    spans: the place of each kind of piece in an expert's bytes, by [layer][kind]
+    cuts:  for each layer, how many of an expert's stored segments make up the top segment; empty if
+           experts are not split. If that is all of them, the layer's bottom segments are empty
     """
 
     header: PackHeader
@@ -42,18 +49,21 @@ class PackCatalog(Catalog):
 
     @property
     def pieces(self) -> list[int]:
-        """The ids of all non-empty pieces (experts, segments or copies) of a pack."""
+        """The ids of all non-empty pieces of a pack: experts, segments or copies."""
         kinds = range(len(self.spans[0]) * self.experts)
         return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes of one piece (expert, segment or copy), by [kind][layer]."""
+        """Return the bytes of a piece, by [kind][layer].
+
+        The kinds are experts alone, or top and bottom segments, or experts and copies of them.
+        """
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
     def cut_at(self, cuts: Sequence[int]) -> PackCatalog:
-        """Return the pack's catalog with every expert split into top and bottom segments.
+        """Return a pack's catalog with every expert split into a top and a bottom segment.
 
-        `cuts` has the number of segments of a top, by layer.
+        `cuts` gives, for each layer, how many of an expert's stored segments form its top segment.
         """
         spans = []
         for layout, cut in zip(self.layouts, cuts, strict=True):
@@ -68,12 +78,18 @@ class PackCatalog(Catalog):
         return self.header.layers[layer], expert_id - self.offsets[layer], self.spans[layer][kind]
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
-        """Return the byte ranges to read for a piece, given the piece's id."""
+        """Return the byte ranges to read for a piece: an expert, a segment or a copy.
+
+        `expert_id` is the id of the piece.
+        """
         layer, expert, (begin, n, copies) = self._position_of(expert_id)
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
-        """Return the CRC-32 of the bytes of a piece (expert, segment or copy)."""
+        """Return the CRC-32 that a pack's header gives for an expert, segment or copy.
+
+        `piece` is its id.
+        """
         layer, expert, (begin, n, _) = self._position_of(piece)
         combined = 0
         for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
@@ -83,15 +99,18 @@ class PackCatalog(Catalog):
 
     @property
     def kind(self) -> str:
-        """Text that names the encoding of a pack's experts and the pack's source model."""
+        """The encoding of a pack's experts and its source model, as in "int4 from owner/name"."""
         return f"{self.header.kind} from {self.header.source.model}"
 
     def damage_message(self, piece: int) -> str:
-        """Return the error message for a piece (expert, segment or copy) with a wrong checksum."""
+        """Return the error message for a damaged expert, with the command that repairs it.
+
+        `piece` is the id of the expert, of one of its segments, or of its low-precision copy.
+        """
         layer, expert, _ = self._position_of(piece)
         return (
             f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
-            f" wrong): `{self.header.command(self.folder, '--repair')}` repairs it"
+            f" wrong): to repair the pack, run `{self.header.command(self.folder, '--repair')}`"
         )
 
 
@@ -99,23 +118,23 @@ class PackCatalog(Catalog):
 class CopiesCatalog(PackCatalog):
     """The catalog of a pack that has low-precision copies of its experts.
 
-    Kinds of pieces: exact experts, copies, and the remainders of nested copies.
+    The kinds of pieces are exact experts, copies, and, if copies are nested, remainders. A nested
+    copy contains some bits of the exact expert's codes; the remainder is the other bits.
+    `nested_layouts` has an entry for each layer if copies are nested, else it is empty.
     """
 
     nested_layouts: tuple[NestedLayout, ...] = ()
 
     @property
     def layers_with_copies(self) -> tuple[PackLayer, ...]:
-        """The layers of a pack with low-precision copies.
-
-        Their `low_copy` describes the copies.
-        """
+        """The layers of a pack with low-precision copies; each one's `low_copy` describes them."""
         return self.header.layers
 
     def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes of exact experts, low-precision copies and remainders, by [kind][layer].
+        """Return the bytes of an exact expert, of its low-precision copy, and of the remainder.
 
-        The remainders are an empty tuple where copies are not nested.
+        Each is a tuple with an entry for each layer. A nested copy contains some bits of the exact
+        expert, and the remainder is the other bits; its tuple is empty if copies are not nested.
         """
         sizes = self.piece_bytes()
         return sizes if len(sizes) == 3 else (*sizes, ())
@@ -126,10 +145,9 @@ def catalog_of(
 ) -> PackCatalog:
     """Make the catalog of a pack from the pack's header.
 
-    `dtypes` are those of the expert parameters, by layer.
-
-    They are the pack's unless the user sets another dtype: then plain tensors are cast on their way
-    into the slot.
+    `dtypes` maps, for each layer, the names of expert parameters to dtypes in memory: unquantised
+    tensors of another dtype are cast when they are loaded. None keeps the pack's dtypes. Raises
+    UsageError for another dtype if the pack's experts are stored in segments.
     """
     layouts: list[SlotLayout] = []
     spans: list[tuple[Span, ...]] = []
@@ -138,7 +156,8 @@ def catalog_of(
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
             raise UsageError(
-                f"{folder}: a pack with segments computes in {header.dtype}: leave out --dtype"
+                f"{folder}: this pack was made with --segments, so it computes only in"
+                f" {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)
         low_copy = layer.low_copy
@@ -170,12 +189,12 @@ def catalog_of(
 
 
 def _run(begin: int, nbytes: int) -> Span:
-    """Make a span of a packed expert's bytes that is copied to a slot unchanged."""
+    """Make a span of a packed expert's bytes that is copied to a memory slot unchanged."""
     return begin, nbytes, (contiguous_copy(0, 0, nbytes),)
 
 
 def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
-    """Return a packed expert's layout in a slot, and the copies that fill the slot."""
+    """Return a packed expert's layout in a memory slot, and the copies that fill the slot."""
     tensors = []
     for spec in stored.tensors:
         plain = stored.encodings.get(spec.name, PLAIN) == PLAIN

@@ -1,8 +1,8 @@
-"""A store that checks an expert's checksum when the expert is first read.
+"""A disk store that checks an expert's checksum when the expert is first read.
 
-The thread that reads a chunk computes its CRC-32, without the interpreter lock, at about three
-times a fast disk's speed; once in a process for each expert. Chunks arrive in any order: their
-checksums are combined like zlib's `crc32_combine` does.
+An expert is read in chunks, in any order. The thread that reads a chunk computes the chunk's
+CRC-32, without the interpreter lock, at about three times a fast disk's speed. The checksums of the
+chunks are then combined, as zlib's `crc32_combine` does. Each expert is checked once in a process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
 
 
 def disk_store(catalog: Catalog, direct: str = "auto") -> DiskStore:
-    """Make the disk store of a catalog; that of a pack also checks checksums."""
+    """Make the disk store that reads a catalog's experts; for a pack it checks checksums.
+
+    `direct` is "on", "off", or "auto" for O_DIRECT reads if the file system supports them.
+    """
     if isinstance(catalog, PackCatalog):
         return CheckedStore(catalog, direct=direct)
     return DiskStore(catalog, direct=direct)
 
 
 class CheckedStore(DiskStore):
-    """Thread-safe disk store of a pack, which checks every expert's checksum.
+    """Thread-safe disk store of a pack, which checks the checksum of each expert once.
 
-    When the last chunk of a damaged expert is read, `read` raises StoreError with the expert's name
-    and the repair command. So a damaged expert is never computed with.
+    If an expert's bytes are damaged, the `read` of its last chunk raises StoreError with the
+    expert's name and the command that repairs the pack. So no damaged expert is computed with.
     """
 
     catalog: PackCatalog
@@ -44,7 +47,7 @@ class CheckedStore(DiskStore):
         self._lock = threading.Lock()
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """Read a chunk's bytes; raise StoreError where the chunk completes a damaged expert."""
+        """Read a chunk of an expert; raise StoreError if it completes a damaged expert."""
         data = super().read(chunk, staging)
         piece = self._piece[chunk.extent.offset, chunk.extent.length]
         if not self._verified[piece]:

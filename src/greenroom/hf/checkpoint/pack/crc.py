@@ -11,7 +11,7 @@ ONE = 1 << 31  # x^0
 def combine_crc32(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two concatenated runs of bytes from their own CRC-32s.
 
-    `length` is the second's.
+    `length` is the number of bytes of the second run.
     """
     return _product(_power(length), first) ^ second
 

@@ -1,9 +1,10 @@
-"""A pack's header, greenroom.json; docs/pack-format.md describes the format.
+"""The header of a pack, greenroom.json; docs/pack-format.md describes the format.
 
-The header names the source checkpoint, the files of the dense parts, and for each layer the
-position of its experts in `experts.greenroom` and the layout of one expert. Its `identity` is a
-digest of the header without checksums. The data file begins with the identity too, so that the
-header of one pack is never used with the data of another.
+A pack is a model in Greenroom's own format: its experts in one data file, `experts.greenroom`, and
+all other tensors in ordinary files, the dense files. The header names the source checkpoint and the
+dense files, and for each layer the position of its experts in the data file and the layout of one
+expert. The header's `identity` is a digest of the header without checksums. The data file begins
+with the same identity, so that the header of one pack is never used with the data of another.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KINDS = ("int8", "int4", "fp8", "same")  # the choices of --experts
 
 @dataclass(frozen=True, slots=True)
 class DenseFile:
-    """The size and CRC-32 of a pack's file of dense parts."""
+    """The name, size and CRC-32 of one of a pack's files of non-expert tensors."""
 
     name: str
     nbytes: int
@@ -41,13 +42,16 @@ class DenseFile:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """The place of one layer's experts in a pack's data file.
+    """The place and form of one layer's experts in a pack's data file.
 
-    Expert e lies at `offset + e * stride` of the data.
-
-    stride:   the `nbytes` of an expert, rounded up to complete blocks
-    crc32:    the checksums of all `runs`, expert by expert
-    low_copy: the low-precision copy at the beginning of each expert, if any
+    name:     the name of the experts module
+    experts:  the number of experts
+    offset:   the byte of the data file at which the first expert begins
+    stride:   the bytes from one expert to the next, a multiple of 4096
+    layout:   the tensors of one expert
+    runs:     the byte ranges of an expert that have a checksum each
+    crc32:    the checksums of all runs, expert by expert
+    low_copy: the form of the low-precision copy at the beginning of each expert, if any
     """
 
     name: str
@@ -59,7 +63,11 @@ class PackLayer:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The byte runs of a packed expert, as (first byte, bytes); one checksum each."""
+        """The byte ranges of a packed expert that have a checksum each: (first byte, bytes).
+
+        There is one for the expert, or one for each of its segments, or two: one for the
+        low-precision copy and one for the bytes after it.
+        """
         if self.low_copy is not None:
             stride = self.low_copy.stride
             return (0, stride), (stride, self.low_copy.remainder_bytes(self.layout))
@@ -68,7 +76,7 @@ class PackLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a packed expert and its low-precision copy."""
+        """Bytes of a packed expert, with its low-precision copy, if any."""
         begin, length = self.runs[-1]
         return begin + length
 
@@ -81,21 +89,22 @@ class PackLayer:
         return self.offset + expert * self.stride
 
     def checksums(self, expert: int) -> tuple[int, ...]:
-        """Return an expert's checksums from a pack's header, one a run of bytes."""
+        """Return the checksums that a pack's header gives for an expert, one for each run."""
         runs = len(self.runs)
         return self.crc32[expert * runs : (expert + 1) * runs]
 
     def checksums_of(self, data: memoryview) -> tuple[int, ...]:
-        """Compute the checksums of a packed expert's bytes, one a run of bytes."""
+        """Compute the CRC-32 of each run of a packed expert's bytes."""
         return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class PackSource:
-    """The checkpoint that a pack was made from: a folder, a file or a hub id, and its digests.
+    """The checkpoint that a pack was made from, and digests of it.
 
-    fingerprint: of the complete checkpoint (hf/checkpoint/fingerprint.py)
-    dense:       of its config and dense tensors only; the pack's own dense parts have the same
+    model:       the checkpoint's folder, GGUF file or hub id
+    fingerprint: the fingerprint of the complete checkpoint (`checkpoint.fingerprint`)
+    dense:       the fingerprint of the pack's own config and non-expert tensors
     """
 
     model: str
@@ -107,7 +116,11 @@ class PackSource:
 class PackHeader:
     """The content of a pack's header file, greenroom.json.
 
-    `dtype` is the type that the model computes in.
+    kind:   the encoding of the experts: int8, int4, fp8, or same (as in the source)
+    dtype:  the dtype in which the model computes
+    source: the checkpoint that the pack was made from
+    layers: the experts of each layer
+    files:  the files of the non-expert tensors
     """
 
     kind: str
@@ -118,20 +131,20 @@ class PackHeader:
 
     @property
     def version(self) -> int:
-        """The lowest version of the pack format that can express a header."""
+        """The version of the pack format: 3 with low-precision copies, 2 with segments, else 1."""
         if self.precision:
             return COPIES
         return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
 
     @property
     def precision(self) -> str:
-        """The precision of a pack's low-precision copies; "" where there are none."""
+        """The precision of a pack's low-precision copies (int8 or int4); "" without copies."""
         low_copy = self.layers[0].low_copy
         return low_copy.precision if low_copy is not None else ""
 
     @property
     def segments(self) -> int:
-        """The largest number of segments of a packed expert; 1 where experts are unsplit."""
+        """The largest number of segments of a packed expert; 1 if experts are unsplit."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
@@ -160,18 +173,18 @@ class PackHeader:
 
     @property
     def identity(self) -> str:
-        """A digest of a pack's header without checksums: 64 hexadecimal digits."""
+        """A SHA-256 digest of a pack's header without checksums and dense files, in hexadecimal."""
         bare = replace(self, files=(), layers=tuple(replace(x, crc32=()) for x in self.layers))
         return hashlib.sha256(json.dumps(_content(bare), sort_keys=True).encode()).hexdigest()
 
     def first_block(self) -> bytes:
-        """Return the content of the first block of a pack's data file."""
+        """Return the first 4096 bytes of a pack's data file: format, version and identity."""
         return f"{FORMAT} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
 
     def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> PackHeader:
-        """Return a copy of a pack's header with the given checksums of experts.
+        """Return a copy of a pack's header with the given checksums of all experts.
 
-        Checksums are given by the experts' ids.
+        `crc32` maps an expert's id to the checksums of its runs.
         """
         layers = tuple(
             replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
@@ -180,7 +193,10 @@ class PackHeader:
         return replace(self, layers=layers)
 
     def command(self, folder: Path, *more: str) -> str:
-        """Return the `greenroom pack` command that makes a pack."""
+        """Return the `greenroom pack` command that makes this pack in a folder.
+
+        `more` are further arguments, such as --repair.
+        """
         arguments = [
             "greenroom",
             "pack",
@@ -197,7 +213,10 @@ class PackHeader:
         return shlex.join([*arguments, *more])
 
     def save(self, folder: Path) -> None:
-        """Write greenroom.json atomically, or raise OutputError."""
+        """Write a pack's header to greenroom.json in a folder, atomically.
+
+        Raises OutputError if the file cannot be written.
+        """
         text = json.dumps(as_json(self), indent=1)
         with atomic_file(folder / HEADER) as file:
             file.write(text.encode())
@@ -209,7 +228,7 @@ def as_json(header: PackHeader) -> dict[str, Any]:
 
 
 def _content(header: PackHeader) -> dict[str, Any]:
-    """Return a pack's header as a JSON object without the header's digest."""
+    """Return a pack's header as a JSON object without `identity`, the header's digest."""
     return {
         "format": FORMAT,
         "version": header.version,
@@ -253,7 +272,7 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
 
 
 def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
-    """Set the offsets of layers in a pack's data file, one after another."""
+    """Return a pack's layers with offsets set: one after another, behind the first block."""
     placed: list[PackLayer] = []
     end = BLOCK
     for layer in layers:

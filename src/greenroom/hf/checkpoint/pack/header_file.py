@@ -1,4 +1,8 @@
-"""Read greenroom.json, and check that all its values follow from names, types and shapes."""
+"""Reader of greenroom.json, the header of a pack.
+
+Offsets and sizes are computed anew from names, types and shapes; a header with other values is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from greenroom.hf.checkpoint.pack.format import (
     as_json,
     lay_out,
 )
-from greenroom.json_file import JsonObject, Malformed, integer, printable
+from greenroom.json_file import JsonObject, Malformed, integer, printable, show_value
 from greenroom.json_file import read as read_json
 from greenroom.runtime.encodings import ENCODINGS
 
@@ -34,9 +38,10 @@ MOST_AXES = 4  # of a tensor
 
 
 def read(folder: Path) -> PackHeader:
-    """Read the header of the pack in a folder.
+    """Read greenroom.json, the header of the pack in a folder.
 
-    Raises UnsupportedModel for another format version, CheckpointError where it is damaged.
+    Raises UnsupportedModel for another version of the format, CheckpointError if the header is
+    damaged or cannot be read.
     """
     path = folder / pack.HEADER
     try:
@@ -45,15 +50,17 @@ def read(folder: Path) -> PackHeader:
         kind, version = raw.value("format", None), raw.value("version", None)
         if kind == pack.FORMAT and version not in pack.VERSIONS:
             raise UnsupportedModel(
-                f"{path}: a pack of version {printable(version)}: this greenroom reads"
-                f" {pack.VERSION} to {pack.COPIES}"
+                f"{path}: this pack has format version {printable(version)}, but this Greenroom"
+                f" reads versions {pack.VERSION} to {pack.COPIES}: make the pack again"
             )
         header = parse(raw)
     except Malformed as error:
-        raise CheckpointError(f"{path}: damaged: not the header of a pack: {error}") from error
+        raise CheckpointError(f"{path}: this file is not a valid pack header: {error}") from error
     # Offsets and sizes were not read: they must be what this program would write.
     if raw.values != json.loads(json.dumps(as_json(header))):
-        raise CheckpointError(f"{path}: damaged: its content does not match its identity")
+        raise CheckpointError(
+            f"{path}: damaged: the values in this file do not fit together: make the pack again"
+        )
     return header
 
 
@@ -69,16 +76,18 @@ def parse(raw: JsonObject) -> PackHeader:
         raw.list_of("dense", _file),
     )
     if not layers or not header.files or len({layer.name for layer in layers}) < len(layers):
-        raise Malformed("it has no layers, no dense files, or a layer twice")
+        raise Malformed("the header has no layers, no dense files, or the same layer twice")
     if len({(x.low_copy.precision, x.low_copy.nested) if x.low_copy else None for x in layers}) > 1:
-        raise Malformed("only some layers have copies")
+        raise Malformed("the layers have different low-precision copies, or only some have copies")
     return header
 
 
 def _file(value: Any, where: str) -> DenseFile:
     file = DenseFile(**JsonObject(value, where).fields_of(DenseFile))
     if Path(file.name).name != file.name or "\0" in file.name:
-        raise Malformed(f"{where} is not the name of a file in this folder")
+        raise Malformed(
+            f"{where}.name is {show_value(file.name)}, but must be a file name without a folder"
+        )
     return file
 
 
@@ -91,7 +100,8 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
     layer = PackLayer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low_copy)
     if len(layer.crc32) != layer.experts * len(layer.runs):
         raise Malformed(
-            f"{layer.name} has {len(layer.crc32)} checksums, not {layer.experts * len(layer.runs)}"
+            f"the layer {printable(layer.name)} has {len(layer.crc32)} checksums, but must have"
+            f" {layer.experts * len(layer.runs)}"
         )
     return layer
 
@@ -104,7 +114,7 @@ def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
     names = {spec.name for spec in layout.tensors}
     companions = {f"{n}.{c}" for n, e in encodings.items() for c in ENCODINGS[e].companions}
     if not {*encodings} <= names or {n for n in names if "." in n} != companions:
-        raise Malformed("its tensors are not those that its encodings need")
+        raise Malformed("the tensors of an expert or copy are not those that its encodings need")
     for name, encoding in encodings.items():
         _check_encoded(layout, name, encoding)
     return layout
@@ -114,7 +124,7 @@ def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Read the (name, shape, dtype) of each tensor of a packed expert's layout."""
     tensors = raw.list_of("tensors", _tensor)
     if not tensors or len({name for name, *_ in tensors}) < len(tensors):
-        raise Malformed("it has no tensors, or one twice")
+        raise Malformed("the list of an expert's tensors is empty, or has the same tensor twice")
     return tensors
 
 
@@ -122,22 +132,27 @@ def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
     entry = JsonObject(value, where)
     shape = entry.list_of("shape", integer)
     if not 1 <= len(shape) <= MOST_AXES or 0 in shape:
-        raise Malformed(f"a tensor has the impossible shape {list(shape[:8])}")
+        raise Malformed(
+            f"{where}.shape is {list(shape[:8])}, but must have 1 to {MOST_AXES} axes, none of"
+            " length 0"
+        )
     return entry.text("name"), shape, _one_of(entry.text("dtype"), ITEMSIZE)
 
 
 def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
-    """Raise Malformed where the shapes of a matrix's codes and scales do not fit."""
+    """Raise Malformed if the shapes of a matrix's codes and scales do not fit together."""
     inputs, nbytes = BLOCKS[encoding]
     parts = [layout[name], *(layout[f"{name}.{c}"] for c in ENCODINGS[encoding].companions)]
     if any(len(part.shape) != 2 for part in parts):
-        raise Malformed(f"{name} is encoded, but has not two axes")
+        raise Malformed(f"the codes and scales of {printable(name)} must have two axes")
     rows, width = parts[0].shape
     width *= ITEMSIZE[parts[0].dtype]
     columns = width // nbytes * inputs
     divided = all(rows % p.shape[0] == 0 and columns % p.shape[1] == 0 for p in parts[1:])
     if width % nbytes or not divided:
-        raise Malformed(f"{name}: the shapes of its codes and scales do not fit together")
+        raise Malformed(
+            f"the shapes of the codes and scales of {printable(name)} do not fit together"
+        )
 
 
 def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
@@ -149,14 +164,17 @@ def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
         end += part.nbytes
     starts = [segment.first for segment in segments]
     if starts[:1] != [0] or starts != sorted({*starts}):
-        raise Malformed("its segments do not begin at 0, or are not in ascending order")
+        raise Malformed(f"the segments of an expert must ascend from 0, but begin at {starts[:8]}")
     kinds = [(spec.name, spec.dtype) for spec in layout.tensors]
     for segment in segments:
         if [(spec.name, spec.dtype) for spec in segment.layout.tensors] != kinds:
-            raise Malformed("its segments have other tensors than the expert")
+            raise Malformed("a segment must have the same tensors as its expert")
     for spec in layout.tensors:
         if sum(segment.layout[spec.name].nbytes for segment in segments) != spec.nbytes:
-            raise Malformed(f"its segments do not add up to {spec.name}")
+            raise Malformed(
+                f"the bytes of the segments of {printable(spec.name)} do not add up to"
+                f" {spec.nbytes}"
+            )
     return SlotLayout(layout.tensors, end, layout.encodings, layout.dtype, tuple(segments))
 
 
@@ -166,16 +184,19 @@ def _low_copy(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     if nested:
         kinds = {exact.encodings.get(s.name) for s in codes_of(exact)}
         if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_copy_layout(exact):
-            raise Malformed("its nested copies do not fit its experts")
+            raise Malformed("nested copies must be int4 copies of int8 experts, in their layout")
     names = [spec.name for spec in codes_of(exact)]
     copies = [spec.name for spec in codes_of(layout)]
     if sorted(names) != sorted(copies) or exact.segments:
         raise Malformed(
-            "its copies have other matrices than its experts, or experts have segments too"
+            "low-precision copies must have the same matrices as their experts, and experts with"
+            " copies must have no segments"
         )
     for name in names:
         if not _has_shape_of(layout.weight(name), exact.weight(name)):
-            raise Malformed(f"the copy of {name} has another shape")
+            raise Malformed(
+                f"the low-precision copy of {printable(name)} has another shape than the expert's"
+            )
     return LowPrecisionCopy(precision, nested, layout)
 
 
@@ -187,5 +208,5 @@ def _has_shape_of(copy: WeightSpec, exact: WeightSpec) -> bool:
 
 def _one_of(value: str, choices: Container[str]) -> str:
     if value not in choices:
-        raise Malformed(f"it has the unknown type or kind {printable(value)}")
+        raise Malformed(f"the type or encoding {printable(value)} is unknown")
     return value

@@ -1,9 +1,9 @@
-"""The journal of an unfinished pack: a file of lines that outlives the process.
+"""The journal of an unfinished pack: a text file from which an interrupted job continues.
 
-The first line is the plan of the pack, as JSON. Each further line says that a part is complete on
-disk: `expert ID CRC32...` (one checksum a run) or `dense NAME BYTES CRC32`. A line is written after
-its part has been synced. An unterminated last line was being written when the process ended, and is
-ignored.
+The first line is the plan of the pack, as JSON. Each further line says that an expert or a dense
+file (non-expert tensors) is complete on disk: `expert ID CRC32...` (one checksum for each run of
+bytes) or `dense NAME BYTES CRC32`. A line is written after the data have been synced. If the last
+line is not terminated, the process ended while writing it, and it is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from greenroom.json_file import LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 LONGEST_COMMAND = 1000  # characters
-RESUME_HINT = "; the parts packed so far are not lost: run the same command again to continue"
+RESUME_HINT = "; the work done so far is not lost: run the same command again to continue"
 NUMBER = r"\d{1,19}"  # a size or a checksum
 LINE = re.compile(
     rf"^(?:expert ({NUMBER})((?: {NUMBER})+)|dense (\S+) ({NUMBER}) ({NUMBER}))$", re.ASCII
@@ -32,9 +32,9 @@ LINE = re.compile(
 
 @contextmanager
 def write_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Context manager that turns an OSError of writing a file into OutputError.
+    """Context manager that turns an OSError into an OutputError that names the file.
 
-    `hint` ends the message.
+    `hint` is added at the end of the message.
     """
     try:
         yield
@@ -43,18 +43,22 @@ def write_errors(path: Path, hint: str = "") -> Iterator[None]:
 
 
 class PackProgress:
-    """The finished parts of a pack: experts (ids and checksums) and dense files."""
+    """The experts and dense files of a pack that are complete on disk.
+
+    experts: the checksums of complete experts, by expert id
+    files:   the complete files of non-expert tensors, by name
+    """
 
     def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[DenseFile]) -> None:
         self.experts, self.files = experts, {file.name: file for file in files}
 
     def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
-        """Record in a pack's progress that experts are on disk, with their checksums."""
+        """Record that some of a pack's experts are complete on disk, with their checksums."""
         self.experts |= done
         self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
 
     def add_file(self, file: DenseFile) -> None:
-        """Record in a pack's progress that a file of dense parts is on disk."""
+        """Record that one of a pack's files of non-expert tensors is complete on disk."""
         self.files[file.name] = file
         self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
 
@@ -63,11 +67,11 @@ class PackProgress:
 
 
 class Journal(PackProgress):
-    """The progress of an unfinished pack, in a locked file that outlives the process.
+    """The progress of an unfinished pack, stored in a locked file that outlives the process.
 
-    The file is in `folder` and is created if needed.
-
-    Raises OutputError where another process makes this pack, or the folder holds another pack.
+    The file is created in the pack's folder, or read if it exists. `plan` identifies the pack and
+    `command` is the command that makes it. Raises OutputError if another process is making the
+    pack, or if the file is that of a pack with another plan.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
@@ -82,7 +86,9 @@ class Journal(PackProgress):
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise OutputError(f"{self.path}: another process is making this pack") from error
+            raise OutputError(
+                f"{self.path}: another process is making this pack: wait until it ends"
+            ) from error
         self._file.seek(0)
         complete, _, unterminated = self._file.read().rpartition(b"\n")
         lines = complete.decode(errors="replace").split("\n") if complete else []
@@ -96,8 +102,9 @@ class Journal(PackProgress):
         if {**earlier, "command": ""} != {**json.loads(json.dumps(plan)), "command": ""}:
             command = _command(earlier)
             raise OutputError(
-                f"{self.path.parent}: holds another unfinished pack"
-                + (f": finish it with `{command}`, or delete it" if command else ": delete it")
+                f"{self.path.parent}: this folder holds another unfinished pack: "
+                + (f"run `{command}` to finish that pack, or " if command else "")
+                + "delete the folder"
             )
         for line in lines[1:]:
             match LINE.split(line):
@@ -123,7 +130,10 @@ class Journal(PackProgress):
 
 
 def resume_command(folder: Path) -> str | None:
-    """Return the command that finishes the unfinished pack in a folder; None without one."""
+    """Return the command that finishes the unfinished pack in a folder.
+
+    None if the folder holds no unfinished pack; "greenroom pack" if its journal is damaged.
+    """
     path, command = folder / NAME, ""
     if not path.is_file():
         return None

@@ -1,4 +1,8 @@
-"""A pack as a checkpoint: dense parts in ordinary files, experts in the data file."""
+"""Opening of a pack as a checkpoint, and checks of its files.
+
+A pack is a model in Greenroom's own format: the experts are in one data file, all other tensors in
+safetensors or GGUF files, the dense files.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,16 @@ UNFINISHED_SUFFIX = ".unfinished"  # of the folder of an unfinished pack
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The folder and header of a pack."""
+    """An opened pack: its folder and its header."""
 
     folder: Path
     header: PackHeader
 
     def find_damaged(self) -> Iterator[DenseFile | int]:
-        """Return the dense files and the expert ids of a pack that have wrong checksums."""
+        """Read a whole pack; yield each dense file and expert id with a wrong checksum.
+
+        A dense file, which holds non-expert tensors, is also yielded if it is missing.
+        """
         for file in self.header.files:
             path = self.folder / file.name
             if not path.is_file() or crc32_of(path) != file.crc32:
@@ -47,50 +54,55 @@ class Pack:
                 )
 
     def check(self) -> None:
-        """Check all checksums.
+        """Read a whole pack and check all checksums.
 
-        CheckpointError names the first damaged part and the repair command.
+        Raises CheckpointError with the first damaged file or expert, and the repair command.
         """
         for damaged in self.find_damaged():
             if isinstance(damaged, int):
                 raise CheckpointError(catalog_of(self.header, self.folder).damage_message(damaged))
             raise CheckpointError(
-                f"{self.folder / damaged.name}: damaged (its checksum is wrong):"
-                f" `{self.header.command(self.folder, '--repair')}` repairs it"
+                f"{self.folder / damaged.name}: this file is missing or damaged: to repair the"
+                f" pack, run `{self.header.command(self.folder, '--repair')}`"
             )
 
 
 def is_pack(folder: Path) -> bool:
-    """True if a folder holds a pack."""
+    """True if a folder holds a pack, which means that it has the file greenroom.json."""
     return (folder / HEADER).is_file()
 
 
 def open_pack(folder: Path) -> Checkpoint:
-    """Open a pack as a checkpoint of its dense parts; reads headers, no weights.
+    """Open a pack as a checkpoint, by reading only headers.
 
-    Raises CheckpointError where something is missing or damaged, or files of different packs are
-    mixed; UnsupportedModel for a pack of another format version.
+    The checkpoint's tensors are those outside the experts; its `pack` describes the experts. Raises
+    CheckpointError if a file is missing or damaged, or if files of different packs are mixed;
+    UnsupportedModel for another version of the pack format.
     """
     header = read(folder)
     _check_data(folder, header)
     checkpoint = dense_parts(folder, header.files)
     if fingerprint(checkpoint) != header.source.dense:
         raise CheckpointError(
-            f"{folder}: its experts belong to another checkpoint than its config and dense parts"
-            f" (the pack was made from {header.source.model})"
+            f"{folder}: the pack's config or dense files were changed: they do not belong to its"
+            f" experts, which were made from {header.source.model}: make the pack again"
         )
     return replace(checkpoint, pack=Pack(folder, header))
 
 
 def dense_parts(folder: Path, files: Sequence[DenseFile]) -> Checkpoint:
-    """Open a pack's config and dense files as a checkpoint, without experts."""
+    """Open a pack's config and non-expert tensors as a checkpoint.
+
+    Raises CheckpointError if one of the files is missing, damaged or of another size.
+    """
     for file in files:
         path = folder / file.name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing, though {HEADER} names it")
+            raise CheckpointError(f"{path}: this file is missing, though {HEADER} names it")
         if path.stat().st_size != file.nbytes:
             raise CheckpointError(
-                f"{path}: has {path.stat().st_size} bytes, but {HEADER} says {file.nbytes}"
+                f"{path}: this file has {path.stat().st_size} bytes, but {HEADER} says"
+                f" {file.nbytes}"
             )
     if files[0].name.endswith(".gguf"):
         return GgufCheckpoint.open(folder / files[0].name)
@@ -102,18 +114,23 @@ def _check_data(folder: Path, header: PackHeader) -> None:
     with read_errors(path), open(path, "rb") as stream:
         first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
     if first != header.first_block():
-        raise CheckpointError(f"{path}: belongs to another pack than {HEADER}")
+        raise CheckpointError(f"{path}: this file does not belong to the pack of {HEADER}")
     if size != header.nbytes:
-        raise CheckpointError(f"{path}: has {size} bytes, but {HEADER} says {header.nbytes}")
+        raise CheckpointError(
+            f"{path}: this file has {size} bytes, but {HEADER} says {header.nbytes}"
+        )
 
 
 def refuse_unfinished(path: Path) -> None:
-    """Raise NotAModel for an unfinished pack, with the command that continues the pack."""
+    """Raise NotAModel if a path is that of an unfinished pack.
+
+    The message has the command that continues the pack.
+    """
     for folder in (path, Path(f"{path}{UNFINISHED_SUFFIX}")):
         if (command := resume_command(folder)) is not None and (
             folder == path or not path.exists()
         ):
-            raise NotAModel(f"{path}: an unfinished pack: `{command}` continues it")
+            raise NotAModel(f"{path}: this pack is not finished: run `{command}` to continue")
 
 
 def crc32_of(path: Path) -> int:
