@@ -191,7 +191,7 @@ def test_two_recordings_do_not_write_to_one_file(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_full_disk_is_told_as_one():
+def test_a_full_disk_is_an_output_error():
     with pytest.raises(OutputError, match="/dev/full: cannot be written: No space left on device"):
         Journal(Path("/dev/full"), HEADER)
 

@@ -272,7 +272,9 @@ def stopping(at: float) -> Callable[[int, int], None]:
 
 
 @pytest.mark.parametrize("at", [0.05, 0.5, 0.99])
-def test_what_was_done_is_kept(at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_experts_are_not_packed_again(
+    at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "pack"
     with pytest.raises(Stop):
         pack(str(source()), out, "int8", progress=stopping(at))
