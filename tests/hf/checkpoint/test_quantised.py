@@ -159,7 +159,7 @@ def gate_unlike_up(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "words"),
     [
-        (scale_of_a_wrong_shape, CheckpointError, ["has shape [1, 1]", "[2, 1] is right"]),
+        (scale_of_a_wrong_shape, CheckpointError, ["have shape [1, 1]", "must have shape [2, 1]"]),
         (scale_missing, CheckpointError, ["up_proj.weight_scale_inv are missing"]),
         (one_expert_in_full, UnsupportedModel, ["as fp8", "as bfloat16", "down_proj"]),
         (gate_unlike_up, UnsupportedModel, ["as fp8", "as bfloat16", "gate_up_proj"]),

@@ -54,7 +54,7 @@ def test_another_version(folder: Path) -> None:
     edit(folder, lambda raw: raw.update(version=4))
     with pytest.raises(UnsupportedModel) as error:
         find_checkpoint(folder)
-    assert "a pack of version 4: this greenroom reads 1 to 3" in one_line(error)
+    assert "format version 4, but this Greenroom reads versions 1 to 3" in one_line(error)
 
 
 @pytest.mark.parametrize(
