@@ -51,7 +51,7 @@ def ids(model: Any, tokens: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
-    """A prompt that fills the context but for `tokens`, and these one by one."""
+    """Measure a prompt that fills the context but `tokens`, and that many decoded tokens."""
     room, cache = model.greenroom, None
     start = time.perf_counter()
     for block in ids(model, context - tokens).split(PREFILL_BLOCK, 1):

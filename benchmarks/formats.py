@@ -48,7 +48,7 @@ def file_of(root: Path, model: str, kind: str) -> Path:
 
 
 def token_bytes(path: Path) -> int:
-    """Bytes that a token needs, as stored: its experts, dense parts but the embedding."""
+    """Stored bytes of one token: its experts, and the dense parts without the embedding."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -64,7 +64,10 @@ def token_bytes(path: Path) -> int:
 
 
 def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callable[[], Result]]:
-    """How to run each engine once; a `limit` of 0 is none. Greenroom's are named by kernels."""
+    """Commands that run each engine once, by name; a `limit` of 0 is no limit.
+
+    Runs of Greenroom have the name of their kernels.
+    """
     inner = 1 if limit else 3
     ours = {"memory": limit} if limit else {"cache": "100%"}
 

@@ -35,7 +35,7 @@ Entry = tuple[str, tuple[int, ...], bool, Callable[[], torch.Tensor]]
 
 
 def write_gguf(folder: Path, path: Path, layers: int | None = None) -> None:
-    """Convert one folder; an existing file is not written again.
+    """Write a checkpoint folder as a GGUF file, unless the file exists.
 
     With more `layers` than the folder has, its layers repeat: a larger file of the same kind.
     """
@@ -135,8 +135,10 @@ def _tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
 
 
 def deepen(path: Path, larger: Path, layers: int) -> None:
-    """A larger file of the same kind: the layers of a GGUF file over and over, byte for byte. An
-    existing file is not written again."""
+    """Write a GGUF file with more layers: copies of the layers of another one.
+
+    An existing file is not written again.
+    """
     if larger.exists():
         return
     reader = gguf.GGUFReader(path)

@@ -26,7 +26,7 @@ ENDS = ("useful", "late", "wasted", "dropped", "displaced")
 
 
 def run(model: str, prefetch: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[float]]:
-    """Statistics over all prompts, and the seconds of each decode token."""
+    """Answer all prompts; return statistics and the seconds of each decoded token."""
     loaded, tokenizer = greenroom.load(
         model, cache=args.cache, prefetch=prefetch, no_guard=True, read_limit=args.read_limit,
         context=512, predictor=args.learned if prefetch.startswith("learned") else None,

@@ -36,7 +36,7 @@ SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
 
 
 class Clock:
-    """Best of several runs, in seconds; a dry run takes few."""
+    """Measures the best of several runs of a call in seconds; fewer runs in a dry run."""
 
     def __init__(self, wall: bool, quick: bool) -> None:
         self.now, self.quick = time.perf_counter if wall else time.thread_time, quick
@@ -59,7 +59,7 @@ _READ = torch.ones(48 << 20)
 
 
 def expert_rows(clock: Clock) -> None:
-    """Experts: both kernels, one token and prompts, plain and transposed."""
+    """Print the expert table: both kernels, one token and prompts, plain and transposed."""
     print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'numba ms':>10}{'gain':>7}", end="")
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
     for hidden, inner, transposed in SHAPES[:1] if clock.quick else SHAPES:
@@ -149,9 +149,9 @@ def twin(layer: LayerExperts) -> LayerExperts:
 
 
 def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
-    """Experts a second in each encoding, compared with bf16 and with reading the bytes.
+    """Print the seconds per expert in each encoding, compared with bf16 and with memory.
 
-    Everything takes turns: the floor, then each encoding by each kernel, then all again.
+    The measurements take turns: the floor, then each encoding by each kernel, then all again.
     """
     now = clock.now
     print(
@@ -195,7 +195,7 @@ def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
 
 
 def dense_rows(clock: Clock) -> None:
-    """nn.Linear for one token: torch and ours, streaming through many matrices."""
+    """Print the speed of nn.Linear for one token, by torch and by the compiled kernel."""
     print(f"\n{'linear, one token':22}{'torch GB/s':>12}{'ours GB/s':>12}{'floor':>8}")
     for rows, columns in ((1024, 1024), (4096, 1024), (32000, 1024)):
         count = max(2, (96 << 20) // (rows * columns * 2))
@@ -211,7 +211,7 @@ def dense_rows(clock: Clock) -> None:
 
 
 def call_rows(clock: Clock) -> None:
-    """Microseconds of a call with almost nothing to compute."""
+    """Print the microseconds of a kernel call with almost nothing to compute."""
     experts, chosen = random_layer(64, 64, EXPERTS), make_kernel("numba")
     x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
     weights = torch.ones(1, TOP_K).bfloat16()

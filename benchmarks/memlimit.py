@@ -50,7 +50,7 @@ class Cgroup:
         return self.folder / "cgroup.procs"
 
     def peak_bytes(self) -> int | None:
-        """None where the kernel keeps no peak (v2 before Linux 5.19)."""
+        """Peak of the cgroup's memory; None if the kernel has no peak (v2 before Linux 5.19)."""
         path = self.folder / self.peak
         return int(path.read_text()) if path.exists() else None
 
@@ -70,7 +70,7 @@ class Measured:
 
 
 def parse_bytes(text: str) -> int:
-    """`1.6GiB`, `500MB` or a number of bytes."""
+    """Parse a size such as `1.6GiB`, `500MB` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 1.6GiB or 500MB")
@@ -78,7 +78,7 @@ def parse_bytes(text: str) -> int:
 
 
 def drop_page_cache(paths: Sequence[Path]) -> None:
-    """Forget the files' pages. Pages that a live process still maps stay."""
+    """Drop the files' pages from the page cache; pages that a live process maps stay."""
     os.sync()
     for path in paths:
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
@@ -129,7 +129,10 @@ def _make(parent: Path, v2: bool, limit_bytes: int) -> Cgroup:
 
 @contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Cgroup]:
-    """A child cgroup with a limit; removed at the end. CgroupError where there can be none."""
+    """Context with a child cgroup that has a memory limit.
+
+    The cgroup is removed at the end. Raises CgroupError if this process cannot make one.
+    """
     group, reason = None, "no memory controller is mounted"
     for parent, v2 in _parents():
         try:
@@ -160,7 +163,10 @@ def run_limited(
     timeout_s: float | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[Measured, str, str]:
-    """Run a command to its end: (what it took, its output, its errors). 0 means no limit."""
+    """Run a command to its end in a memory cgroup; a limit of 0 is no limit.
+
+    Return (measured resources, standard output, standard error).
+    """
     drop_page_cache(cold)
     if not limit_bytes:
         return _run(command, None, 0, timeout_s, env)

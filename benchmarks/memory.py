@@ -87,7 +87,7 @@ def _mapped(group: Cgroup) -> int:
 
 
 def inside(group: Cgroup, *arguments: str) -> subprocess.Popen[str]:
-    """`greenroom ARGUMENTS` in a cgroup."""
+    """Start `greenroom ARGUMENTS` in a cgroup."""
     enter = 'echo 0 > "$0" && exec "$@"'
     command = ["sh", "-c", enter, str(group.procs), sys.executable, "-m", "greenroom", *arguments]
     environment = {**os.environ, "GREENROOM_LEARNED": "off"}
@@ -97,7 +97,10 @@ def inside(group: Cgroup, *arguments: str) -> subprocess.Popen[str]:
 
 
 def run(model: str, options: list[str], tokens: int) -> tuple[int, int, Peak]:
-    """(bytes that the start-up line says, the closing line's peak, the cgroup's) of one run."""
+    """Run `greenroom run` once in a memory cgroup.
+
+    Return (bytes in the start-up line, peak in the closing line, peak of the cgroup).
+    """
     with memory_cgroup(NO_LIMIT) as group, watched(group) as peak:
         command_line = ["run", model, "Once upon a time", "--raw", "--json", *options]
         process = inside(group, *command_line, "--max-new-tokens", str(tokens))
@@ -111,7 +114,10 @@ def run(model: str, options: list[str], tokens: int) -> tuple[int, int, Peak]:
 
 
 def serve(model: str, options: list[str], tokens: int, port: int) -> tuple[int, Peak]:
-    """(the peak in `/v1/stats`, the cgroup's) after one request."""
+    """Send one request to `greenroom serve` in a memory cgroup.
+
+    Return (the peak in `/v1/stats`, the peak of the cgroup).
+    """
     with memory_cgroup(NO_LIMIT) as group, watched(group) as peak:
         process = inside(group, "serve", model, "--port", str(port), *options)
         try:

@@ -69,7 +69,7 @@ class Meter:
 
 
 def measured(model: Any, parts: Any, store: Any, variant: str, tokens: int) -> dict[str, float]:
-    """Seconds a token of one variant, with a cache of its own."""
+    """Measure the seconds a token of one variant, with a cache of its own."""
     model.greenroom.detach()
     model.greenroom = cache = Greenroom(model, replace(parts, prefetch=variant), store)
     passes = Passes(model)

@@ -17,9 +17,9 @@ from greenroom.server.engine.tokens.sampling import Sampler
 def replay(
     batch: Batch, journal: Journal, samplers: Mapping[int, Sampler]
 ) -> dict[int, list[Token]]:
-    """The tokens that the journal's sequences get in the same passes, by number.
+    """Compute a journal's passes again, and return each sequence's tokens by its number.
 
-    `samplers` are fresh ones of its requests. Caches are dropped after their last use.
+    `samplers` are new ones of the sequences' requests. Caches are dropped after their last use.
     """
     last = _last_uses(journal)
     ids = {number: list(request.ids) for number, request in journal.requests.items()}

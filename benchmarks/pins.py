@@ -29,7 +29,7 @@ from greenroom.trace import Trace, load, stream
 
 
 def by_label(trace: Trace, requests: Stream, pins: Pins) -> list[tuple[int, Ints]]:
-    """Each request's own set from its first step."""
+    """Pin the experts of each request's own label from its first step on."""
     firsts = np.searchsorted(requests.request, np.arange(trace.requests))
     return [(int(s), pins.tasks[trace.labels[r]].experts) for r, s in enumerate(firsts)]
 

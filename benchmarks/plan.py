@@ -52,7 +52,7 @@ OFF, AHEAD = "off", "next-gate"
 
 @dataclass(frozen=True)
 class Case:
-    """A setting at a size, behind a link of at most `limit` bytes a second."""
+    """A setting and a size behind a link of at most `limit` bytes a second."""
 
     share: float
     policy: str
@@ -73,7 +73,7 @@ TRAINING = (
 
 
 def unseen(limits: list[float]) -> list[Case]:
-    """The grid without the settings of TRAINING."""
+    """The settings of the grid that the plan has not seen: those outside of TRAINING."""
     shares = (0.125, 0.25, 0.5)
     cases = [
         Case(share, policy, "shared", OFF, limit)
@@ -103,7 +103,7 @@ def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
 
 
 def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
-    """One run: warmed without a limit, then counted behind it."""
+    """Measure one run: warmed without a limit, then counted behind the limit."""
     stage.setup = replace(stage.setup, read_limit=int(case.limit) if case.limit else None)
     config = LoadConfig(policy=case.policy, scope=case.scope, prefetch=case.prefetch,
                         no_guard=case.prefetch != "auto")  # fmt: skip
@@ -137,7 +137,7 @@ def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, cases: list[Case]) -> None:
-    """Run the cases that --out does not have yet, until the time is over."""
+    """Measure the cases that --out does not have yet, until the time is over."""
     end = time.perf_counter() + args.seconds
     done = [(_case(row), row["number"]) for row in rows_of(args.out)]
     cases_in_turn = [(case, n) for n in range(args.rounds) for case in [*TRAINING, *cases]]
@@ -211,7 +211,7 @@ class Planner:
 
 
 def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
-    """One line a setting; then the median error and the coverage of the ranges."""
+    """A table with a line for each setting, then median error and coverage of ranges."""
     times = defaultdict(list)
     for row in rows:
         if (case := _case(row)) not in TRAINING:
@@ -239,7 +239,7 @@ def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
 
 
 def compare(planner: Planner, rows: list[dict[str, Any]], cases: list[Case]) -> str:
-    """The plan's choice against the best measured setting, paired by round."""
+    """A table of the plan's choice and the best measured setting, paired by round."""
     times: dict[Case, dict[int, float]] = defaultdict(dict)
     for row in rows:
         times[_case(row)][row["number"]] = row["observed"]["seconds"]

@@ -43,7 +43,7 @@ EXPERT = 1 << 20  # bytes of a simulated expert, in four chunks
 
 @dataclass
 class Way:
-    """A pack, options of a run, and its results in each round."""
+    """A way to serve misses: a pack and options of a run, with its results by round."""
 
     pack: str
     options: dict[str, Any]
@@ -73,7 +73,7 @@ def ways(packs: list[str]) -> Iterator[Way]:
 
 
 def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, seed: int) -> None:
-    """One answer of a fresh run."""
+    """Answer one prompt with a newly loaded model, and record its times."""
     from greenroom.hf.load.load import load_with
     from greenroom.hf.text.generate import answer
 
@@ -95,7 +95,7 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
 
 
 def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
-    """All ways in turns, begun by another one each round."""
+    """Measure all ways in turns; the first one changes from round to round."""
     every = list(ways(list(folders)))
     for number in range(-1, args.rounds):
         if number < 0:  # compiles
@@ -107,7 +107,7 @@ def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
 
 
 def packs_in(root: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """The packs; missing ones are built."""
+    """Return the packs by name, and build those that are missing."""
     from greenroom.hf.pack.packing import pack
 
     folders = {name: root / name for name in args.packs.split(",")}

@@ -51,7 +51,7 @@ def networks(shape: Shape, hidden: int, width: int) -> dict[str, np.ndarray]:
 
 
 def median(call: Callable[[], object], rounds: int, layers: int, cold: bool) -> float:
-    """Microseconds a layer of a call that does all layers."""
+    """Median microseconds a layer of a call that computes all layers."""
     times = []
     for _ in range(rounds):
         if cold:

@@ -28,9 +28,10 @@ class RamStore:
 
     A read returns when `throttle` has carried the chunk, less the time in which the reader then
     copies it into a slot (measured at the start), so a chunk is in its slot when it is due. The
-    bytes are a view of the store's own, which must not be written to; staging is not used. Memory
-    goes with the last reference to the store, not with `close`: attached one after another,
-    several caches can have the same store. BudgetError where the experts do not fit.
+    bytes are a view of the store's own memory, which must not be written to; staging buffers are
+    not used. Memory is freed with the last reference to the store, not by `close`: several caches,
+    attached one after another, can use the same store. Raises BudgetError if the experts do not fit
+    into the free memory.
     """
 
     direct = True  # nothing of what it holds is in the page cache
@@ -85,11 +86,11 @@ class RamStore:
         return statistics.median(seconds) / nbytes
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
-        """An expert's chunks, as the disk's store cuts them."""
+        """Return an expert's chunks, with the boundaries that the disk store uses."""
         return self._chunks[expert_id]
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """A chunk's bytes: [length] uint8, a view of the store's own."""
+        """Return a chunk's bytes [length] as uint8, a view of the store's memory."""
         at = self._at[self._place(chunk)]
         self.throttle.carry(chunk.length, early=chunk.length * self._copy_s)
         return self._bytes[at : at + chunk.length]

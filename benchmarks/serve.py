@@ -72,8 +72,10 @@ class Answer:
 
 
 class Bench:
-    """`start(**options)` starts an engine of the checkpoint and sends later requests to it; `stop`
-    ends all engines."""
+    """Starts engines of the checkpoint one after another, and sends requests to them.
+
+    `start(**options)` starts an engine, which later requests are sent to; `stop` ends all engines.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self._seed = args, 0
@@ -106,7 +108,10 @@ class Bench:
         return torch.randint(5, most, (tokens,), generator=random).tolist()
 
     def ask(self, users: int, prompt: int, new: int, apart_s: float = 0.0) -> list[Answer]:
-        """Answers to fresh prompts of `users` at once, or `apart_s` after one another."""
+        """Send new prompts of `users` users, and return their answers.
+
+        The prompts are sent at once, or `apart_s` seconds after one another.
+        """
         assert self.engine is not None
         answers_begun = []
         for _ in range(users):
@@ -140,7 +145,7 @@ class Clock:
 
 
 def run(bench: Bench) -> str:
-    """`generate` and the engine on the same model, cache and prompts."""
+    """Compare `generate` and the engine on the same model, cache and prompts."""
     engine = bench.start(no_prefix_reuse=True)
     pairs: Pairs = []
     new = bench.args.tokens
@@ -183,7 +188,10 @@ def users(bench: Bench) -> str:
 
 
 def turn(bench: Bench) -> str:
-    """A conversation of 470 tokens, an answer of 30, and 20 more; then the like of it, cold."""
+    """Compare the second turn of a conversation with the same tokens sent cold.
+
+    The conversation has a prompt of 470 tokens, an answer of 30, and 20 more tokens.
+    """
     engine = bench.start()
     pairs: Pairs = []
     for _ in range(bench.args.repeats):
@@ -199,7 +207,7 @@ def turn(bench: Bench) -> str:
 
 
 def http_(bench: Bench) -> str:
-    """CPU seconds of the process for the same answer; the client is a process of its own."""
+    """Compare the CPU seconds of an answer through HTTP and by the engine alone."""
     engine = bench.start(no_prefix_reuse=True)
     pairs: Pairs = []
     new, vocabulary = bench.args.tokens, len(engine.tokenizer)
@@ -256,7 +264,7 @@ def served_by_http(engine: ContinuousEngine) -> Iterator[Callable[[list[int], in
 
 
 def client(port: int) -> None:
-    """Read [ids, new] from standard input, line by line; ask, read the stream, say `done`."""
+    """Send a request for each line [ids, new] of standard input; print `done` after each."""
     for line in sys.stdin:
         ids, new = json.loads(line)
         connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -273,7 +281,7 @@ def client(port: int) -> None:
 
 
 def delay(bench: Bench) -> str:
-    """Eight prompts, one every 12 ms; the experts that they read, and the last first token."""
+    """A table of eight prompts, one every 12 ms: TTFT and bytes read, with and without delay."""
     engines = {ms: bench.start(no_prefix_reuse=True, batch_delay=ms) for ms in (0.0, 100.0)}
     pairs_by_delay: dict[float, list[tuple[float, float, float]]] = {ms: [] for ms in engines}
     for _ in range(bench.args.repeats):

@@ -47,7 +47,7 @@ RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i
 
 
 def write_oracle_general(requests: Stream, experts: int, path: Path) -> None:
-    """The format that libcachesim reads fastest: 24 bytes a request, with its next use."""
+    """Write requests in libcachesim's fastest format: 24 bytes each, with the next use."""
     records = np.zeros(requests.pieces.size, RECORD)
     records["time"] = np.arange(requests.pieces.size) // 1000
     records["id"] = requests.pieces + 1
@@ -65,7 +65,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Bytes that a call allocates at the most."""
+    """Largest number of bytes that a call has allocated at once."""
     tracemalloc.start()
     call()
     most = tracemalloc.get_traced_memory()[1]

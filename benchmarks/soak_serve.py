@@ -166,7 +166,7 @@ class Soak:
             thread.join()
 
     def growth(self) -> float:
-        """Median memory of the last quarter over that of the second."""
+        """Median memory of the last quarter of the time over that of the second quarter."""
         quarter = self.seconds / 4
         second = [nbytes for at, nbytes in self.memory if quarter <= at < 2 * quarter]
         last = [nbytes for at, nbytes in self.memory if at >= 3 * quarter]
@@ -174,7 +174,7 @@ class Soak:
 
 
 def when_ticketed(reply: Reply) -> Any:
-    """A callback that waits for the ticket of its request: an answer may begin before."""
+    """A callback that waits until its request has a ticket: an answer may begin before."""
 
     def listen(what: Token | Finished) -> None:
         while reply.ticket is None:

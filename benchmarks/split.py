@@ -32,13 +32,13 @@ SHARES = (0.25, 0.5, 0.75)
 
 
 def costs(ratio: float) -> Costs:
-    """A link that carries an expert in so many milliseconds."""
+    """The costs of a machine whose link carries an expert in `ratio` ms."""
     link = Link(EXPERT / (ratio * 1e-3), 0.0, 1)
     return Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
 
 
 def halves(path: Path, tokens: int) -> tuple[Trace, Trace]:
-    """The requests of a recording's first tokens, and of as many after them."""
+    """The requests of a recording's first `tokens` tokens, and of as many tokens after them."""
     recording = load(path).head(2 * tokens)
     half = np.searchsorted(recording.request_starts, tokens)
     return recording.select(np.arange(half)), recording.select(np.arange(half, recording.requests))

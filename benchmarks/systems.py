@@ -45,7 +45,7 @@ def machine_of(args: argparse.Namespace, nbytes: int) -> Costs:
 
 
 def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
-    """Each system over the second half of a recording's tokens."""
+    """Simulate each system on the second half of a recording's tokens."""
     training, trace = halves(path, args.tokens)
     nbytes = int(trace.meta.get("expert_bytes") or EXPERT)
     costs, experts = machine_of(args, nbytes), int(trace.offsets[-1])

@@ -130,7 +130,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 class Version:
-    """A process that runs the source in one folder."""
+    """A process that runs the source of one checkout."""
 
     def __init__(self, source: Path) -> None:
         assert (source / "greenroom").is_dir(), f"{source} has no package greenroom"

@@ -43,7 +43,7 @@ PROMPTS = [
 
 
 def run(model: str, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One load and one answer: seconds, and requests and hits after each pass."""
+    """Load the model and answer once; return seconds, and requests and hits after each pass."""
     start = time.perf_counter()
     loaded, tokenizer = greenroom.load(model, cache=options.cache, prefetch=options.prefetch)
     took = {"load_s": time.perf_counter() - start, "warmed": loaded.greenroom.warm_experts}
@@ -66,13 +66,13 @@ def run(model: str, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(passes: list[tuple[int, int]], begin: int, end: int) -> float:
-    """Hits of requests in passes begin .. end - 1."""
+    """Hit ratio of the passes begin .. end - 1."""
     before, after = passes[begin - 1], passes[end - 1]
     return (after[1] - before[1]) / (after[0] - before[0])
 
 
 def reached(one: dict[str, Any], steady: float) -> int | None:
-    """Decode tokens before 90 % of it is reached; None where it never is."""
+    """Decoded tokens before 90 % of the steady hit ratio is reached; None if it never is."""
     passes = one["passes"]
     for first in range(1, len(passes) - WINDOW + 1):
         if ratio(passes, first, first + WINDOW) >= ENOUGH * steady:
@@ -110,7 +110,7 @@ def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
 
 
 def figures(one: dict[str, Any], steady: float) -> list[float]:
-    """The columns of the table; infinite where the steady ratio is never reached."""
+    """The columns of the table; infinite if the steady hit ratio is never reached."""
     tokens, all_s = reached(one, steady), float("inf")
     if tokens is not None:
         all_s = one["load_s"] + one["ttft_s"] + sum(one["gaps"][:tokens])

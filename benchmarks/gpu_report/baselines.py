@@ -42,7 +42,7 @@ class Experts:
 
 @contextmanager
 def stock(model: Any, names: tuple[str, ...], experts: Experts, kind: str) -> Iterator[None]:
-    """The model computed by transformers' experts implementation `kind`; layers share weights."""
+    """Context in which transformers' experts implementation `kind` computes the model."""
     with computed_by(model, kind):
         modules = [model.get_submodule(name) for name in names]
         for module in modules:
@@ -60,7 +60,7 @@ def stock(model: Any, names: tuple[str, ...], experts: Experts, kind: str) -> It
 def copies(
     model: Any, names: tuple[str, ...], experts: Experts, resident: int
 ) -> Iterator[dict[str, int]]:
-    """The model with `resident` experts of a layer on the device; counts what is copied."""
+    """Context with `resident` experts of a layer on the device; copies of others are counted."""
     counts = {"requests": 0, "copied": 0}
 
     def forward(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def copies(
 
 @contextmanager
 def computed_by(model: Any, implementation: str) -> Iterator[None]:
-    """The model's experts by another implementation for a while."""
+    """Context in which another experts implementation computes the model."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = {key: config._experts_implementation for key, config in configs.items()}
     for config in configs.values():

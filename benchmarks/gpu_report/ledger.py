@@ -57,7 +57,7 @@ class Ledger:
                 continue
 
     def rows(self) -> dict[tuple[str, str], Row]:
-        """The last line of each cell; a line that ended without a result stays in its place."""
+        """The last line of each cell, in the order of the cells' first lines."""
         return {(row["part"], row["cell"]): row for row in self._lines()}
 
     def values(self, part: str, cell: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Ledger:
         return row.get("values", {}) if row.get("status") == DONE else {}
 
     def open_cells(self, part: str, cells: Iterable[str], run: str) -> list[str]:
-        """The cells that this run has still to measure: neither final nor tried by it."""
+        """Cells that this run has still to measure: neither complete nor tried in it."""
         rows = self.rows()
         unfinished = []
         for cell in cells:

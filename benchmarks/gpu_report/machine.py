@@ -19,7 +19,7 @@ WARM, LIMIT_S, MOST = 3, 0.3, 30  # calls before any is timed; seconds and calls
 
 
 def missing() -> str:
-    """The reason why this machine cannot be measured; empty where it can."""
+    """The reason why this machine cannot be measured; empty if it can."""
     if not torch.cuda.is_available():
         return "no CUDA device answers: use a machine with a GPU, or --smoke for a dry run on a CPU"
     try:
@@ -88,10 +88,10 @@ def wall_seconds(work: Callable[[], object], at: torch.device) -> float:
 
 
 def device_seconds(work: Callable[[], object], at: torch.device) -> tuple[float, str]:
-    """(median seconds that the device takes for a call, how it was timed).
+    """(median seconds that the device takes for a call, how they were measured).
 
-    "graph": a CUDA graph of the call is replayed, so no launch is waited for; "events": events
-    around the call, where it cannot be captured; "host": the host's clock, on a CPU.
+    "graph": a CUDA graph of the call is replayed, so launches cost no time; "events": events around
+    the call, if no graph can hold it; "host": the host's clock, on a CPU.
     """
     if at.type != "cuda":
         return wall_seconds(work, at), "host"
@@ -102,7 +102,7 @@ def device_seconds(work: Callable[[], object], at: torch.device) -> tuple[float,
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """A CUDA graph of a call; None where the call does what a graph cannot hold."""
+    """A CUDA graph of a call; None if a graph cannot hold the call."""
     home, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(home)
     with torch.cuda.stream(side):  # whatever is compiled or loaded at the first call

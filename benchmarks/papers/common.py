@@ -100,7 +100,7 @@ def options(doc: str | None, traces: bool = True) -> argparse.ArgumentParser:
 
 
 def limit(args: argparse.Namespace) -> int:
-    """Largest number of tokens of a recording."""
+    """Largest number of tokens that a script takes of a recording."""
     return min(args.limit, 3000) if args.quick else int(args.limit)
 
 
@@ -158,7 +158,7 @@ def percent(value: float) -> str:
 
 
 def heads(trace: Trace, tokens: int, requests: Sequence[int] | np.ndarray) -> Trace:
-    """The first tokens of these requests, in this order, each token a pass."""
+    """The first tokens of some requests, in order, each token a pass."""
     starts, lengths = trace.request_starts[:-1], np.diff(trace.request_starts).clip(max=tokens)
     rows = np.concatenate([np.arange(starts[r], starts[r] + lengths[r]) for r in requests])
     return Trace(

@@ -37,11 +37,12 @@ def one_cycles(layers: int, experts: int, rounds: int) -> Trace:
 
 
 def cruel(policy: Policy, layers: int, experts: int, rounds: int) -> Trace:
-    """Theorem 3.2: every round asks for an expert that is not in this policy's cache.
+    """Theorem 3.2: every round requests an expert that is not in this policy's cache.
 
-    k = layers * experts - 1 slots. The rest of a round is that of the round before, and the first
-    round asks for every layer's first. The policy misses every round, and OPT once in
-    k - layers + 1. UsageError for a policy that must know the trace, which is made as it goes.
+    The cache has k = layers * experts - 1 slots. Each round differs from the one before in the
+    missing expert only, and the first round requests every layer's first expert. The policy misses
+    every round, and OPT once in k - layers + 1 rounds. Raises UsageError for a policy that must
+    know the trace in advance.
     """
     if policy.needs_trace:
         raise UsageError(

@@ -54,7 +54,7 @@ def misses(requests: Stream, trace: Trace, k: int, name: str, seed: int) -> int:
 
 
 def over_opt(trace: Trace, share: float, seed: int) -> dict[str, float]:
-    """Each policy's misses over OPT's on one request."""
+    """Each policy's misses on one request, divided by OPT's."""
     requests, k = stream(trace, "rounds"), int(share * experts_of(trace))
     floor = int(opt_curve(requests, trace.offsets).misses[k - 1])
     return {name: misses(requests, trace, k, name, seed) / floor for name in ONLINE}

@@ -44,7 +44,7 @@ def token_by_token(trace: Trace) -> Trace:
 
 
 class Early:
-    """A predictor of which only the predictions before a pass count."""
+    """A predictor of which only the predictions made before a pass count."""
 
     def __init__(self, every_pass: Predictor) -> None:
         self.name, self.distance = every_pass.name, None

@@ -48,7 +48,7 @@ def within(trace: Trace) -> np.ndarray:
 
 
 def hits(trace: Trace, shares: tuple[float, ...] | np.ndarray) -> np.ndarray:
-    """LRU's hit ratio where every layer has that share of its experts in slots."""
+    """LRU's hit ratio if every layer has slots for a share of its experts."""
     curve = lru_curve(stream(trace, "natural"), trace.offsets, scope="per-layer")
     slots = (np.asarray(shares) * trace.experts_per_layer[0]).astype(int).clip(1) * trace.layers
     return 1 - curve.misses[slots - trace.layers] / curve.requests

@@ -92,7 +92,7 @@ class Ablated(Scheduler):
         return None
 
     def _demand_next(self, step: Step, turn: int, actions: list[Action]) -> None:
-        """Demand the next expert in order, where it is missing and was not requested yet."""
+        """Demand the next expert in order, if it is missing and was not requested yet."""
         piece = int(step.array[turn]) if turn < step.array.size else -1
         if piece in step.missing and piece in self._later:
             self._add(piece, self._later.pop(piece))
@@ -123,7 +123,7 @@ def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator
 
 
 class Recut:
-    """A store in memory that gives experts in chunks of another size."""
+    """A store in memory that reads experts in chunks of another size."""
 
     def __init__(self, store: RamStore) -> None:
         self._store = store
@@ -132,7 +132,7 @@ class Recut:
         return getattr(self._store, name)
 
     def chunks(self, expert_id: int) -> Any:
-        """One chunk an extent."""
+        """Return an expert's chunks: one for each extent."""
         extents = {id(c.extent): c.extent for c in self._store.chunks(expert_id)}
         return tuple(
             self._store.chunks(expert_id)[0]._replace(extent=e, start=0, length=e.length)
@@ -148,7 +148,7 @@ def compare_all(
     rig: Rig, stores: dict[int, Any], chosen: list[Session], capacity: int, bandwidth: float,
     args: Any, costs: Any = None,
 ) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """The runs of every variant, one a session; simulated where there are costs."""
+    """Run, or with `costs` simulate, every variant for one session after another."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for repeat, session in enumerate(chosen):
         turn = repeat % len(VARIANTS)

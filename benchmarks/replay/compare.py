@@ -33,9 +33,9 @@ from greenroom.trace.orders import stream
 def simulated(
     rig: Rig, session: Session, capacity: int, costs: Costs, policy: str, variant: str
 ) -> tuple[float, float, int]:
-    """(seconds of the counted passes, stall of them, misses of them) in simulated time.
+    """Simulate a session; return (seconds, stall seconds, misses) of the counted passes.
 
-    As in the run, nothing takes any time while the cache is filled.
+    As in the measured run, filling the cache takes no time.
     """
     trace, offsets = session.trace, list(rig.catalog.offsets)
     layers, experts = len(offsets) - 1, offsets[-1]

@@ -26,10 +26,11 @@ from greenroom.trace.trace import starts_of
 
 
 def prepared(trace: Trace, layers: int, vocabulary: int) -> Trace:
-    """A recording cut for a replay: first layers, fixed gate weights, ids below the vocabulary.
+    """Cut a recording for a replay: first layers, fixed gate weights, ids below the vocabulary.
 
-    Ids are numbered anew, so that those that were alike or distinct stay so; without any, every
-    token is another one until the vocabulary is used up. UsageError where it does not fit.
+    Token ids are numbered anew: equal ids stay equal, different ones different. In a recording
+    without ids the tokens differ until the vocabulary is used up. Raises UsageError if the
+    recording has too few layers or too many different tokens.
     """
     if layers > trace.layers:
         raise UsageError(
@@ -57,7 +58,10 @@ def prepared(trace: Trace, layers: int, vocabulary: int) -> Trace:
 
 
 def cut(trace: Trace, tokens: int) -> Trace:
-    """The first tokens of every request; a pass may be cut short, requests of fewer go."""
+    """Cut every request of a recording to its first tokens.
+
+    A pass may be cut short. Requests with fewer tokens are left out.
+    """
     lengths = np.diff(trace.request_starts)
     trace = trace.select(np.flatnonzero(lengths >= tokens))
     starts = trace.request_starts
@@ -94,7 +98,11 @@ def with_prompts(trace: Trace, tokens: int) -> Trace:
 
 
 def batched(trace: Trace, size: int) -> Trace:
-    """Requests of equal length, so many at a time: a pass has the next token of each of them."""
+    """Batch requests of equal length, `size` at a time.
+
+    A pass has the next token of each request of a batch. Raises UsageError if the lengths differ or
+    there are too few requests.
+    """
     lengths = set(np.diff(trace.request_starts).tolist())
     if len(lengths) != 1:
         raise UsageError(
@@ -120,7 +128,7 @@ def batched(trace: Trace, size: int) -> Trace:
 
 
 class Routing:
-    """The routers' forced choices, and their passes."""
+    """Forces a model's routers to choose the experts of a recording, and plays its passes."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         assert trace.weights is not None
@@ -134,7 +142,7 @@ class Routing:
         self._cache: Any = None  # keys and values of the request under way
 
     def listener(self, layer: int) -> Any:
-        """A hook of a router: (logits, weights, experts) with the recording's choice."""
+        """Make a router's hook that returns (logits, weights, experts) of the recording."""
 
         def choose(module: nn.Module, args: Any, output: Any) -> tuple[torch.Tensor, ...]:
             logits, weights, _ = output

@@ -24,7 +24,7 @@ from greenroom.runtime.store.disk import Staging
 
 
 class Traffic:
-    """Lanes that copy experts for as long as the `with` lasts."""
+    """Transfer lanes that copy experts for as long as the context lasts."""
 
     def __init__(self, rig: Rig, bandwidth: float) -> None:
         self._rig, self._stop = rig, threading.Event()

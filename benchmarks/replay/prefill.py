@@ -40,7 +40,7 @@ def with_prompt(session: Session) -> Session:
 
 
 def resident_prompt_s(rig: Rig, chosen: list[Session]) -> float:
-    """Seconds of a prompt with everything resident: median over the prompts."""
+    """Median seconds of a prompt with all experts resident, over the prompts."""
     rig.attach(rig.catalog.experts)
     rig.fill()
     seconds = []
@@ -122,7 +122,7 @@ def main() -> None:
 def measure(
     rig: Rig, args: Any, chosen: list[Session], capacity: int, bandwidth: float | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The runs of every variant, one a prompt."""
+    """Run every variant, once for each prompt."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for repeat, session in enumerate(chosen):
         turn = repeat % len(args.variants)

@@ -30,7 +30,10 @@ WINDOW, NEAR = 3, 0.05
 
 
 def kinds(trace: Trace, number: int) -> dict[str, np.ndarray]:
-    """Requests of each kind that has at least twice so many, the commonest first."""
+    """Requests of each kind, the commonest kind first, as indices by name.
+
+    A kind has at least twice `number` requests.
+    """
     label = np.array([text.split("/")[0] for text in trace.labels])
     common = [name for name, count in Counter(label.tolist()).most_common() if count >= 2 * number]
     return {name: np.flatnonzero(label == name) for name in common}
@@ -45,7 +48,7 @@ def session(trace: Trace, before: np.ndarray, after: np.ndarray, tokens: int) ->
 def served(
     rig: Rig, each: Session, capacity: int, bandwidth: float, policy: str, variant: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([requests] misses, [requests] seconds) of the requests after the change."""
+    """Play requests after a change of load; return their [requests] misses and seconds."""
     cache = rig.attach(
         capacity, policy=policy, bandwidth=bandwidth, session=each.trace,
         prefetch="off" if variant == REACTIVE else variant,
@@ -63,7 +66,10 @@ def served(
 
 
 def recovered(per_request: np.ndarray) -> int:
-    """The first request from which the mean of WINDOW is small; all of them where none is."""
+    """The first request from which the mean excess over WINDOW requests is small.
+
+    If there is none, it is the number of all requests.
+    """
     window_means = np.convolve(per_request, np.ones(WINDOW) / WINDOW, "valid")
     small = np.flatnonzero(window_means <= NEAR)
     return int(small[0]) if small.size else len(per_request)

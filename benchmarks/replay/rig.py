@@ -47,7 +47,7 @@ CALIBRATED = 8  # passes
 
 
 class Rig:
-    """One model and one recording cut to its layers; `trace` is the part for replays."""
+    """A model, and a recording cut to its layers; `trace` is the part for replays."""
 
     def __init__(
         self, folder: Path, recording: Path, *, kernels: str = "auto", threads: int = 1
@@ -144,8 +144,10 @@ class Rig:
             self.ram.throttle.bandwidth = bandwidth
 
     def resident(self, passes: int = 24, batch: int = 1) -> tuple[float, float, float]:
-        """Seconds of a pass without misses, one token of each request of a batch: (all of it, its
-        experts, an expert). Medians over passes."""
+        """Median seconds of a decode pass without misses: (the pass, its experts, one expert).
+
+        A pass has one token of each request of a batch.
+        """
         nearly = self.attach(self.catalog.experts - 1)  # see `experts_s`
         self.fill()
         batches = batched(cut(self.trace, passes + 2), batch).select([0])
@@ -182,10 +184,10 @@ class Rig:
 def experts_s(
     attached: attach.Greenroom, routing: Routing, passes: range
 ) -> tuple[float, float, float]:
-    """Medians over passes of a token: seconds of all of it, of its experts, and of an expert.
+    """Median seconds of a decode pass: (the pass, its experts, one expert).
 
-    A cache with a slot for every expert computes whole layers as one, in which experts have no time
-    of their own: the cache must have at least one slot less.
+    A cache with a slot for every expert computes a layer as one, in which single experts are not
+    timed: the cache must have at least one slot less.
     """
     assert attached.capacity < attached.setup.catalog.experts
     seconds, of_experts, of_one = [], [], []
@@ -198,7 +200,7 @@ def experts_s(
 
 
 class Placed(Foresight):
-    """Foresight with the position of each pass in the recording, also after a `warm`."""
+    """A predictor with foresight that knows each pass's position in the recording."""
 
     place = 0
 

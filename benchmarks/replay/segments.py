@@ -69,7 +69,7 @@ DISK = "disk"
 
 @dataclass(frozen=True)
 class Cell:
-    """A share of the experts, transfer over compute (0: the disk as it is), a way, a repetition."""
+    """One run: a share of experts, a ratio of transfer to compute, a way, a repetition."""
 
     share: float
     ratio: float
@@ -82,7 +82,7 @@ class Cell:
 
 
 class LoadedPack:
-    """The pack, loaded once, and the recording; `attach` gives it another cache."""
+    """A pack, loaded once, and the recording; `attach` gives the pack another cache."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -145,7 +145,7 @@ class LoadedPack:
             return experts_s(attached, routing, range(4, 20))[:2]
 
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
-        """Every way at this size and bandwidth."""
+        """Every compared way of the cache at this size and bandwidth."""
         token, experts = self.resident
         layers, n = (
             layer_statistics(predicted_activity(self.lessons, self.args.prefetch)),
@@ -168,7 +168,7 @@ class LoadedPack:
         }  # fmt: skip
 
     def run(self, cell: Cell, session: Session, bandwidth: float, disk: float) -> dict[str, Any]:
-        """One session of one way: seconds of each counted pass, and the counters over them."""
+        """Play a session in one way; return seconds of each counted pass and their counters."""
         capacity = int(self.catalog.experts * cell.share)
         way = self.ways(capacity, min(bandwidth, disk))[cell.way]
         attached, store = self.attach(capacity, way, INFINITE, session)
@@ -236,7 +236,7 @@ def save(args: Any, record: dict[str, Any]) -> None:
 
 
 def read(args: Any) -> dict[str, Any]:
-    """All records by their keys."""
+    """Read all records of the output file, by their keys."""
     if not args.out.exists():
         return {}
     records = map(json.loads, args.out.read_text().splitlines())
@@ -244,7 +244,7 @@ def read(args: Any) -> dict[str, Any]:
 
 
 def report(known_records: dict[str, Any]) -> str:
-    """A row a cell: each way's mean time a token, and its ratio to whole experts'."""
+    """A table of every way's mean time a token, and its ratio to unsplit experts."""
     by_cell: dict[Any, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for key, record in known_records.items():
         if key != "resident":

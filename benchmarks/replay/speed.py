@@ -55,8 +55,10 @@ USUAL = [REACTIVE, "markov", "noisy-oracle:2", "oracle:2"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A share of experts resident, and transfer over compute, or the link's GB/s (neither: the
-    disk)."""
+    """A share of resident experts, and the speed of the link.
+
+    The speed is a ratio of transfer to compute, or GB/s; without both, experts come from the disk.
+    """
 
     share: float
     ratio: float | None
@@ -65,8 +67,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Session:
-    """Requests of one repetition: all but the last fill the cache; `first` is where counting
-    begins, in passes."""
+    """Requests of one repetition: all but the last fill the cache.
+
+    `first` is the number of the first counted pass.
+    """
 
     trace: Trace
     filling: int  # tokens
@@ -85,7 +89,7 @@ class Session:
 def sessions(
     trace: Trace, tokens: int, fill: int, settle: int, repeats: int, batch: int = 1
 ) -> list[Session]:
-    """Neighbouring requests from `repeats` places of the recording, so many decoded together."""
+    """Sessions of neighbouring requests, from `repeats` places of the recording."""
     short = batched(cut(trace, tokens), batch)
     places = np.linspace(0, short.requests - fill - 1, repeats + 1).astype(int)[:-1].tolist()
     chosen = [short.select(range(place, place + fill + 1)) for place in places]
@@ -93,7 +97,7 @@ def sessions(
 
 
 def misses(session: Session, capacity: int, policy: str) -> int:
-    """Requests of the counted passes that a replay finds absent."""
+    """Misses of the counted passes in a simulated replay."""
     requests, experts = stream(session.trace, "runtime"), int(session.trace.offsets[-1])
     replayed = replay(
         requests, session.trace.offsets, capacity, choose(policy, capacity, experts), detail=True
@@ -105,7 +109,7 @@ def misses(session: Session, capacity: int, policy: str) -> int:
 
 def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args: Any,
         variant: str) -> dict[str, Any]:  # fmt: skip
-    """One session of one variant: seconds of each counted pass and the counters over them."""
+    """Play a session with one variant; return seconds of each counted pass and the counters."""
     cache = rig.attach(
         capacity, policy=args.policy, bandwidth=bandwidth, guard=args.guard,
         prefetch="off" if variant == REACTIVE else variant, session=session.trace,
@@ -216,8 +220,10 @@ def best_of(variants: dict[str, Runs]) -> Runs | None:
 
 
 def share_hidden(reactive: Runs, runs: Runs, carrying: float) -> str:
-    """Hidden share of the reactive stall that can be hidden: transfers longer than the variant's
-    computation cause a stall in any case."""
+    """Share of the reactive stall that a variant hides, of what can be hidden.
+
+    Transfers longer than the variant's computation cause a stall in any case.
+    """
     before, after = per_token(reactive, "stall_s"), per_token(runs, "stall_s")
     hideable = before - max(0.0, carrying - (tpot(runs) - after))
     return f"{(before - after) / hideable:.0%}" if hideable > 0 else "-"
