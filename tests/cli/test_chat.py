@@ -23,7 +23,7 @@ from greenroom.server.chat.backend import Reply
 from greenroom.server.engine.tokens.reader import AnswerDelta
 from tests.cli.conftest import START, Ran, Run
 from tests.server.api.test_operations import STATS
-from tests.server.conftest import Running, launch, saying, thinking
+from tests.server.conftest import Running, fake_engine, launch, reasoning_engine
 
 WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {START}"
 # A session leader takes the terminal that it is given; tests in a shell's background ignore Ctrl-C.
@@ -150,7 +150,7 @@ def test_statistics_of_other_servers_are_shown_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    found = launch(thinking("<think>Hm.</think>Hello there!<|im_end|>"), key="k")
+    found = launch(reasoning_engine("<think>Hm.</think>Hello there!<|im_end|>"), key="k")
     yield found
     found.stop()
 
@@ -274,7 +274,7 @@ class Screen:
 
 @pytest.mark.timeout(120)
 def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -> None:
-    slow = launch(saying("word " * 200, delay_s=0.05))
+    slow = launch(fake_engine("word " * 200, delay_s=0.05))
     screen = Screen(
         "chat", "--url", slow.url, env={"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
     )

@@ -56,23 +56,23 @@ def thinker_tokenizer() -> Any:
     return tokenizer
 
 
-def speaking(text: str, tokenizer: Any = None, end: str | None = "<|end|>") -> list[int]:
+def answer_ids(text: str, tokenizer: Any = None, end: str | None = "<|end|>") -> list[int]:
     """Return the tokens of an answer, and its end token."""
     tokenizer = tokenizer or demo_tokenizer()
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
 
 
-def saying(text: str, **options: Any) -> FakeEngine:
+def fake_engine(text: str, **options: Any) -> FakeEngine:
     """Make an engine whose every answer is `text`."""
-    return FakeEngine(demo_tokenizer(), speaking(text), end_ids=(1,), **options)
+    return FakeEngine(demo_tokenizer(), answer_ids(text), end_ids=(1,), **options)
 
 
-def thinking(text: str, **options: Any) -> FakeEngine:
+def reasoning_engine(text: str, **options: Any) -> FakeEngine:
     """Make an engine whose every answer is `text`, with reasoning and tools."""
     tokenizer = thinker_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    script = speaking(text, tokenizer, "<|im_end|>")
+    script = answer_ids(text, tokenizer, "<|im_end|>")
     return FakeEngine(tokenizer, script, end_ids=(end,), model_type="qwen3_moe", **options)
 
 
@@ -166,6 +166,6 @@ def serve(no_threads_left: None) -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """A server whose every answer is Hi, for all tests of a file."""
-    instance = launch(saying("Hi"))
+    instance = launch(fake_engine("Hi"))
     yield instance
     instance.stop()

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.server.conftest import NAME, Running, Serve, saying, thinking
+from tests.server.conftest import NAME, Running, Serve, fake_engine, reasoning_engine
 
 QUESTION: Any = [{"role": "user", "content": "Hello"}]
 PARAMETERS: Any = {"type": "object", "properties": {"place": {"type": "string"}}}
@@ -32,7 +32,7 @@ def prompt_text(running: Running, index: int = -1) -> str:
 
 class TestCompletions:
     def test_complete_and_streamed(self, serve: Serve) -> None:
-        api = by_openai(serve(saying(" there 🎉"))).completions
+        api = by_openai(serve(fake_engine(" there 🎉"))).completions
         complete = api.create(model=NAME, prompt="Hello", max_tokens=50)
         assert complete.choices[0].text == " there 🎉"
         assert complete.choices[0].finish_reason == "stop"
@@ -46,13 +46,13 @@ class TestCompletions:
         assert chunks[-1].usage == complete.usage
 
     def test_a_template_is_not_applied(self, serve: Serve) -> None:
-        running = serve(saying("x"))
+        running = serve(fake_engine("x"))
         by_openai(running).completions.create(model=NAME, prompt="Hello")
         assert prompt_text(running) == "<|begin|>Hello"
         assert running.engine.tickets[0].request.max_new_tokens == 16
 
     def test_several_prompts_in_text_or_ids(self, serve: Serve) -> None:
-        running = serve(saying("x"))
+        running = serve(fake_engine("x"))
         api = by_openai(running).completions
         response = api.create(model=NAME, prompt=["a", "b"], n=2)
         assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
@@ -62,14 +62,14 @@ class TestCompletions:
         assert sorted(t.request.ids for t in running.engine.tickets[-2:]) == [(42,), (43,)]
 
     def test_echo_returns_the_prompt(self, serve: Serve) -> None:
-        api = by_openai(serve(saying(" there"))).completions
+        api = by_openai(serve(fake_engine(" there"))).completions
         complete = api.create(model=NAME, prompt="Hello", echo=True)
         assert complete.choices[0].text == "Hello there"
         chunks = api.create(model=NAME, prompt="Hello", echo=True, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello there"
 
     def test_logprobs_have_the_place_of_each_token(self, serve: Serve) -> None:
-        api = by_openai(serve(saying("one two"))).completions
+        api = by_openai(serve(fake_engine("one two"))).completions
         response = api.create(model=NAME, prompt="Hello", logprobs=2).choices[0]
         assert response.logprobs is not None
         assert "".join(response.logprobs.tokens or ()) == "one two<|end|>"  # it was chosen too
@@ -79,13 +79,13 @@ class TestCompletions:
         assert all(response.logprobs.top_logprobs or ())
 
     def test_stop_strings(self, serve: Serve) -> None:
-        api = by_openai(serve(saying("one STOP two"))).completions
+        api = by_openai(serve(fake_engine("one STOP two"))).completions
         assert api.create(model=NAME, prompt="x", stop="STOP").choices[0].text == "one "
 
 
 class TestResponses:
     def test_whole(self, serve: Serve) -> None:
-        running = serve(saying("Hello wörld", reused=3))
+        running = serve(fake_engine("Hello wörld", reused=3))
         response = by_openai(running).responses.create(
             model=NAME, input="Hi", instructions="Be kind.", metadata={"a": "b"}
         )
@@ -99,7 +99,7 @@ class TestResponses:
         )
 
     def test_streamed_events_give_the_same_answer(self, serve: Serve) -> None:
-        api = by_openai(serve(saying("Hello wörld"))).responses
+        api = by_openai(serve(fake_engine("Hello wörld"))).responses
         events = list(api.create(model=NAME, input="Hi", stream=True))
         kinds = [event.type for event in events]
         assert kinds[:4] == [
@@ -120,7 +120,7 @@ class TestResponses:
         assert "".join(deltas) == last.response.output_text == "Hello wörld"
 
     def test_reasoning_and_calls_are_items(self, serve: Serve) -> None:
-        running = serve(thinking(CALLED))
+        running = serve(reasoning_engine(CALLED))
         tool: Any = {"type": "function", "name": "look", "parameters": PARAMETERS, "strict": False}
         with by_openai(running).responses.stream(model=NAME, input="Hi", tools=[tool]) as stream:
             kinds = [event.type for event in stream]
@@ -146,7 +146,7 @@ class TestResponses:
         assert "a wall" in prompt_text(running)
 
     def test_cut_short(self, serve: Serve) -> None:
-        response = by_openai(serve(saying("one two three"))).responses.create(
+        response = by_openai(serve(fake_engine("one two three"))).responses.create(
             model=NAME, input="Hi", max_output_tokens=2
         )
         assert response.status == "incomplete"
@@ -154,21 +154,21 @@ class TestResponses:
         assert response.incomplete_details.reason == "max_output_tokens"
 
     def test_json_by_a_schema(self, serve: Serve) -> None:
-        running = serve(saying("{}"))
+        running = serve(fake_engine("{}"))
         form: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
         response = by_openai(running).responses.create(model=NAME, input="Hi", text=form)
         assert response.output_text == "{}"
         assert running.engine.tickets[0].request.grammar is not None
 
     def test_logprobs(self, serve: Serve) -> None:
-        response: Any = by_openai(serve(saying("one two"))).responses.create(
+        response: Any = by_openai(serve(fake_engine("one two"))).responses.create(
             model=NAME, input="Hi", include=["message.output_text.logprobs"], top_logprobs=1
         )
         logprobs = response.output[0].content[0].logprobs
         assert "".join(token.token for token in logprobs) == "one two"
 
     def test_stored_responses_are_refused(self, serve: Serve) -> None:
-        api = by_openai(serve(saying("x"))).responses
+        api = by_openai(serve(fake_engine("x"))).responses
         with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
             api.create(model=NAME, input="Hi", previous_response_id="resp_1")
         with pytest.raises(openai.BadRequestError, match="store must be"):
@@ -178,7 +178,7 @@ class TestResponses:
 
 class TestMessages:
     def test_whole(self, serve: Serve) -> None:
-        running = serve(saying("Hello wörld", reused=4))
+        running = serve(fake_engine("Hello wörld", reused=4))
         response = by_anthropic(running).messages.create(
             model=NAME, max_tokens=50, system="Be kind.", messages=QUESTION,
             extra_body={"temperature": 0.5, "top_k": 3},
@@ -193,7 +193,7 @@ class TestMessages:
         assert prompt_text(running).startswith("<|begin|><|system|>Be kind.<|end|>")
 
     def test_streamed_events_give_the_same_answer(self, serve: Serve) -> None:
-        api = by_anthropic(serve(saying("Hello wörld"))).messages
+        api = by_anthropic(serve(fake_engine("Hello wörld"))).messages
         with api.stream(model=NAME, max_tokens=50, messages=QUESTION) as stream:
             kinds = [event.type for event in stream]
             response = stream.get_final_message()
@@ -204,20 +204,20 @@ class TestMessages:
 
     def test_the_raw_stream_names_its_events(self, serve: Serve) -> None:
         body = {"model": NAME, "max_tokens": 5, "messages": QUESTION, "stream": True}
-        text = serve(saying("Hi")).post("/v1/messages", body).text
+        text = serve(fake_engine("Hi")).post("/v1/messages", body).text
         for line in text.split("\n\n")[:-1]:
             name, data = line.split("\n")
             assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
 
     def test_stop_sequences_and_limits(self, serve: Serve) -> None:
-        api = by_anthropic(serve(saying("one STOP two"))).messages
+        api = by_anthropic(serve(fake_engine("one STOP two"))).messages
         response = api.create(model=NAME, max_tokens=50, messages=QUESTION, stop_sequences=["STOP"])
         assert (response.stop_reason, response.stop_sequence) == ("stop_sequence", "STOP")
         assert response.content[0].text == "one "  # type: ignore[union-attr]
         assert api.create(model=NAME, max_tokens=1, messages=QUESTION).stop_reason == "max_tokens"
 
     def test_thinking_and_tools(self, serve: Serve) -> None:
-        running = serve(thinking(CALLED))
+        running = serve(reasoning_engine(CALLED))
         api = by_anthropic(running).messages
         tool: Any = {"name": "look", "input_schema": PARAMETERS}
         with api.stream(model=NAME, max_tokens=90, messages=QUESTION, tools=[tool]) as stream:
@@ -245,20 +245,20 @@ class TestMessages:
         assert "<|im_start|>user\nAnd?" in prompt_text(running)
 
     def test_a_started_answer_is_continued(self, serve: Serve) -> None:
-        running = serve(saying(" is blue"))
+        running = serve(fake_engine(" is blue"))
         begun: Any = [*QUESTION, {"role": "assistant", "content": "The sky"}]
         by_anthropic(running).messages.create(model=NAME, max_tokens=9, messages=begun)
         assert prompt_text(running).endswith("<|assistant|>The sky")
 
     def test_tokens_are_counted(self, serve: Serve) -> None:
-        running = serve(saying("x"))
+        running = serve(fake_engine("x"))
         api = by_anthropic(running).messages
         count = api.count_tokens(model=NAME, messages=QUESTION, system="Be kind.").input_tokens
         api.create(model=NAME, max_tokens=9, messages=QUESTION, system="Be kind.")
         assert count == len(running.engine.tickets[0].request.ids)
 
     def test_thinking_can_be_switched_off_by_the_template(self, serve: Serve) -> None:
-        running = serve(thinking("Hi"))
+        running = serve(reasoning_engine("Hi"))
         off: Any = {"type": "disabled"}
         by_anthropic(running).messages.create(
             model=NAME, max_tokens=9, messages=QUESTION, thinking=off
@@ -266,7 +266,7 @@ class TestMessages:
         assert prompt_text(running).endswith("</think>\n\n")
 
     def test_json_by_a_schema(self, serve: Serve) -> None:
-        running = serve(saying("{}"))
+        running = serve(fake_engine("{}"))
         config: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
         by_anthropic(running).messages.create(
             model=NAME, max_tokens=9, messages=QUESTION, output_config=config
@@ -275,7 +275,7 @@ class TestMessages:
 
 
 def test_models_are_listed_for_both_apis(serve: Serve) -> None:
-    running = serve(saying("x"))
+    running = serve(fake_engine("x"))
     for client in (by_openai(running), by_anthropic(running)):
         assert [model.id for model in client.models.list()] == [NAME]  # type: ignore[attr-defined]
         assert client.models.retrieve(NAME).id == NAME

@@ -13,7 +13,7 @@ from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.calls import tool_call_grammar
 from greenroom.server.engine.tokens.grammar import Grammars
 from greenroom.server.http.params import ToolChoice
-from tests.server.conftest import NAME, Serve, saying, thinker_tokenizer, thinking
+from tests.server.conftest import NAME, Serve, fake_engine, reasoning_engine, thinker_tokenizer
 
 LOOK: dict[str, Any] = {
     "type": "object",
@@ -83,7 +83,7 @@ def test_without_required_or_strict_tools_there_is_no_grammar() -> None:
 
 
 def test_required_calls_in_openais_chat(serve: Serve) -> None:
-    running = serve(thinking(GO_CALL))
+    running = serve(reasoning_engine(GO_CALL))
     api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0).chat.completions
     named: Any = {"type": "function", "function": {"name": "go"}}
     for choice in ("required", named):
@@ -102,7 +102,7 @@ def test_required_calls_in_openais_chat(serve: Serve) -> None:
 
 
 def test_required_calls_in_openais_responses(serve: Serve) -> None:
-    running = serve(thinking(GO_CALL))
+    running = serve(reasoning_engine(GO_CALL))
     api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0).responses
     tools: Any = [{"type": "function", "name": "go", "parameters": GO, "strict": True}]
     choices: list[Any] = ["required", {"type": "function", "name": "go"}, "auto"]
@@ -113,7 +113,7 @@ def test_required_calls_in_openais_responses(serve: Serve) -> None:
 
 
 def test_required_calls_in_anthropics_messages(serve: Serve) -> None:
-    running = serve(thinking(GO_CALL))
+    running = serve(reasoning_engine(GO_CALL))
     api = anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0).messages
     tools: Any = [{"name": "go", "input_schema": GO}, {"name": "look", "input_schema": LOOK}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "go"}):
@@ -128,7 +128,7 @@ def test_required_calls_in_anthropics_messages(serve: Serve) -> None:
 
 
 def test_unsupported_tool_choices_are_errors(serve: Serve) -> None:
-    running = serve(thinking(GO_CALL))
+    running = serve(reasoning_engine(GO_CALL))
     api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0).chat.completions
     unknown: Any = {"type": "function", "function": {"name": "jump"}}
     with pytest.raises(openai.BadRequestError, match="tools has no 'jump'"):
@@ -136,7 +136,7 @@ def test_unsupported_tool_choices_are_errors(serve: Serve) -> None:
     odd: Any = [function_tool("go", {"type": "object", "properties": {"n": {"type": "color"}}})]
     with pytest.raises(openai.BadRequestError, match="parameters of go is a schema that is not"):
         api.create(model=NAME, messages=QUESTION, tools=odd, tool_choice="required")
-    plain = serve(saying("Hi"))
+    plain = serve(fake_engine("Hi"))
     api = openai.OpenAI(base_url=plain.url + "/v1", api_key="x", max_retries=0).chat.completions
     with pytest.raises(openai.BadRequestError, match="tools is not supported by this model's"):
         api.create(model=NAME, messages=QUESTION, tools=TOOLS, tool_choice="required")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import NAME, Running, Serve, saying, thinking, wait_for
+from tests.server.conftest import NAME, Running, Serve, fake_engine, reasoning_engine, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "Hello"}]
 TOOL: Any = {
@@ -33,7 +33,7 @@ def streamed(chunks: Any) -> tuple[str, list[Any]]:
 
 
 def test_complete_and_streamed_answers_are_equal(serve: Serve) -> None:
-    api = client(serve(saying("Hello wörld 🎉!", reused=2))).chat.completions
+    api = client(serve(fake_engine("Hello wörld 🎉!", reused=2))).chat.completions
     complete = api.create(model=NAME, messages=QUESTION)
     assert complete.choices[0].message.content == "Hello wörld 🎉!"
     assert complete.choices[0].finish_reason == "stop"
@@ -54,7 +54,7 @@ def test_complete_and_streamed_answers_are_equal(serve: Serve) -> None:
 
 
 def test_a_stream_ends_with_done_and_usage_on_request(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     options: Any = {"include_usage": True}
     _, chunks = streamed(
         client(running).chat.completions.create(
@@ -70,7 +70,7 @@ def test_a_stream_ends_with_done_and_usage_on_request(serve: Serve) -> None:
 
 
 def test_stop_strings_are_not_shown_and_end_the_answer(serve: Serve) -> None:
-    running = serve(saying("one two STOP three " * 20, delay_s=0.005))
+    running = serve(fake_engine("one two STOP three " * 20, delay_s=0.005))
     api = client(running).chat.completions
     complete = api.create(model=NAME, messages=QUESTION, stop=["STOP"])
     assert complete.choices[0].message.content == "one two "
@@ -81,7 +81,7 @@ def test_stop_strings_are_not_shown_and_end_the_answer(serve: Serve) -> None:
 
 
 def test_max_tokens_cut_an_answer(serve: Serve) -> None:
-    running = serve(saying("one two three four"))
+    running = serve(fake_engine("one two three four"))
     for name in ("max_tokens", "max_completion_tokens"):
         options: Any = {name: 2}
         cut = client(running).chat.completions.create(model=NAME, messages=QUESTION, **options)
@@ -91,7 +91,7 @@ def test_max_tokens_cut_an_answer(serve: Serve) -> None:
 
 
 def test_an_answer_may_fill_the_context(serve: Serve) -> None:
-    running = serve(saying("Hi", context=64), max_tokens=20)
+    running = serve(fake_engine("Hi", context=64), max_tokens=20)
     prompt = len(running.engine.tokenizer.apply_chat_template(QUESTION)["input_ids"]) + 1
     body = {"model": NAME, "messages": QUESTION}
     running.post("/v1/chat/completions", body)
@@ -101,7 +101,7 @@ def test_an_answer_may_fill_the_context(serve: Serve) -> None:
 
 
 def test_choices_have_different_seeds(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     response = client(running).chat.completions.create(model=NAME, messages=QUESTION, n=3, seed=7)
     assert [choice.index for choice in response.choices] == [0, 1, 2]
     assert {choice.message.content for choice in response.choices} == {"Hi"}
@@ -113,7 +113,7 @@ def test_choices_have_different_seeds(serve: Serve) -> None:
 
 
 def test_sampling_settings_reach_the_engine(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     client(running).chat.completions.create(
         model=NAME, messages=QUESTION, temperature=0.5, top_p=0.9, seed=-1, presence_penalty=1,
         frequency_penalty=-1, logit_bias={"5": -100},
@@ -129,7 +129,7 @@ def test_sampling_settings_reach_the_engine(serve: Serve) -> None:
 
 
 def test_logprobs_have_the_bytes_of_each_token(serve: Serve) -> None:
-    api = client(serve(saying("a 🎉"))).chat.completions
+    api = client(serve(fake_engine("a 🎉"))).chat.completions
     response = api.create(model=NAME, messages=QUESTION, logprobs=True, top_logprobs=2)
     logprobs = response.choices[0].logprobs
     assert logprobs is not None
@@ -147,7 +147,7 @@ def test_logprobs_have_the_bytes_of_each_token(serve: Serve) -> None:
 
 
 def test_tools_are_described_called_and_answered(serve: Serve) -> None:
-    running = serve(thinking(CALLED))
+    running = serve(reasoning_engine(CALLED))
     api = client(running).chat.completions
     response = api.create(model=NAME, messages=QUESTION, tools=[TOOL], tool_choice="auto")
     choice = response.choices[0]
@@ -176,7 +176,7 @@ def test_tools_are_described_called_and_answered(serve: Serve) -> None:
 
 
 def test_tool_choice_none_hides_the_tools(serve: Serve) -> None:
-    running = serve(thinking("Hi"))
+    running = serve(reasoning_engine("Hi"))
     client(running).chat.completions.create(
         model=NAME, messages=QUESTION, tools=[TOOL], tool_choice="none"
     )
@@ -184,7 +184,7 @@ def test_tool_choice_none_hides_the_tools(serve: Serve) -> None:
 
 
 def test_parallel_tool_calls_false_gives_one_call(serve: Serve) -> None:
-    running = serve(thinking(CALLED * 3, delay_s=0.002))
+    running = serve(reasoning_engine(CALLED * 3, delay_s=0.002))
     response = client(running).chat.completions.create(
         model=NAME, messages=QUESTION, tools=[TOOL], parallel_tool_calls=False
     )
@@ -193,14 +193,14 @@ def test_parallel_tool_calls_false_gives_one_call(serve: Serve) -> None:
 
 
 def test_a_call_with_invalid_json_is_text(serve: Serve) -> None:
-    running = serve(thinking("So: <tool_call>{nonsense}</tool_call> well"))
+    running = serve(reasoning_engine("So: <tool_call>{nonsense}</tool_call> well"))
     response = client(running).chat.completions.create(model=NAME, messages=QUESTION, tools=[TOOL])
     assert response.choices[0].finish_reason == "stop"
     assert "{nonsense}" in (response.choices[0].message.content or "")
 
 
 def test_reasoning_can_be_switched_off_by_the_template(serve: Serve) -> None:
-    running = serve(thinking("Hi"))
+    running = serve(reasoning_engine("Hi"))
     client(running).chat.completions.create(model=NAME, messages=QUESTION, reasoning_effort="none")
     prompt_text = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
     assert prompt_text.endswith("<think>\n\n</think>\n\n")
@@ -211,7 +211,7 @@ def test_reasoning_can_be_switched_off_by_the_template(serve: Serve) -> None:
 
 
 def test_json_mode_is_a_grammar_for_the_engine(serve: Serve) -> None:
-    running = serve(saying('{"a":1}'))
+    running = serve(fake_engine('{"a":1}'))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     forms: list[Any] = [
         {"type": "json_object"},
@@ -231,7 +231,7 @@ def test_json_mode_is_a_grammar_for_the_engine(serve: Serve) -> None:
 
 
 def test_text_parts_are_joined(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages: Any = [{"role": "developer", "content": "Be."}, {"role": "user", "content": parts}]
     client(running).chat.completions.create(model=NAME, messages=messages)
@@ -241,7 +241,7 @@ def test_text_parts_are_joined(serve: Serve) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnected_client_frees_its_place(serve: Serve, stream: bool) -> None:
-    running = serve(saying("word " * 400, delay_s=0.02))
+    running = serve(fake_engine("word " * 400, delay_s=0.02))
     with client(running) as api:
         if stream:
             chunks = api.chat.completions.create(model=NAME, messages=QUESTION, stream=True)
@@ -260,7 +260,7 @@ def test_a_disconnected_client_frees_its_place(serve: Serve, stream: bool) -> No
 
 
 def test_requests_run_concurrently(serve: Serve) -> None:
-    running = serve(saying("one two three", delay_s=0.03))
+    running = serve(fake_engine("one two three", delay_s=0.03))
     api = client(running).chat.completions
     streams = [api.create(model=NAME, messages=QUESTION, stream=True) for _ in range(4)]
     wait_for(lambda: len(running.engine.tickets) == 4)

@@ -11,7 +11,7 @@ import pytest
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.completions import TokenOffsets
 from greenroom.server.engine.requests import Request
-from tests.server.conftest import NAME, Running, Serve, demo_tokenizer, saying
+from tests.server.conftest import NAME, Running, Serve, demo_tokenizer, fake_engine
 from tests.server.fakes import FakeEngine
 
 HELLO = "Hello, wörld 🙂 there"
@@ -44,7 +44,7 @@ def joined(tokens: list[str]) -> str:
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echoed_prompt_tokens_come_before_the_answer(serve: Serve, as_ids: bool) -> None:
     ids, begin = ids_of(HELLO), [] if as_ids else [0]
-    running = serve(saying(" you"))
+    running = serve(fake_engine(" you"))
     response = complete(
         running, prompt=ids if as_ids else HELLO, echo=True, logprobs=2, max_tokens=9
     )
@@ -65,7 +65,7 @@ def test_echoed_prompt_tokens_come_before_the_answer(serve: Serve, as_ids: bool)
 
 
 def test_each_token_begins_at_its_offset(serve: Serve) -> None:
-    response = complete(serve(saying(" you")), prompt=HELLO, echo=True, logprobs=0)
+    response = complete(serve(fake_engine(" you")), prompt=HELLO, echo=True, logprobs=0)
     (choice,) = response["choices"]
     places = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
     text_tokens = [(token, at) for token, at in places if not token.startswith("bytes:")][:-1]
@@ -84,7 +84,7 @@ def test_added_special_tokens_have_no_length_in_the_text() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
 def test_max_tokens_0_returns_only_the_prompt(serve: Serve, logprobs: int | None) -> None:
-    running = serve(saying(" you"))
+    running = serve(fake_engine(" you"))
     response = complete(running, prompt="Hello", echo=True, max_tokens=0, logprobs=logprobs)
     (choice,) = response["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
@@ -97,7 +97,7 @@ def test_max_tokens_0_returns_only_the_prompt(serve: Serve, logprobs: int | None
 
 
 def test_without_echo_no_prompt_is_scored(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     complete(running, prompt="Hello", logprobs=1)
     complete(running, prompt="Hello", echo=True)
     assert [each.request.prompt_logprobs for each in running.engine.tickets] == [None, None]
@@ -150,7 +150,7 @@ def _chunks(running: Running, **body: Any) -> list[Any]:
 
 
 def test_a_client_may_disconnect_while_choices_wait(serve: Serve) -> None:
-    engine = saying(" you")
+    engine = fake_engine(" you")
     answer = engine._answer
 
     def slow_where_scored(ticket: Any) -> None:
@@ -186,7 +186,7 @@ class TestHarness:
     def test_log_likelihoods(self, serve: Serve, answer: str) -> None:
         """One token is chosen after the prompt, which may be the end."""
         prompts = [ids_of("one two three"), ids_of("four five")]
-        running = serve(saying(answer))
+        running = serve(fake_engine(answer))
         response = self.ask(running, prompts, [2, 1])
         assert response == [
             (-float(sum(prompts[0][2:])), False), (-float(sum(prompts[1][1:])), False)

@@ -21,7 +21,7 @@ from greenroom.server.http.request_log import (
     tokens_per_s,
     tpot_s,
 )
-from tests.server.conftest import NAME, Running, Serve, saying, wait_for
+from tests.server.conftest import NAME, Running, Serve, fake_engine, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 PATHS: dict[str, Any] = {
@@ -63,7 +63,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_metrics_count_answers(serve: Serve) -> None:
-    running = serve(saying("one two three", reused=2, delay_s=0.002))
+    running = serve(fake_engine("one two three", reused=2, delay_s=0.002))
     engine_stats = running.engine.stats
     running.engine.stats = lambda: {**STATS, **engine_stats()}  # type: ignore[method-assign]
     running.post("/v1/chat/completions", CHAT)
@@ -132,7 +132,7 @@ def test_metrics_of_the_engine() -> None:
 
 
 def test_metrics_while_loading_and_after_a_failure(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.engine.now = ("loading", 0.5, "")
     running.engine.stats = lambda: {"queue": STATS["queue"]}  # type: ignore[method-assign]
     metrics = samples(running.get("/metrics").text)
@@ -140,7 +140,7 @@ def test_metrics_while_loading_and_after_a_failure(serve: Serve) -> None:
 
 
 def test_statistics_name_no_files(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.engine.stats = lambda: STATS  # type: ignore[method-assign]
     response = running.get("/v1/stats").json()
     assert response["queue"] == STATS["queue"]
@@ -148,7 +148,7 @@ def test_statistics_name_no_files(serve: Serve) -> None:
 
 
 def test_the_log_has_a_line_for_each_request(serve: Serve) -> None:
-    running = serve(saying("one two three", reused=2, delay_s=0.002))
+    running = serve(fake_engine("one two three", reused=2, delay_s=0.002))
     response = running.post("/v1/chat/completions", CHAT)
     line = running.line()
     ticket = running.engine.tickets[0]
@@ -161,7 +161,7 @@ def test_the_log_has_a_line_for_each_request(serve: Serve) -> None:
 
 
 def test_log_lines_can_be_json(serve: Serve) -> None:
-    running = serve(saying("one two three", delay_s=0.002), log_format="json")
+    running = serve(fake_engine("one two three", delay_s=0.002), log_format="json")
     running.post("/v1/chat/completions", {**CHAT, "n": 2, "max_tokens": 3})
     response = json.loads(running.line())
     assert list(response) == [
@@ -175,7 +175,7 @@ def test_log_lines_can_be_json(serve: Serve) -> None:
 
 
 def test_health_checks_and_scrapes_are_not_logged(serve: Serve) -> None:
-    running = serve(saying("Hi"), key="k")
+    running = serve(fake_engine("Hi"), key="k")
     running.get("/health")
     running.get("/metrics", headers={"x-api-key": "k"})
     running.engine.now = ("failed", 1.0, "")
@@ -186,7 +186,7 @@ def test_health_checks_and_scrapes_are_not_logged(serve: Serve) -> None:
 
 
 def test_clients_cannot_forge_log_lines(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.get("/v1/%0a%0dforged%20line")
     line = running.line()
     assert "\n" not in line
@@ -231,7 +231,7 @@ def test_records_of_logging_have_the_format_of_the_log() -> None:
 
 class TestTheEnd:
     def test_running_answers_end_in_the_grace_period(self, serve: Serve) -> None:
-        running = serve(saying("word " * 20, delay_s=0.02), grace=10.0)
+        running = serve(fake_engine("word " * 20, delay_s=0.02), grace=10.0)
         response: list[Any] = []
         thread = threading.Thread(
             target=lambda: response.append(running.post("/v1/chat/completions", CHAT))
@@ -263,7 +263,7 @@ class TestTheEnd:
     def test_longer_answers_end_with_their_text_so_far(
         self, serve: Serve, path: str, stream: bool
     ) -> None:
-        running = serve(saying("word " * 400, delay_s=0.02), grace=0.3)
+        running = serve(fake_engine("word " * 400, delay_s=0.02), grace=0.3)
         body = {**PATHS[path], "stream": stream}
         response = self._stopped(running, path, body, lambda ticket: ticket.sent_tokens > 5)
         assert response.status_code == 200
@@ -274,7 +274,7 @@ class TestTheEnd:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_answers_without_a_token_get_an_error(self, serve: Serve, stream: bool) -> None:
-        running = serve(saying("word", first_s=60), grace=0.3)
+        running = serve(fake_engine("word", first_s=60), grace=0.3)
         body = {**CHAT, "stream": stream}
         response = self._stopped(running, "/v1/chat/completions", body, lambda ticket: True)
         assert "the server is stopping" in response.text
@@ -283,7 +283,7 @@ class TestTheEnd:
     def test_a_stopped_server_accepts_no_connections(self, serve: Serve) -> None:
         import httpx2
 
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         running.stop()
         with pytest.raises(httpx2.ConnectError):
             running.get("/health")

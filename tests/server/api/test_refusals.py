@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from greenroom.errors import ClosedError, DeviceError, StoreError
-from tests.server.conftest import NAME, Running, Serve, saying, thinking, wait_for
+from tests.server.conftest import NAME, Running, Serve, fake_engine, reasoning_engine, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "Hello"}]
 CHAT = {"model": NAME, "messages": QUESTION}
@@ -182,7 +182,7 @@ def test_an_unsupported_schema_is_refused(running: Running) -> None:
 
 def test_tools_and_json_exclude_each_other(serve: Serve) -> None:
     body = {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}}
-    error = refused(serve(thinking("x")), "/v1/chat/completions", body)
+    error = refused(serve(reasoning_engine("x")), "/v1/chat/completions", body)
     assert error["param"] == "response_format"
 
 
@@ -193,7 +193,7 @@ def test_tool_results_need_a_template_with_tools(running: Running) -> None:
 
 
 def test_a_prompt_without_room_is_too_long(serve: Serve) -> None:
-    running = serve(saying("Hi", context=8))
+    running = serve(fake_engine("Hi", context=8))
     error = refused(running, "/v1/chat/completions", CHAT | {"messages": QUESTION * 8})
     assert error["code"] == "context_length_exceeded"
     assert (
@@ -202,7 +202,7 @@ def test_a_prompt_without_room_is_too_long(serve: Serve) -> None:
 
 
 def test_a_full_queue_is_429_with_retry_after(serve: Serve) -> None:
-    running = serve(saying("Hi", places=0))
+    running = serve(fake_engine("Hi", places=0))
     for path, body in PATHS.items():
         response = running.post(path, body)
         assert response.status_code == 429
@@ -213,14 +213,14 @@ def test_a_full_queue_is_429_with_retry_after(serve: Serve) -> None:
 
 
 def test_choices_that_do_not_all_fit_are_refused(serve: Serve) -> None:
-    running = serve(saying("word " * 50, places=2, delay_s=0.01))
+    running = serve(fake_engine("word " * 50, places=2, delay_s=0.01))
     assert running.post("/v1/chat/completions", {**CHAT, "n": 3}).status_code == 429
     assert len(running.engine.tickets) == 2
     assert all(ticket.cancelled.is_set() for ticket in running.engine.tickets)
 
 
 def test_a_server_that_is_not_ready_is_503(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.engine.failure = StoreError("/secret/path is damaged")
     for state, progress in (("loading", 0.25), ("failed", 1.0), ("stopping", 1.0)):
         running.engine.now = (state, progress, "/secret/path is damaged")
@@ -256,7 +256,7 @@ def _loading(running: Running) -> str:
 def test_errors_in_an_answer_name_no_files(
     serve: Serve, error: Any, status: int, path: str
 ) -> None:
-    running = serve(saying("one two three"))
+    running = serve(fake_engine("one two three"))
     running.engine.failing, running.engine.fail_after = error, 2
     error = refused(running, path, PATHS[path], status)
     assert "secret" not in json.dumps(error)
@@ -271,7 +271,7 @@ def test_errors_in_an_answer_name_no_files(
 
 
 def test_a_broken_stream_raises_in_the_clients(serve: Serve) -> None:
-    running = serve(saying("one two three"))
+    running = serve(fake_engine("one two three"))
     running.engine.failing, running.engine.fail_after = StoreError("x"), 2
     by_openai = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
     with pytest.raises(openai.APIError, match="try again"):
@@ -282,7 +282,7 @@ def test_a_broken_stream_raises_in_the_clients(serve: Serve) -> None:
 
 
 def test_a_late_answer_is_504(serve: Serve) -> None:
-    running = serve(saying("word " * 50, delay_s=0.05), timeout=0.2)
+    running = serve(fake_engine("word " * 50, delay_s=0.05), timeout=0.2)
     assert "0.2 seconds" in refused(running, "/v1/chat/completions", CHAT, 504)["message"]
     assert refused(running, "/v1/messages", MESSAGE, 504)["type"] == "timeout_error"
 
@@ -290,7 +290,7 @@ def test_a_late_answer_is_504(serve: Serve) -> None:
 def test_an_unexpected_error_is_500_and_the_server_goes_on(
     serve: Serve,
 ) -> None:
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.engine.stats = lambda: 1 / 0  # type: ignore[assignment,return-value]
     response = running.get("/v1/stats")
     assert response.status_code == 500
@@ -303,7 +303,7 @@ def test_an_unexpected_error_is_500_and_the_server_goes_on(
 def test_a_connection_is_reused_after_an_error(serve: Serve) -> None:
     import httpx2
 
-    running = serve(saying("Hi"))
+    running = serve(fake_engine("Hi"))
     running.engine.failing = StoreError("x")
     with httpx2.Client(base_url=running.url) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 500

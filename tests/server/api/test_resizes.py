@@ -12,7 +12,7 @@ import pytest
 from greenroom.errors import BudgetError
 from greenroom.server.api.shared import resizes
 from greenroom.server.api.shared.resizes import CacheResizer
-from tests.server.conftest import NAME, Serve, saying, wait_for
+from tests.server.conftest import NAME, Serve, fake_engine, wait_for
 
 KEY = "secret"
 HEADERS = {"x-api-key": KEY}
@@ -105,7 +105,7 @@ def test_resizes_are_separated_by_a_pause(cache: Cache) -> None:
 
 
 def test_a_storm_over_http(serve: Serve, cache: Cache) -> None:
-    engine = saying("Hi")
+    engine = fake_engine("Hi")
     engine.resize = cache.resize  # type: ignore[method-assign, assignment]
     running = serve(engine, key=KEY)
     cache.open.clear()

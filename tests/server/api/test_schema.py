@@ -13,7 +13,7 @@ from greenroom.config import ServeConfig
 from greenroom.server.api.shared import resizes
 from greenroom.server.http.service import Service
 from greenroom.server.web.app import api
-from tests.server.conftest import NAME, Running, launch, saying
+from tests.server.conftest import NAME, Running, fake_engine, launch
 
 SERVED = [
     ("POST", "/v1/chat/completions"),
@@ -34,7 +34,7 @@ KEY = "k"
 
 def document() -> dict[str, Any]:
     """The server's, in which the model's name is the one that there is: others are all 404."""
-    service = Service(saying("Hi"), ServeConfig(), NAME)
+    service = Service(fake_engine("Hi"), ServeConfig(), NAME)
     openapi_document = api(service).openapi()
     service.close()
     for schema in openapi_document["components"]["schemas"].values():
@@ -50,7 +50,7 @@ SCHEMA = schemathesis.openapi.from_dict(document())
 def guarded() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resizes, "REST_S", 0.0)  # a second between two resizes is for answers
-        openapi_document = launch(saying("Hi there", context=256), key=KEY)
+        openapi_document = launch(fake_engine("Hi there", context=256), key=KEY)
         yield openapi_document
         openapi_document.stop()
 

@@ -10,13 +10,13 @@ from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, StoreError
 from greenroom.server.chat.local import LocalBackend, wait_until_loaded
 from greenroom.server.engine.tokens.reader import AnswerDelta
-from tests.server.conftest import saying, thinking
+from tests.server.conftest import fake_engine, reasoning_engine
 
 QUESTION: Any = [{"role": "user", "content": "Hello"}]
 
 
 def test_an_answer_is_streamed_and_counted() -> None:
-    engine = thinking("<think>Hm.</think>Hello there!", reused=4)
+    engine = reasoning_engine("<think>Hm.</think>Hello there!", reused=4)
     parts: list[AnswerDelta] = []
     reply = LocalBackend(engine, SamplingConfig(seed=3, temperature=0.5)).answer(
         QUESTION, parts.append
@@ -29,7 +29,7 @@ def test_an_answer_is_streamed_and_counted() -> None:
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_its_text() -> None:
-    engine = saying("word " * 100, delay_s=0.005)
+    engine = fake_engine("word " * 100, delay_s=0.005)
 
     def interrupt(delta: AnswerDelta) -> None:
         if len(engine.tickets) and engine.tickets[0].sent_tokens > 5:
@@ -44,7 +44,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_its_text() -> None:
 
 
 def test_an_error_in_an_answer_is_raised() -> None:
-    engine = saying("one two three")
+    engine = fake_engine("one two three")
     engine.failing, engine.fail_after = StoreError("the disk"), 2
     with pytest.raises(StoreError, match="the disk"):
         LocalBackend(engine, SamplingConfig()).answer(QUESTION, lambda delta: None)
@@ -53,7 +53,7 @@ def test_an_error_in_an_answer_is_raised() -> None:
 def test_a_model_without_a_template_continues_the_message() -> None:
     from copy import copy
 
-    engine = saying(" there")
+    engine = fake_engine(" there")
     engine.tokenizer = copy(engine.tokenizer)
     engine.tokenizer.chat_template = None
     assert (
@@ -63,7 +63,7 @@ def test_a_model_without_a_template_continues_the_message() -> None:
 
 
 def test_an_answer_is_bounded_by_the_context() -> None:
-    engine = saying("one two three", context=16)
+    engine = fake_engine("one two three", context=16)
     backend = LocalBackend(engine, SamplingConfig(max_new_tokens=100))
     backend.answer(QUESTION, lambda delta: None)
     request = engine.tickets[0].request
@@ -71,7 +71,7 @@ def test_an_answer_is_bounded_by_the_context() -> None:
 
 
 def test_wait_until_loaded_shows_progress_and_raises_errors() -> None:
-    engine = saying("Hi")
+    engine = fake_engine("Hi")
     progress_values: list[float] = []
 
     def show(progress: float) -> None:

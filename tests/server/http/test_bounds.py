@@ -21,7 +21,7 @@ from greenroom.server.http import bodies
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.service import SMALL_BYTES
 from tests.server.api.test_refusals import CHAT, PATHS, TOOL, refused
-from tests.server.conftest import NAME, Running, Serve, demo_tokenizer, saying, wait_for
+from tests.server.conftest import NAME, Running, Serve, demo_tokenizer, fake_engine, wait_for
 from tests.server.fakes import FakeEngine
 
 LONG = "word " * 700_000
@@ -182,9 +182,9 @@ class TestSchemas:
         assert other.allowed(len(demo_tokenizer()))[first]  # each has a place of its own
 
     def test_schemas_of_all_tools_are_bounded_together(self, serve: Serve) -> None:
-        from tests.server.conftest import thinking
+        from tests.server.conftest import reasoning_engine
 
-        running = serve(thinking("x", context=1 << 20))
+        running = serve(reasoning_engine("x", context=1 << 20))
         tools = [{"type": "function", "function": {"name": f"t{i}", "parameters": wide(900)}}
                  for i in range(2)]  # fmt: skip
         body = {**CHAT, "tools": tools, "tool_choice": "required"}
@@ -206,7 +206,7 @@ class TestPreparing:
             return encode(self, text)
 
         monkeypatch.setattr(Dialogue, "encode", slow)
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         body = {"model": NAME, "prompt": "x" * (SMALL_BYTES + 1)}
         with ThreadPoolExecutor(8) as threads:
             large = [threads.submit(running.post, "/v1/completions", body) for _ in range(4)]
@@ -226,7 +226,7 @@ class TestPreparing:
             return encode(self, text)
 
         monkeypatch.setattr(Dialogue, "encode", slow)
-        running = serve(saying("word " * 50, delay_s=0.05), timeout=0.3)
+        running = serve(fake_engine("word " * 50, delay_s=0.05), timeout=0.3)
         body = {"model": NAME, "prompt": "x"}
         assert "0.3 seconds" in refused(running, "/v1/completions", body, 504)["message"]
         assert begun.is_set()
@@ -254,7 +254,7 @@ class Panic(BaseException):
 def test_a_librarys_exception_ends_only_its_request(
     serve: Serve, monkeypatch: Any, error: BaseException, where: str, path: str
 ) -> None:
-    running = serve(saying("one two"))
+    running = serve(fake_engine("one two"))
     raising = _raising(error)
     with monkeypatch.context() as patch:
         if where == "decode":
@@ -291,7 +291,7 @@ class TestBodies:
         bodies.check_parts(code)  # brackets in a text are a text
 
     def test_large_bodies_have_a_common_budget(self, serve: Serve) -> None:
-        running = serve(saying("word " * 20, delay_s=0.2), max_body="1MiB")
+        running = serve(fake_engine("word " * 20, delay_s=0.2), max_body="1MiB")
         body = {"model": NAME, "prompt": "x", "user": "x" * 900_000}
         with ThreadPoolExecutor(4) as threads:
             both = [threads.submit(running.post, "/v1/completions", body) for _ in range(2)]

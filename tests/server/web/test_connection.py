@@ -11,7 +11,7 @@ import time
 import pytest
 
 from greenroom.server.web.connection import HEAD_BYTES
-from tests.server.conftest import Running, Serve, saying, wait_for
+from tests.server.conftest import Running, Serve, fake_engine, wait_for
 from tests.server.web.test_middleware import CHAT, POST, answer, body_of, dial, raw
 
 BODY = json.dumps(CHAT).encode()
@@ -167,7 +167,7 @@ class TestSmuggling:
 
     @pytest.mark.parametrize("one_packet", [True, False])
     def test_trailers_are_not_headers(self, serve: Serve, one_packet: bool) -> None:
-        running = serve(saying("Hi"), key="secret")
+        running = serve(fake_engine("Hi"), key="secret")
         head = f"{POST}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         ending = CHUNK + b"0\r\nx-api-key: secret\r\n\r\n"
         assert statuses(send_in_parts(running, head + ending, 1 << 20 if one_packet else 200)) == [
@@ -179,7 +179,7 @@ class TestSmuggling:
         assert statuses(raw(running, head + b"\r\n")) == [200]
 
     def test_pipelined_requests_are_answered_one_by_one(self, serve: Serve) -> None:
-        running = serve(saying("one two three", delay_s=0.002))
+        running = serve(fake_engine("one two three", delay_s=0.002))
         post = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
         wrong = b"nonsense\r\n\r\n"
         response = raw(running, post * 20 + wrong)
@@ -188,7 +188,7 @@ class TestSmuggling:
         assert len(tickets) == 20
 
     def test_a_pipelined_request_waits_for_the_answer_before_it(self, serve: Serve) -> None:
-        running = serve(saying("word " * 40, delay_s=0.02))
+        running = serve(fake_engine("word " * 40, delay_s=0.02))
         post = f"{POST}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
         with dial(running) as sock:
             sock.sendall(post * 50)
@@ -200,7 +200,7 @@ class TestSmuggling:
 
 class TestBodies:
     def test_trailers_are_bounded(self, serve: Serve) -> None:
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         few, many = (b"".join(b"X: %04d\r\n" % i for i in range(n)) for n in (50, 10_000))
         assert statuses(raw(running, CHUNKED + CHUNK + b"0\r\n" + few + b"\r\n")) == [200]
         for size in (1 << 20, 30_000):
@@ -236,7 +236,7 @@ class TestLingering:
 
     @pytest.mark.parametrize("chunked", [False, True])
     def test_a_client_that_sends_a_large_body_gets_413(self, serve: Serve, chunked: bool) -> None:
-        running = serve(saying("Hi"), max_body="1KiB")
+        running = serve(fake_engine("Hi"), max_body="1KiB")
         data = b"x" * (20 << 20)
         framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(data)}"
         with dial(running) as sock:
@@ -252,7 +252,7 @@ class TestLingering:
         assert statuses(raw(running, head_of(8 << 20))) == [431]
 
     def test_a_body_without_end_is_cut_off(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), max_body="1KiB", linger_s=0.3)
+        running = serve(fake_engine("Hi"), max_body="1KiB", linger_s=0.3)
         response: list[bytes] = []
         with dial(running) as sock:
             sock.sendall(f"{POST}Content-Length: 9999999\r\n\r\n".encode())
@@ -270,7 +270,7 @@ class TestLingering:
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("greenroom.server.web.connection.LINGER_BYTES", 1 << 20)
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         for path, head in (("/v1/chat/completions", ""), ("/nothing", "")):
             first = POST.replace("/v1/chat/completions", path) + head
             with dial(running) as sock, pytest.raises(OSError):  # noqa: PT011, PT012
@@ -279,7 +279,7 @@ class TestLingering:
                     sock.sendall(b"x" * (1 << 20))
 
     def test_discarding_of_a_body_has_a_time_limit(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), linger_s=0.3)
+        running = serve(fake_engine("Hi"), linger_s=0.3)
         began = time.monotonic()
         head = POST.replace("/v1/chat/completions", "/nothing") + "Content-Length: 50\r\n\r\n"
         assert statuses(raw(running, head.encode())) == [404]
@@ -294,7 +294,7 @@ class TestLingering:
             assert statuses(answer(sock)) == [200]
 
     def test_a_stopping_server_does_not_wait_for_discarded_input(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), max_body="1KiB")
+        running = serve(fake_engine("Hi"), max_body="1KiB")
         with dial(running) as sock:
             sock.sendall(f"{POST}Content-Length: 9999999\r\n\r\n".encode())
             wait_for(lambda: running.lines)
@@ -304,7 +304,7 @@ class TestLingering:
 
 
 def test_line_ends_do_not_keep_a_connection_open(serve: Serve) -> None:
-    running = serve(saying("Hi"), head_s=0.3)
+    running = serve(fake_engine("Hi"), head_s=0.3)
     with dial(running) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert statuses(response_of(sock)) == [200]

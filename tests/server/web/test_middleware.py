@@ -16,7 +16,7 @@ import pytest
 from greenroom.errors import UsageError
 from greenroom.server.http.keys import VARIABLE, check_address, is_loopback, read_api_key
 from greenroom.server.web.listen import open_socket
-from tests.server.conftest import NAME, Running, Serve, saying, wait_for
+from tests.server.conftest import NAME, Running, Serve, fake_engine, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 MESSAGE = {**CHAT, "max_tokens": 5}
@@ -53,7 +53,7 @@ def body_of(response: bytes) -> Any:
 
 class TestKeys:
     def test_every_path_needs_the_key(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), key=KEY)
+        running = serve(fake_engine("Hi"), key=KEY)
         for path in ("/v1/models", "/v1/stats", "/metrics", "/openapi.json", "/nothing"):
             assert running.get(path).status_code == 401
             assert running.get(path, headers={"x-api-key": KEY}).status_code != 401
@@ -77,11 +77,11 @@ class TestKeys:
         ],
     )
     def test_wrong_keys_are_refused(self, serve: Serve, headers: dict[str, str]) -> None:
-        running = serve(saying("Hi"), key=KEY)
+        running = serve(fake_engine("Hi"), key=KEY)
         assert running.post("/v1/chat/completions", CHAT, headers=headers).status_code == 401
 
     def test_clients_of_both_apis_send_the_key_in_their_header(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), key=KEY)
+        running = serve(fake_engine("Hi"), key=KEY)
         by_openai = openai.OpenAI(base_url=f"{running.url}/v1", api_key=KEY)
         assert by_openai.chat.completions.create(**CHAT).choices[0].message.content == "Hi"
         by_anthropic = anthropic.Anthropic(base_url=running.url, api_key=KEY)
@@ -92,12 +92,12 @@ class TestKeys:
             by_anthropic.with_options(api_key="wrong").messages.create(**MESSAGE)
 
     def test_the_body_of_a_client_without_a_key_is_not_read(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), key=KEY)
+        running = serve(fake_engine("Hi"), key=KEY)
         head = f"{POST}Content-Length: 4000000\r\n\r\n"
         assert b" 401 " in raw(running, head.encode()).splitlines()[0]
 
     def test_a_client_with_the_key_resizes_the_cache(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), key=KEY)
+        running = serve(fake_engine("Hi"), key=KEY)
         headers = {"x-api-key": KEY}
         response = running.post("/v1/admin/cache", {"cache": "20%"}, headers=headers)
         assert response.json() == {"slots": 7}
@@ -183,7 +183,7 @@ class TestNames:
 
     def test_web_pages_of_allowed_origins_may_call(self, serve: Serve) -> None:
         running = serve(
-            saying("Hi"), key=KEY, allowed_origins="https://a.example, https://b.example"
+            fake_engine("Hi"), key=KEY, allowed_origins="https://a.example, https://b.example"
         )
         preflight = {"access-control-request-method": "POST", "origin": "https://a.example"}
         preflight["access-control-request-headers"] = "authorization,content-type"
@@ -252,7 +252,7 @@ class TestBodies:
         assert running.post("/v1/chat/completions", CHAT).status_code == 200
 
     def test_a_body_that_is_too_large_is_not_read(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), max_body="1KiB")
+        running = serve(fake_engine("Hi"), max_body="1KiB")
         large = {**CHAT, "messages": [{"role": "user", "content": "x" * 2000}]}
         response = running.post("/v1/chat/completions", large)
         assert response.status_code == 413
@@ -262,7 +262,7 @@ class TestBodies:
         assert b" 413 " in raw(running, head.encode()).splitlines()[0]
 
     def test_a_chunked_body_that_is_too_large_is_not_read(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), max_body="1KiB")
+        running = serve(fake_engine("Hi"), max_body="1KiB")
         with dial(running) as sock:
             sock.sendall(f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(4):
@@ -273,7 +273,7 @@ class TestBodies:
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("greenroom.server.http.bodies.BODY_S", 0.3)
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         began = time.monotonic()
         with dial(running) as sock:
             sock.sendall(f'{POST}Content-Length: 500\r\n\r\n{{"model": '.encode())
@@ -283,7 +283,7 @@ class TestBodies:
         assert time.monotonic() - began < 5
 
     def test_a_client_may_disconnect_within_its_body(self, serve: Serve) -> None:
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         with dial(running) as sock:
             sock.sendall(f'{POST}Content-Length: 500\r\n\r\n{{"model": '.encode())
         assert " 499 " in running.line()
@@ -295,19 +295,19 @@ class TestPatience:
         "data", [b"", b"POST /v1/chat", POST.encode(), b"GET /health HTTP/1.1\r\nHost: "]
     )
     def test_an_incomplete_head_times_out(self, serve: Serve, data: bytes) -> None:
-        running = serve(saying("Hi"), head_s=0.3)
+        running = serve(fake_engine("Hi"), head_s=0.3)
         began = time.monotonic()
         assert raw(running, data) == b""
         assert 0.2 < time.monotonic() - began < 5
 
     def test_an_incomplete_second_head_times_out(self, serve: Serve) -> None:
-        running = serve(saying("Hi"), head_s=0.3)
+        running = serve(fake_engine("Hi"), head_s=0.3)
         with dial(running) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /heal")
             assert answer(sock).count(b"HTTP/1.1") == 1
 
     def test_a_head_without_end_is_refused(self, serve: Serve) -> None:
-        running = serve(saying("Hi"))
+        running = serve(fake_engine("Hi"))
         with dial(running) as sock, pytest.raises(OSError):  # noqa: PT011, PT012
             sock.sendall(POST.encode())
             for _ in range(10_000):
@@ -315,10 +315,10 @@ class TestPatience:
 
     @pytest.mark.parametrize("data", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\x00" * 100])
     def test_other_protocols_are_refused(self, serve: Serve, data: bytes) -> None:
-        assert b" 400 " in raw(serve(saying("Hi")), data).splitlines()[0]
+        assert b" 400 " in raw(serve(fake_engine("Hi")), data).splitlines()[0]
 
     def test_a_client_that_does_not_read_is_disconnected(self, serve: Serve) -> None:
-        running = serve(saying("x" * 100, context=1 << 20), slow_s=0.5)
+        running = serve(fake_engine("x" * 100, context=1 << 20), slow_s=0.5)
         running.engine.script = lambda request: (60 for _ in range(6_000))
         body = json.dumps({**CHAT, "stream": True, "logprobs": True, "top_logprobs": 20})
         with socket.socket() as sock:
