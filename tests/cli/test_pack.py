@@ -100,7 +100,7 @@ def test_killed_in_the_middle(cli: Run, tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     refused = cli("run", out, "The green")
-    assert f"an unfinished pack: `greenroom pack {source()} -o {out}" in refused.mistake
+    assert f"this pack is not finished: run `greenroom pack {source()} -o {out}" in refused.mistake
     ran = cli(*arguments, "--json")
     assert 3 <= ran.json["kept"] < 16
     for name in ("greenroom.json", "experts.greenroom"):
