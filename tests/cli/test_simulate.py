@@ -268,11 +268,11 @@ MISTAKES = {
     "an unknown order": (("--order", "up"), "unknown order 'up': choose one of natural, rounds, r"),
     "an unknown scope": (("--scope", "x"), "unknown scope 'x': choose one of shared, per-layer"),
     "an unknown pin": (("--pin", "x"), "unknown pin 'x': choose one of step, none"),
-    "no slots": (("--capacity", "0"), "--capacity 0: must be from 1 to all 16 experts"),
-    "too many slots": (("--capacity", "4,17"), "--capacity 17: must be from 1 to all 16 experts"),
-    "no number": (("--capacity", "x"), "--capacity 'x': write a number of slots such as 64"),
-    "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share is above 0% and at most"),
-    "a share of nothing": (("--capacity", "1%"), "--capacity 1%: of 16 experts that is less than"),
+    "no slots": (("--capacity", "0"), "--capacity 0: must be from 1 to 16"),
+    "too many slots": (("--capacity", "4,17"), "--capacity 17: must be from 1 to 16"),
+    "no number": (("--capacity", "x"), "--capacity 'x': give a number of experts such as 64"),
+    "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share must be above 0%"),
+    "a share of nothing": (("--capacity", "1%"), "--capacity 1%: this share of 16 experts is less than"),
     "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a slot for each of 2 layers"),
     "no tokens": (("--limit", "0"), "--limit must be at least 1 token, got 0"),
     "a size without a machine": (("--expert-bytes", "1MB"), "--expert-bytes has an effect only"),
@@ -293,7 +293,7 @@ def test_mistakes(cli: Run, recorded: Path, mistake: str):
 
 TIMED = {
     "an order that is no run": (("--order", "natural"), "leave out --order, or give"),
-    "no size": ((), "how large an expert is: give --expert-bytes"),
+    "no size": ((), "the size of an expert: give --expert-bytes"),
     "a share as a size": (("--expert-bytes", "5%"), "--expert-bytes must be in bytes, as 12MiB"),
     "no size at all": (("--expert-bytes", "x"), "--expert-bytes is 'x': write bytes"),
     "slots without prefetching": (("--ahead", "4"), "--ahead has an effect only with --prefetch"),
@@ -303,17 +303,18 @@ TIMED = {
     "no such distance": (("--prefetch", "markov:0"), "distance of markov must be a whole number"),
     "what needs a model": (
         ("--prefetch", "next-gate:2"), "predictor next-gate:2 needs a running model, and this trace"
-        " does not hold its predictions: record them (trace record --predict next-gate:2)",
+        " does not have its predictions: record them with `greenroom trace record --predict"
+        " next-gate:2`",
     ),
     "no predictions": (("--prefetch", "recorded"), "needs a trace with predictions"),
     "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
     "no protection": (
         ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),
-        "need the experts of a step to be protected",
+        "does not work with prefetching",
     ),
     "a policy of the future": (
         ("--prefetch", "oracle", "--policy", "opt", "--expert-bytes", "1MB"),
-        "policy opt decides by the whole trace beforehand",
+        "policy opt must know all requests beforehand",
     ),
     "an unknown processor": (("--expert-bytes", "1MB", "--processor", "tpu"), "choose one of cpu"),
     "an unknown store": (("--expert-bytes", "1MB", "--store", "tape"), "choose one of disk, host"),
@@ -342,4 +343,7 @@ def test_no_such_trace_and_no_trace_at_all(cli: Run, tmp_path: Path):
 def test_ray_without_a_cluster(cli: Run, recorded: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     ran = cli("simulate", recorded, *LRU, "--ray", "local")
-    assert "--ray needs the package ray: pip install 'greenroom[ray]'" in ran.mistake
+    assert (
+        "--ray needs the package ray, which is not installed: pip install 'greenroom[ray]'"
+        in ran.mistake
+    )

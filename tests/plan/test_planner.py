@@ -175,7 +175,7 @@ def test_low_precision_is_among_them_where_it_is_allowed():
     assert still.tpot < exact.tpot
     assert all(point.setting.miss_precision == OFF for point in planner.memory_curve(
         lower, still.setting, MODEL.memory(24)))  # fmt: skip
-    with pytest.raises(UsageError, match="misses are judged by gate weights"):
+    with pytest.raises(UsageError, match="the trace has no gate weights"):
         Estimator(model, COSTS, workload(), precision="int4")
 
 

@@ -43,7 +43,7 @@ def test_a_replayed_predictor_is_counted_like_its_recording():
     for layer in range(2):
         assert recorded.hit_ratio(layer).tolist() == replayed.hit_ratio(layer).tolist()
     assert not predicted_activity(trace, "off").accuracy(1).any()
-    with pytest.raises(UsageError, match="does not hold its predictions"):
+    with pytest.raises(UsageError, match="does not have its predictions"):
         predicted_activity(trace, "next-gate:1")
     with pytest.raises(UnknownName, match="unknown predictions 'x'"):
         recorded_activity(trace, "x")

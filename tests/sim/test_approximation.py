@@ -54,7 +54,7 @@ def test_a_step_s_tail_weights_are_those_of_its_tokens():
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_bytes_and_counts_add_up(nested):
+def test_bytes_and_counts_of_approximated_misses_add_up(nested):
     of = weighed()
     at = Approximation(low=0.7, precision="int4", share=0.25)
     ranked_weights, sizes = run(of, at, low=None, nested=nested), CopySizes.of(at, nested)
@@ -71,7 +71,7 @@ def test_bytes_and_counts_add_up(nested):
     assert "low" not in run(of, None).as_json()
 
 
-def test_less_takes_less_time():
+def test_approximating_more_misses_takes_less_time():
     of = weighed()
     times = [
         run(of, at).times.gaps.mean()
@@ -80,7 +80,7 @@ def test_less_takes_less_time():
     assert times[0] > times[1] > times[2]
 
 
-def test_more_is_exact_where_experts_follow_their_copies():
+def test_more_requests_are_exact_with_promotion():
     of = weighed()
     unapproximated, followed = (
         run(of, Approximation(low=0.5, promote=follow)) for follow in (False, True)
@@ -91,7 +91,7 @@ def test_more_is_exact_where_experts_follow_their_copies():
     assert followed.times.bytes_moved > unapproximated.times.bytes_moved
 
 
-def test_the_event_machine_alone_counts_the_same():
+def test_the_event_machine_itself_counts_the_same():
     of = weighed()
     at = Approximation(skip=0.2, substitute=0.5)
     steps = [s for _, each in passes(of, stream(of, "runtime"), tail_weights=True) for s in each]
@@ -106,7 +106,7 @@ def test_the_event_machine_alone_counts_the_same():
     assert unapproximated.substituted > 0
 
 
-def test_a_sweep_takes_it():
+def test_a_sweep_accepts_approximation():
     of = weighed()
     study = Study.of(
         of, "runtime", costs=COSTS, expert_bytes=BYTES, config=config_of(Approximation(low=0.5))
@@ -120,11 +120,11 @@ def test_a_sweep_takes_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 2}, "need one device, unsplit"),
-        ({"split": 0.5}, "need one device, unsplit"),
+        ({"devices": 2}, "supports only one device"),
+        ({"split": 0.5}, "supports only one device"),
     ],
 )
-def test_what_cannot_be(options, message):
+def test_impossible_options_are_errors(options, message):
     with pytest.raises(UsageError, match=message):
         run(weighed(), Approximation(low=0.5), **options)
     with pytest.raises(UsageError, match="which this trace does not have: record it with"):

@@ -87,7 +87,7 @@ def test_devices_share_the_way_to_host_memory():
     assert two.bytes_moved == 4000
 
 
-def test_what_is_resident_is_computed_side_by_side():
+def test_devices_compute_resident_experts_at_the_same_time():
     costs = costs_of(Link(bandwidth=float("inf")), expert=1.0)
     twice = steps([0, 1, 2, 3], [0, 1, 2, 3])
     one = simulate(twice, PIECES, 4, policy("lru"), costs=costs)
@@ -97,7 +97,7 @@ def test_what_is_resident_is_computed_side_by_side():
     assert one.compute == two.compute == pytest.approx(8)
 
 
-def test_what_is_charged_later_costs_from_then_on():
+def test_new_costs_apply_from_the_time_of_the_change():
     """Filling a cache is free, then a transfer takes what its link takes."""
     slow = costs_of(Link(bandwidth=1000))
     clock = Clock(Scheduler(PIECES, 1, policy("lru"), lanes=slow.lanes), FREE)

@@ -52,7 +52,7 @@ def test_three_misses_end_when_two_are_moved_and_one_is_computed():
     assert moved.stall == pytest.approx(6.0)
 
 
-def test_a_slow_host_is_left_alone_and_a_quick_one_does_it_all():
+def test_a_slow_host_computes_nothing_and_a_fast_one_everything():
     slow = run(costs(bus=1.0, host=9.0), [0, 1], [2, 3])
     assert (slow.on_host, slow.seconds) == (0, pytest.approx(4.0))
     quick = run(costs(bus=9.0, host=1.0), [0, 1], [2, 3])
@@ -61,7 +61,7 @@ def test_a_slow_host_is_left_alone_and_a_quick_one_does_it_all():
 
 
 @pytest.mark.parametrize("host_ms", [0.3, 1.0, 3.0, 10.0])
-def test_a_token_takes_no_longer_for_it(host_ms):
+def test_co_computing_makes_no_token_slower(host_ms):
     """With what follows to the device, and an expert that takes 1 ms to be moved."""
     trace = small.trace([[-4, *[1] * 60]], layers=4, experts=16, top_k=4)
     requests = stream(trace, "runtime")
@@ -90,7 +90,7 @@ def test_a_token_takes_no_longer_for_it(host_ms):
         assert both.times.gaps.mean() < 0.9 * moved_only.times.gaps.mean()
 
 
-def test_what_stays_is_there_from_its_first_use():
+def test_a_pinned_expert_stays_from_its_first_use():
     trace = small.trace([[*[1] * 40]], layers=1, experts=8, top_k=2)
     requests, run_costs = stream(trace, "runtime"), costs(bus=1e-3, host=1e-3)
     with_tier = simulate_events(

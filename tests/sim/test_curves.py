@@ -18,7 +18,7 @@ CURVES = {"lru": lru_curve, "opt": opt_curve}
 @pytest.mark.parametrize("name", CURVES)
 @given(steps=steps(30), reset=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_equals_a_simulation_at_every_capacity(name, steps, reset):
+def test_a_curve_equals_replays_at_every_capacity(name, steps, reset):
     stream = as_stream(steps)
     for scope in ("shared", "per-layer", (1.0, 2.5, 0.5)[:LAYERS]):
         result = CURVES[name](stream, OFFSETS, scope=scope, reset=reset)
@@ -33,7 +33,7 @@ def test_equals_a_simulation_at_every_capacity(name, steps, reset):
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_equals_simulations_of_a_long_stream(name):
+def test_a_curve_equals_replays_of_a_long_stream(name):
     chance = np.random.default_rng(5)
     pieces = (chance.zipf(1.2, 6000) % 100).tolist()
     stream = as_stream([Step([p], i, i, 0, 0, [], []) for i, p in enumerate(pieces)])
@@ -43,7 +43,7 @@ def test_equals_simulations_of_a_long_stream(name):
         assert done.misses == result.misses[capacity - 1]
 
 
-def test_worked_by_hand():
+def test_a_curve_equals_counts_by_hand():
     """a b c a: a comes back at depth 3. b b: at depth 1."""
     stream = as_stream([Step([p], i, i, 0, 0, [], []) for i, p in enumerate([0, 1, 2, 0, 1, 1])])
     assert lru_curve(stream, [0, 4]).misses.tolist() == [5, 5, 3, 3]
@@ -51,7 +51,7 @@ def test_worked_by_hand():
 
 
 @pytest.mark.parametrize("curve", CURVES.values())
-def test_a_scope_that_is_not_known(curve):
+def test_an_unknown_scope_is_an_error(curve):
     stream = as_stream(tokens(1, 3))
     with pytest.raises(UnknownName, match="unknown scope 'both'"):
         curve(stream, OFFSETS, scope="both")

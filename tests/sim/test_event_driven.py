@@ -57,7 +57,7 @@ def test_without_borrowed_slots_times_are_those_without_prefetching(capacity, sc
             assert getattr(result.times, field) == pytest.approx(getattr(plain, field), rel=1e-9)
 
 
-def test_decode_without_predictions_is_as_without_prefetching():
+def test_decoding_without_predictions_equals_no_prefetching():
     """Slots that nobody borrows are the cache's: no prompt, no prediction, no difference."""
     trace = small.trace([[1] * 30], seed=2)
     plain = time_trace(
@@ -69,7 +69,7 @@ def test_decode_without_predictions_is_as_without_prefetching():
     assert result.times.gaps == pytest.approx(plain.gaps)
 
 
-def test_where_all_experts_have_a_slot_nothing_is_lent():
+def test_no_slot_is_borrowed_if_all_experts_fit():
     assert run(ANSWER, "oracle", 64).ahead == 0
     assert run(ANSWER, "oracle", 63).ahead == 4 * 3
 
@@ -122,7 +122,7 @@ CASES = [(name, links) for name in ("markov", "oracle", "oracle:3", "popularity"
 
 @pytest.mark.parametrize("capacity", [6, 30])
 @pytest.mark.parametrize(("name", "links"), CASES)
-def test_laws_of_accounting(name, links, capacity):
+def test_counts_and_times_are_consistent(name, links, capacity):
     """What holds whatever is predicted: every prefetch ends once; the clock is computing or
     stalled; nothing is faster than computing, or than its bytes over the slowest link."""
     trace = small.trace(MIXED * 2, layers=4, experts=16, top_k=3, seed=7)
@@ -161,7 +161,7 @@ def test_no_predictor_beats_the_oracle_at_its_distance(capacity, distance):
         assert run(ANSWER, name, capacity).times.seconds >= 0.98 * best
 
 
-def test_the_better_the_prediction_the_less_is_waited():
+def test_better_predictions_stall_less():
     """A step in accuracy that is large against chance: 0, a half, all of it."""
     stalls = [
         run(ANSWER, f"noisy-oracle:1,accuracy={accuracy}", 24).times.stall
@@ -181,7 +181,7 @@ ONES = small.of([[[t % 4], [(t + 1) % 4]] for t in range(12)], [[1] * 12])
 
 
 @pytest.mark.parametrize("second", [2000.0, 4000.0, 1e9])
-def test_a_chain_of_links_takes_what_its_parts_take(second):
+def test_a_chain_of_links_takes_the_time_of_its_links(second):
     """One expert a step, one chunk an expert, room to spare: a transfer is then alone on its chain,
     and takes the sum of its links. Without prefetching all of it is waited for; with the oracle
     nothing, as long as it is less than the layer's 2 s."""
@@ -207,7 +207,7 @@ def test_faster_links_and_more_lanes_are_never_slower_where_transfers_are_alone(
 
 @pytest.mark.parametrize("links", [COSTS.links, TWO])
 @pytest.mark.parametrize("name", ["noisy-oracle:1,accuracy=0.6", "markov"])
-def test_a_seed_gives_the_same_again(name, links):
+def test_the_same_seed_gives_the_same_result(name, links):
     costs = dataclasses.replace(COSTS, links=links)
     one, again = (run(ANSWER, name, 16, costs, seed=3).as_json() for _ in range(2))
     assert one == again
@@ -227,18 +227,20 @@ def test_reset_begins_every_request_with_an_empty_cache():
     assert reset.times.requests == persistent.times.requests
 
 
-def test_what_is_recorded_is_found_by_kind_distance_and_options():
+def test_recordings_are_found_by_kind_distance_and_options():
     right = Prediction(ANSWER.experts, 2)
     trace = dataclasses.replace(ANSWER, predictions={"next-gate:2": right, "somebody's": right})
     assert resolve_predictor(trace, "next-gate:2").name == "recorded:of=next-gate:2"
     assert resolve_predictor(trace, "auto").name == "markov"  # what a run would take has distance 1
     assert resolve_predictor(trace, "markov:2").name == "markov:2"
-    with pytest.raises(UsageError, match=r"next-gate needs .*; it holds next-gate:2, somebody's"):
+    with pytest.raises(
+        UsageError, match=r"next-gate needs .*; the trace has next-gate:2, somebody's"
+    ):
         resolve_predictor(trace, "next-gate")
     assert run(trace, "next-gate:2").accuracy == 1.0
 
 
-def test_what_predictors_need_and_a_trace_lacks():
+def test_a_trace_without_data_for_a_predictor_is_an_error():
     with pytest.raises(UsageError, match="needs token ids"):
         run(ANSWER, "token")
     with pytest.raises(UsageError, match="needs a running model"):

@@ -21,7 +21,7 @@ def labelled(seed: int = 0):
     return dataclasses.replace(small.trace(PASSES, seed=seed), labels=("a", "b", "a", "b"))
 
 
-def test_the_experts_that_a_task_uses_most():
+def test_hot_experts_are_those_that_a_task_uses_most():
     trace = small.of([[[0, 1]], [[0, 2]], [[3, 2]], [[3, 2]]], [[1, 1], [1, 1]])
     trace = dataclasses.replace(trace, labels=("a", "b"))
     hot = hot_experts(trace, ["a", "b"], 0.25)
@@ -33,7 +33,7 @@ def test_the_experts_that_a_task_uses_most():
 @pytest.mark.parametrize("tasks", [["a"], ["a", "b"]])
 @pytest.mark.parametrize("name", ["lru", "next-use", "moe-infinity"])
 @pytest.mark.parametrize("capacity", [5, 9, 14])
-def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
+def test_a_replay_with_pins_equals_the_cache(tasks, name, capacity):
     """The same steps served one by one, with changes of the pinned set in between."""
     trace = labelled(capacity)
     requests, pins = stream(trace, "runtime"), hot_experts(labelled(capacity), tasks, 0.2)
@@ -57,7 +57,7 @@ def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
         assert (served.hits == 0).tolist() == done.missed[part].tolist(), s
 
 
-def test_when_the_set_changes():
+def test_pinned_experts_change_after_each_prompt():
     """After each prompt; the fourth request has none, and is three tokens long."""
     trace = labelled()
     requests = stream(trace, "runtime")
@@ -67,15 +67,15 @@ def test_when_the_set_changes():
     assert [s for s, _ in pinned_by_step(trace, requests, hot_experts(trace, ["b"], 0.2))] == [0]
 
 
-def test_mistakes():
+def test_impossible_pins_are_errors():
     trace = labelled()
     requests = stream(trace, "runtime")
     with pytest.raises(UnknownName, match="unknown task 'c': choose one of a, b"):
         hot_experts(trace, ["c"], 0.1)
-    with pytest.raises(UsageError, match="must be above 0 and below 1: 1"):
+    with pytest.raises(UsageError, match="is 1: it must be above 0 and below 1"):
         hot_experts(trace, ["a"], 1.0)
     stay = pinned_by_step(trace, requests, hot_experts(trace, ["a"], 0.5))
-    with pytest.raises(BudgetError, match="8 pinned experts leave no slot"):
+    with pytest.raises(BudgetError, match="the 8 experts of --pin leave no slot"):
         replay(requests, trace.offsets, 8, policy("lru"), pinned=stay)
-    with pytest.raises(UsageError, match="with an empty cache for each request nothing stays"):
+    with pytest.raises(UsageError, match="--pin FILE and --reset exclude each other"):
         replay(requests, trace.offsets, 9, policy("lru"), pinned=stay, reset=True)

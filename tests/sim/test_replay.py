@@ -29,7 +29,7 @@ def test_an_empty_stream_misses_nothing():
 @pytest.mark.parametrize("name", ["lru", "moe-infinity", "random"])
 @given(steps=steps(), capacity=st.integers(1, OFFSETS[-1]))
 @settings(max_examples=40, deadline=None)
-def test_reset_serves_every_prompt_as_if_it_were_alone(name, steps, capacity):
+def test_reset_replays_every_request_separately(name, steps, capacity):
     separate_misses = 0
     for prompt in {step.prompt for step in steps}:
         part = as_stream([step for step in steps if step.prompt == prompt])
@@ -46,7 +46,7 @@ def test_a_step_larger_than_the_cache_is_not_protected():
     assert replay(stream, OFFSETS, 2, policy("lru")).misses == 4
 
 
-def test_pinning_decides_who_makes_room():
+def test_pinning_changes_which_expert_is_evicted():
     """LRU would evict 1, which this step asks for after 2; pinned, 0 goes."""
     first, second = Step([1, 0], 0, 0, 0, 0, [], []), Step([2, 1], 3, 1, 0, 0, [], [])
     stream = as_stream([first, second])
@@ -55,12 +55,12 @@ def test_pinning_decides_who_makes_room():
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 13])
-def test_a_capacity_that_cannot_be(capacity):
+def test_an_impossible_capacity_is_an_error(capacity):
     with pytest.raises(UsageError, match=f"between 1 and all 12 experts: {capacity}"):
         replay(STREAM, OFFSETS, capacity, policy("lru"))
 
 
-def test_names_that_are_not_known():
+def test_unknown_names_are_errors():
     with pytest.raises(UnknownName, match="unknown scope 'global': choose one of shared, per-lay"):
         replay(STREAM, OFFSETS, 4, policy("lru"), scope="global")
     with pytest.raises(UnknownName, match="unknown pin 'all': choose one of step, none"):
@@ -77,7 +77,7 @@ def test_names_that_are_not_known():
         ("prefill", "part of static is empty: 'prefill'"),
     ],
 )
-def test_a_part_that_the_trace_does_not_have(part, message):
+def test_an_unknown_part_of_the_trace_is_an_error(part, message):
     with pytest.raises(UsageError, match=message):
         replay(STREAM, OFFSETS, 4, policy(f"static:part={part}"))
 

@@ -64,7 +64,7 @@ class Page(HTMLParser):
         self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
 
 
-def test_the_page_is_whole_and_loads_nothing():
+def test_the_page_is_complete_and_loads_nothing():
     text = report()
     page = Page(text)
     assert page.open == []
@@ -73,7 +73,7 @@ def test_the_page_is_whole_and_loads_nothing():
     assert "prefers-color-scheme: dark" in text
 
 
-def test_names_from_outside_are_shown_and_not_run():
+def test_names_are_escaped_in_the_page():
     page = Page(report())
     assert page.text["h1"] == ["A </script><script>alert(1)</script> model"]
     assert not [tag for tag, _ in page.tags if tag == "b" and _ == {"own": None}]

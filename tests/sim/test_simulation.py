@@ -77,7 +77,7 @@ WRONG = {
     "policy": ({"policy": "nope"}, UnknownName, "nope"),
     "no policy": ({"policy": []}, UsageError, "policy is an empty list"),
     "capacity": ({"capacity": "300%"}, UsageError, "300%"),
-    "capacity of none": ({"capacity": 0}, UsageError, "from 1 to all 16"),
+    "capacity of none": ({"capacity": 0}, UsageError, "from 1 to 16"),
     "no capacity": ({"capacity": []}, UsageError, "capacity is an empty list"),
     "order": ({"order": "random"}, UnknownName, "natural"),
     "pin": ({"pin": "all"}, UnknownName, "step"),

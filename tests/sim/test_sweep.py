@@ -79,14 +79,14 @@ def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.Monkey
 
 
 def test_prefetching_that_cannot_be():
-    with pytest.raises(UsageError, match="need the experts of a step to be protected"):
+    with pytest.raises(UsageError, match="does not work with prefetching"):
         sweep(TIMED, [Cell("lru", 8, "none", "oracle")])
-    with pytest.raises(UsageError, match="policy opt decides by the whole trace beforehand"):
+    with pytest.raises(UsageError, match="policy opt must know all requests beforehand"):
         sweep(TIMED, [Cell("opt", 8, prefetch="oracle")])
 
 
 def test_an_error_in_a_cell_ends_the_sweep():
-    with pytest.raises(UsageError, match="capacity must be between 1 and all 16"):
+    with pytest.raises(UsageError, match="it must be from 1 to 16"):
         sweep(Study.of(TRACE, "natural"), [*CELLS, Cell("lru", 17)], workers=2)
 
 
@@ -109,20 +109,20 @@ def test_capacities_are_slots_or_shares_rounded_down():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "from 1 to all 64 experts"),
-        ("65", "from 1 to all 64 experts"),
-        ("-3", "from 1 to all 64 experts"),
-        ("x", "write a number of slots such as 64, or a share such as 25%"),
-        ("", "write a number of slots such as 64, or a share such as 25%"),
-        ("5,,6", "write a number of slots such as 64, or a share such as 25%"),
-        ("1/0%", "write a number of slots such as 64, or a share such as 25%"),
+        ("0", "from 1 to 64"),
+        ("65", "from 1 to 64"),
+        ("-3", "from 1 to 64"),
+        ("x", "give a number of experts such as 64, or a share such as 25%"),
+        ("", "give a number of experts such as 64, or a share such as 25%"),
+        ("5,,6", "give a number of experts such as 64, or a share such as 25%"),
+        ("1/0%", "give a number of experts such as 64, or a share such as 25%"),
         ("0%", "above 0% and at most 100%"),
         ("101%", "above 0% and at most 100%"),
-        ("nan%", "write a number of slots such as 64, or a share such as 25%"),
+        ("nan%", "give a number of experts such as 64, or a share such as 25%"),
         ("1%", "less than one"),
     ],
 )
-def test_capacities_that_cannot_be(text: str, message: str):
+def test_impossible_capacities_are_errors(text: str, message: str):
     with pytest.raises(UsageError, match=message):
         capacities(text, 64)
 
@@ -132,7 +132,7 @@ def test_names_keep_their_options():
     assert split_names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
 
 
-def test_a_grid_has_what_was_asked_for_and_ends_at_all_experts():
+def test_curve_capacities_include_the_requested_ones_and_all_experts():
     points = list(curve_capacities([7, 26], 100, 3))
     assert points == sorted(set(points))
     assert {7, 26, 100} <= set(points)

@@ -1,1 +1,1 @@
-"""Simulator of cached MoE inference: the runtime's scheduler, with events and a cost model."""
+"""Simulator of MoE inference with an expert cache, on recorded traces of routing."""

@@ -1,4 +1,4 @@
-"""Simulated approximation of missing experts: sizes of low-precision copies, tail weights."""
+"""Approximation of missing experts in a simulation: sizes of copies, importance of experts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NESTED = 4.25 / 8.25  # an int4 copy's share of an int8 expert that contains it
 
 @dataclass(frozen=True, slots=True)
 class CopySizes:
-    """Bytes of the experts' low-precision copies, which are computed instead of missing experts.
+    """Sizes of low-precision copies, which are computed in place of missing experts.
 
-    low:    a copy's share of an expert's bytes
-    share:  the share of the cache's memory for copies
-    nested: the copies are a part of the experts' bytes
+    low:    bytes of a copy as a share of an expert's bytes; 0 if there are no copies
+    share:  share of the cache's memory that holds copies
+    nested: whether the bytes of a copy are part of its expert's bytes
     """
 
     low: float
@@ -33,11 +33,12 @@ class CopySizes:
 
     @classmethod
     def of(cls, at: Approximation, nested: bool = False, low: float | None = None) -> CopySizes:
-        """Compute the sizes of copies of a precision.
+        """Compute the sizes of copies from the precision that a simulation asks for.
 
-        Without `low`, experts have 16 bits, or int8 where nested.
-
-        There are no copies where no miss is served from one."""
+        `low` is the size of a copy as a share of its expert. By default it follows from the
+        precision, for experts of 16 bits per weight, or of int8 if `nested`. If no threshold lets a
+        miss use a copy, there are no copies.
+        """
         if not at.low:
             return cls(0.0, at.share)
         if low is None:
@@ -47,7 +48,11 @@ class CopySizes:
     def pieces(
         self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int
     ) -> Pieces | None:
-        """Build the cacheable pieces: experts and low-precision copies; None without copies."""
+        """List what can be cached: every expert and its low-precision copy; None without copies.
+
+        `capacity` is the cache's memory as a number of experts, and `chunk_bytes` is the largest
+        transfer.
+        """
         if not self.low:
             return None
         copies_count = int(self.share * capacity / self.low)
@@ -61,18 +66,19 @@ class CopySizes:
 
 
 def check_weights(trace: Trace) -> None:
-    """Raise UsageError where a trace has no gate weights."""
+    """Raise UsageError if a trace has no gate weights, which approximation needs."""
     if trace.weights is None:
         raise UsageError(
-            "misses are judged by gate weights, which this trace does not have: record it with"
-            " `greenroom trace record --weights`"
+            "the trace has no gate weights, and --low-below, --skip-below and --substitute-below"
+            " need them: record the trace again with `greenroom trace record --weights`"
         )
 
 
 def tail_weights_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
-    """Compute the tail weight of each expert that a range of tokens uses.
+    """Compute how much each expert matters to the tokens of a trace that use it.
 
-    The tokens are begin .. end; the ids ascend.
+    The tokens are `begin` to `end - 1`. Returns the tail weight (see core/gates.py) of each
+    distinct expert that they use in the layer, in ascending order of expert ids.
     """
     assert trace.weights is not None
     chosen = trace.experts[begin:end, layer].astype(np.int64)

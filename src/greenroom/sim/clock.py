@@ -1,4 +1,4 @@
-"""Simulated time: an event heap and a cost model drive the runtime's scheduler."""
+"""Simulated time: events drive the same scheduler that runs real models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from greenroom.core.scheduler.scheduler import Scheduler
 
 
 class TraceStep(NamedTuple):
-    """Step of a simulation: one layer of one pass of a trace.
+    """One step of a simulation: one MoE layer in one forward pass of a trace.
 
-    step:         the number of the pass
-    experts:      dense ids, ascending and distinct
-    rows:         how many of the `tokens` chose each expert (1 each where None)
-    weights:      the sum of their gate weights for each expert
-    chosen:       [tokens, K] each token's experts, ids within the layer, for predictors
-    tail_weights: how much each expert matters (core/gates.py), where misses are approximated
+    step:         number of the forward pass
+    experts:      ids of the chosen experts, ascending and distinct, counted over all layers
+    rows:         number of tokens that chose each expert; None: one each
+    tokens:       number of tokens in the pass
+    weights:      sum of the gate weights of each expert over its tokens
+    prefill:      whether the pass reads a prompt
+    chosen:       each token's experts as ids within the layer, [tokens, top_k], for predictors
+    tail_weights: importance of each expert (core/gates.py), if misses may be approximated
     """
 
     step: int
@@ -52,11 +54,16 @@ class TraceStep(NamedTuple):
 
 
 class Clock:
-    """Simulated clock: an event heap, a chain of memory links, and processors.
+    """Simulated clock of a machine: memory links in a chain, and processors.
 
-    Each device has a processor, and so has the host memory between two links. Several devices share
-    the chain's first link; each has a last link of its own at full speed. `compute` is the sum over
-    devices. Transfers between devices take no time.
+    Each device has a processor. So has the host memory, if it lies between two links. Several
+    devices share the first link (from disk), and each has its own last link at full speed.
+    Transfers between devices take no time.
+
+    now:         simulated time in seconds
+    stall:       seconds in which all processors waited for transfers
+    compute:     seconds of computation, summed over processors
+    bytes_moved: bytes that were read from the store
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class Clock:
         self.restart(scheduler)
 
     def restart(self, scheduler: Scheduler) -> None:
-        """Continue with another scheduler and an empty cache; drop simulated transfers."""
+        """Continue with another scheduler and its empty cache; transfers under way are dropped."""
         self.scheduler, self.pieces = scheduler, scheduler.view.pieces
         self._waited = 0.0  # seconds of stall since the last computation
         self._slowed = 0.0  # seconds by which the step's stalls slow its computing
@@ -82,17 +89,17 @@ class Clock:
         self._step: TraceStep
 
     def set_costs(self, costs: Costs) -> None:
-        """Replace the simulated machine's costs from now on; the number of links stays."""
+        """Use other costs from now on, for a machine with the same number of links."""
         self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
     def begin(self, at: PassStart) -> None:
-        """Begin a simulated pass of the model."""
+        """Begin a simulated forward pass, with the predictions that are made at its start."""
         if self.foresight is not None:
             for event in self.foresight.begin(at):
                 self._handle(event)
 
     def run(self, step: TraceStep) -> None:
-        """Simulate one layer: its dense part, its routing and its experts."""
+        """Simulate one layer until its experts are computed: attention, routing, transfers."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)
@@ -120,14 +127,14 @@ class Clock:
             self._slowed = 0.0
 
     def _advance(self, end: float) -> None:
-        """Advance the simulated links until `end`, while a processor computes."""
+        """Handle all events until the time `end`, and set the clock to it."""
         while self._heap and self._heap[0][0] <= end:
             self.now, _, event = heapq.heappop(self._heap)
             self._handle(event)
         self.now = end
 
     def _handle(self, event: Event) -> bool:
-        """Pass an event to the scheduler and carry out its actions; True ends the step."""
+        """Pass an event to the scheduler and carry out its actions; True if the step has ended."""
         return self._carry_out(self.scheduler.on(event, self.now))
 
     def _carry_out(self, actions: list[Action]) -> bool:
@@ -167,9 +174,9 @@ class Clock:
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
     def _group_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Compute the seconds of a group of experts, computed in turn.
+        """Return the seconds that computing a group of experts takes, one after another.
 
-        A part of an expert takes its share of the seconds.
+        A part of a split expert takes the same share of the time as it has of the bytes.
         """
         work = self.costs.host if device == HOST else self.costs.expert
         assert work is not None
@@ -180,9 +187,9 @@ class Clock:
         return share * sum(work.seconds(n) for n in rows.tolist())
 
     def _handling_seconds(self, experts: Ints, part: int, device: int) -> float:
-        """Compute the seconds that handling a group's newly fetched experts takes.
+        """Return the seconds that a processor needs to take over a group's fetched experts.
 
-        On the host there are none: it computes experts where they were read.
+        They are 0 in host memory, whose processor computes experts in place.
         """
         if device == HOST:
             return 0.0

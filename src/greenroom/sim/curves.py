@@ -1,8 +1,8 @@
 """Miss-ratio curves of LRU and OPT: all cache capacities in one pass over a trace.
 
-Both are stack algorithms: a cache holds all that a smaller one does (Mattson et al., 1970,
-"Evaluation techniques for storage hierarchies"). So each request has a depth: the smallest capacity
-at which it is a hit. Nothing is pinned.
+Both policies are stack algorithms: a cache contains everything that a smaller cache contains
+(Mattson et al., 1970, "Evaluation techniques for storage hierarchies"). So each request has a
+depth, which is the smallest capacity at which it is a hit. No expert is protected from eviction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from greenroom.trace.kernels import stack_depths
 
 
 class MissCurve(NamedTuple):
-    """Miss-ratio curve: of `requests`, `misses[i]` miss with `capacities[i]` slots (ascending)."""
+    """Misses of an eviction policy at every cache capacity.
+
+    `misses[i]` of the `requests` are misses if the cache has `capacities[i]` slots. Capacities
+    ascend.
+    """
 
     capacities: Ints
     misses: Ints
@@ -36,10 +40,14 @@ def _curve(
     reset: bool = False,
     future: bool,
 ) -> MissCurve:
-    """Compute the misses of LRU or OPT (`future`) at every cache capacity that the scope allows.
+    """Compute the misses of LRU (or OPT, if `future`) at every cache capacity.
 
-    `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. The misses
-    are those of `replay` with pin="none". Releases the GIL. UsageError as `replay`.
+    stream:  expert requests in order
+    offsets: first expert id of each layer, and the number of all experts, [layers + 1]
+    scope:   one cache for all layers ("shared"), or a share of the capacity for each layer
+    reset:   whether the cache is empty at the start of every request
+
+    The results equal those of `replay` with pin="none". Raises UsageError for an impossible scope.
     """
     layer = layer_of_ids(offsets)
     layers, most = len(offsets) - 1, np.diff(offsets).tolist()
@@ -66,9 +74,11 @@ lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=Tru
 
 
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
-    """Compute the fewest slots with which each request hits an LRU cache by layer.
+    """Compute for each request the fewest slots with which an LRU cache has a hit.
 
-    Returns [N]; 0 where a request never hits. Arguments as of `lru_curve`.
+    Every layer has its own cache. `offsets` has the first expert id of each layer, and the number
+    of all experts. With `reset`, the caches are empty at the start of every request. The result is
+    0 for a request that no size of cache can hit, such as the first of an expert.
     """
     return _depths(stream, layer_of_ids(offsets), reset, future=False)
 

@@ -1,8 +1,8 @@
 """Event-driven simulation of a trace, in which the runtime's scheduler handles every event.
 
-With prefetching, whether an expert is in its slot depends on when its transfer ended, so misses
-cannot be decided beforehand as in `timed.py`. An event takes Python tens of microseconds, with the
-GIL held.
+With prefetching, a request is a hit only if the expert's transfer has ended in time. So misses
+cannot be computed before the times, as `timed.py` does. An event takes tens of microseconds of
+Python, under the GIL.
 """
 
 from __future__ import annotations
@@ -45,19 +45,23 @@ UNUSED_COUNTS = ("failed",)  # simulated links do not fail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventOptions:
-    """Options of an event-driven simulation, beyond policy, capacity and predictor.
+    """Options of an event-driven simulation, besides policy, capacity and predictor.
 
-    reset:      every request begins with an empty cache; learned state stays
-    ahead:      slots that prefetches may borrow at a time (default: as in a run)
-    host:       slots in host memory between two links, under the same policy
-    devices:    number of devices that share the experts; the capacity is their sum
-    split:      share of an expert that is its top, for all layers or for each; the capacity is then
-                the memory of so many unsplit experts
-    config:     options of the scheduler; low-precision copies take part of the same memory, and
-                the host's processor computes where an option says so
-    low:        a copy's share of an expert's bytes (default: by its precision, of 16 bits)
-    nested:     experts are int8 and contain their copies
-    stay:       experts that are never evicted once they are loaded
+    scope:       one cache for all layers ("shared"), or one per layer
+    seed:        seed of policies and predictors that draw random numbers
+    reset:       whether every request begins with an empty cache; learned state stays
+    ahead:       most slots of the cache that prefetched experts may take at a time; None: as in a
+                 real run
+    chunk_bytes: largest transfer; larger experts are moved in several chunks
+    host:        slots of a second cache, in host memory between two links, with the same policy
+    devices:     number of devices that share the experts; the capacity is their total
+    split:       share of an expert's bytes in its top segment, a number or one per layer; top and
+                 bottom segments are cached separately, in the memory of `capacity` whole experts
+    config:      options of the scheduler, such as approximation of misses and co-computing
+    low:         bytes of a low-precision copy as a share of its expert's; None: by the precision,
+                 for experts of 16 bits per weight
+    nested:      whether experts are int8 and contain their copies
+    stay:        ids of experts that are never evicted once they are in the cache
     """
 
     scope: Scope = "shared"
@@ -75,16 +79,19 @@ class EventOptions:
 
     @property
     def approximation(self) -> Approximation | None:
-        """Return the approximation that may serve cache misses; None without one."""
+        """Return how missing experts may be approximated; None if all are computed exactly."""
         return self.config.approximation()
 
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
-    """Result of an event-driven simulation: times, counts, and the accuracy of predictions.
+    """Result of an event-driven simulation: times, counts, and accuracy of predictions.
 
-    `ahead` is how many slots prefetches could borrow at a time; `accuracy` and `goodpred` are
-    shares, None where nothing was predicted.
+    times:    simulated seconds and stalls
+    counts:   cache requests, hits and misses, prefetches and their fates
+    ahead:    most slots of the cache that prefetched experts could take at a time
+    accuracy: share of needed experts that were predicted; None if nothing was predicted
+    goodpred: share of needed experts that were predicted and loaded in time; None likewise
     """
 
     times: SimulatedTimes
@@ -129,10 +136,16 @@ def simulate_events(
     prefetch: str,
     options: EventOptions = EventOptions(),
 ) -> EventRun:
-    """Simulate a trace event by event, with a predictor (`NAME[:distance]`) or `off`.
+    """Simulate a trace event by event, with prefetching or without.
 
-    `stream` is the trace in `runtime` order. UsageError where the predictor needs data that the
-    trace does not have, and where the policy needs the whole trace beforehand.
+    stream:       the trace's expert requests, one step per forward pass and layer
+    capacity:     size of the cache in experts
+    costs:        speeds of the simulated machine
+    expert_bytes: bytes of an expert
+    prefetch:     name of a predictor, such as "markov" or "markov:2" (2 layers ahead), or "off"
+
+    Raises UsageError if the trace lacks data that the predictor needs, or if the policy needs to
+    know the whole trace beforehand.
     """
     check_policy(policy)
     pieces, ahead = _pieces(trace, expert_bytes, capacity, options), options.ahead
@@ -175,10 +188,10 @@ def _simulate_passes(
     clock: Clock,
     new_scheduler: Callable[..., Scheduler] | None,
 ) -> Floats:
-    """Simulate the passes of a trace in turn; return each pass's seconds.
+    """Simulate the forward passes of a trace in turn; return the seconds of each pass.
 
-    `new_scheduler` builds the scheduler of every request but the first, if requests begin with an
-    empty cache; learned state and counts stay.
+    If requests begin with an empty cache, `new_scheduler` builds the scheduler of each request but
+    the first. It continues the learned state and the counts of the scheduler before.
     """
     spent, request = [], 0
     for at, steps in passes:
@@ -195,20 +208,23 @@ def _simulate_passes(
 
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
-    """Build the cacheable pieces: unsplit experts, split experts, or experts with copies."""
+    """List what can be cached: whole experts, segments of experts, or experts and copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
-                "approximated misses need one device, unsplit experts and no host tier: leave out"
-                " --split, --devices and --host-capacity"
+                "a simulation with --low-below, --skip-below or --substitute-below supports only"
+                " one device, whole experts and no host memory: leave out --split, --devices and"
+                " --host-capacity"
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)
         parts = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
     elif options.split is not None:
         if devices > 1:
-            raise UsageError("split experts are on one device: leave out --devices")
+            raise UsageError(
+                "--split works only with one device in a simulation: leave out --devices"
+            )
         parts = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
     if parts is not None:
         return parts
@@ -220,7 +236,11 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
 def split_pieces(
     trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
 ) -> Pieces:
-    """Split a trace's experts in two pieces each. UsageError where layers do not match."""
+    """Split each expert of a trace into two segments, cached separately.
+
+    `split` is the top segment's share of an expert's bytes: one number, or one per layer. Raises
+    UsageError if it has another number of layers than the trace.
+    """
     cut = Split.of(expert_bytes, split, trace.layers, SECONDARY_SLOTS_PER_CHOICE * trace.top_k)
     sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
     chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
@@ -228,20 +248,21 @@ def split_pieces(
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise UsageError for an eviction policy that needs the whole trace beforehand."""
+    """Raise UsageError for an eviction policy that must know the whole trace beforehand."""
     if policy.needs_trace:
         raise UsageError(
-            f"policy {policy.name} decides by the whole trace beforehand, and prefetching changes"
-            " which experts are requested: simulate it without --prefetch"
+            f"policy {policy.name} must know all requests beforehand, and prefetching"
+            " changes them: simulate this policy without --prefetch"
         )
 
 
 def passes(
     trace: Trace, stream: Stream, tail_weights: bool = False
 ) -> Iterator[tuple[PassStart, list[TraceStep]]]:
-    """Yield the passes and steps of a trace, in runtime order.
+    """Yield each forward pass of a trace, with its steps (one per MoE layer).
 
-    `tail_weights`: add to each step how much its experts matter.
+    With `tail_weights`, steps of decoded tokens have the importance of each expert
+    (core/gates.py).
     """
     tokens = np.diff(trace.pass_starts)
     firsts = np.searchsorted(stream.token, np.arange(trace.passes + 1))

@@ -1,7 +1,7 @@
-"""Charts of a simulation's HTML report, as SVG that stretches with labels that do not.
+"""Charts of a simulation's HTML report: SVG drawings with HTML labels.
 
-The SVG is stretched to the width of the page (lines keep their width), and labels are HTML at
-percentages of it, so that a telephone shows the same chart with letters of the same size.
+A drawing is stretched to the width of the page, with lines of constant width. Labels are HTML
+elements at percentages of the drawing, so that letters have the same size on a telephone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ Points = Sequence[tuple[int, float]]
 
 
 class PlottedCurve(NamedTuple):
-    """Curve of a chart: miss ratios by capacity; `style` is its number, -1 for the floor."""
+    """A curve in a chart of miss ratios by cache capacity.
+
+    points: (capacity in slots, miss ratio)
+    style:  number that selects colour and dashes; -1 for the lower bound of all policies
+    """
 
     name: str
     points: Points
@@ -29,7 +33,7 @@ class PlottedCurve(NamedTuple):
 
 
 def style(number: int) -> str:
-    """Return the stroke of a chart's curve: colours first, then colours with dashes."""
+    """Return the SVG attributes for the stroke of a chart's curve, by the curve's number."""
     if number < 0:
         return 'class="curve opt" stroke-dasharray="2 4"'
     dash = DASHES[number // COLOURS % len(DASHES)]
@@ -38,7 +42,7 @@ def style(number: int) -> str:
 
 
 def legend(curves: Sequence[PlottedCurve]) -> str:
-    """Draw a chart's legend: a sample of each curve and the curve's name."""
+    """Return a chart's legend as HTML: a sample of each curve and its name."""
     items = (
         '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
         f'<path d="M1 6H25" {style(c.style)}/></svg>{escape(c.name)}</li>'
@@ -48,7 +52,11 @@ def legend(curves: Sequence[PlottedCurve]) -> str:
 
 
 def miss_ratio_chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
-    """Draw a chart of miss ratio over capacity; no policy can get below `floor`."""
+    """Return a chart of miss ratio over cache capacity, as HTML with SVG.
+
+    `floor` is the curve that no policy can get below. `experts` is the number of all experts, which
+    is the largest capacity.
+    """
     highest = max(y for c in (*curves, floor) for _, y in c.points)
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)
     top = max(step, math.ceil(round(highest / step, 9)) * step)
@@ -87,9 +95,12 @@ Labels = Sequence[tuple[float, str]]
 
 
 def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
-    """Put an SVG drawing (WIDE x HIGH) into a plot with axis labels.
+    """Return a chart as HTML: an SVG drawing of 1000 x 500 units with axis labels.
 
-    Labels lie at shares of the axes.
+    drawn:     content of the SVG element
+    described: description for screen readers
+    ys, xs:    (position as a share of the axis, text) of each label
+    axis:      name of the horizontal axis
     """
     y_labels = "".join(f'<span style="bottom:{100 * y:.2f}%">{label}</span>' for y, label in ys)
     x_labels = "".join(
@@ -105,9 +116,13 @@ def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
 
 
 class Bar(NamedTuple):
-    """Bar of a chart: a simulated time and its 95th percentile, in seconds.
+    """One bar of a chart: a simulated time and its 95th percentile, in seconds.
 
-    `style` numbers the colour.
+    name:  text beside the bar
+    group: heading that the bar stands under
+    label: the time as text
+    style: number of the colour
+    pale:  whether the bar is pale
     """
 
     name: str
@@ -120,7 +135,7 @@ class Bar(NamedTuple):
 
 
 def bar_chart(drawn: Sequence[Bar]) -> str:
-    """Draw a bar chart: bars below the names of their groups, on one scale from zero."""
+    """Return a bar chart as HTML: bars under the headings of their groups, on one scale."""
     longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
     parts, group = [], None
     for bar in drawn:
@@ -138,9 +153,10 @@ def bar_chart(drawn: Sequence[Bar]) -> str:
 
 
 def heat_colour(count: int, mean: float) -> int:
-    """Return the colour of a heat map's cell for an expert's uses.
+    """Return the colour number of an expert in a heat map, by its uses.
 
-    0 is unused; then by steps of SCALE x mean.
+    0 is an unused expert. Colours 1 to 6 are separated by 0.25, 0.5, 1, 2 and 4 times the `mean`
+    use of the layer's experts.
     """
     if count == 0:
         return 0
@@ -148,7 +164,10 @@ def heat_colour(count: int, mean: float) -> int:
 
 
 def heat_map(counts: Sequence[Sequence[int]]) -> str:
-    """Draw a heat map of experts' uses by layer, relative to the layer's mean."""
+    """Return a heat map as HTML: how often each expert was used, a row per layer.
+
+    `counts` are uses, [layer][expert]. Colours are relative to the mean of the layer.
+    """
     widest, layers = max(len(row) for row in counts), len(counts)
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):

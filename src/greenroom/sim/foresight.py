@@ -1,4 +1,4 @@
-"""Predictors in a simulation: run over a trace, or replayed where a model is needed."""
+"""Expert predictors in a simulation: computed from a trace, or replayed from recordings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from greenroom.trace import Trace
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
-    """Build a predictor over a trace; if it needs a model, replay its recording.
+    """Build the predictor named by `prefetch`, for a simulation of a trace.
 
-    UsageError where the trace lacks data that the predictor needs.
+    A predictor that needs a running model is replayed from the predictions in the trace. Raises
+    UsageError if the trace lacks predictions or token ids that the predictor needs.
     """
     choice = resolve_predictor(trace, prefetch)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
     if "token_ids" in choice.kind.needs and trace.token_ids is None:
         raise UsageError(
-            f"predictor {choice.name} needs token ids, which this trace does not have: record them"
-            " with --token-ids"
+            f"predictor {choice.name} needs token ids, which this trace does not have: record the"
+            " trace again with `greenroom trace record --token-ids`"
         )
     setting = PredictorSetup(
         shape, seed, routed_experts=trace.experts, predictions=trace.predictions
@@ -30,7 +31,10 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
 
 
 def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
-    """Resolve a predictor's name: the predictor itself, or its recording in the trace."""
+    """Return the predictor to simulate for a name: itself, or its recording in the trace.
+
+    Raises UsageError if the predictor needs a running model and the trace has no recording of it.
+    """
     choice = predictor(prefetch)
     if choice.kind is AUTO:
         return resolve_predictor(trace, automatic_predictor(trace))
@@ -38,17 +42,18 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
         return choice
     if (recording := _find_recording(trace, choice)) is None:
         raise UsageError(
-            f"predictor {choice.name} needs a running model, and this trace does not hold its"
-            f" predictions: record them (trace record --predict {choice.name})"
-            + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
+            f"predictor {choice.name} needs a running model, and this trace does not have its"
+            f" predictions: record them with `greenroom trace record --predict {choice.name}`"
+            + (f"; the trace has {', '.join(trace.predictions)}" if trace.predictions else "")
         )
     return predictor(f"recorded:of={recording}")
 
 
 def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
-    """Resolve the predictor `auto`; check that the trace has each predictor's data.
+    """Check that a trace has the data that the named predictors need.
 
-    Returns the names, each once. UsageError where data is missing.
+    Returns the distinct names, with a concrete predictor in place of `auto`. Raises UsageError if
+    data is missing.
     """
     resolved = dict.fromkeys(
         automatic_predictor(trace) if name == AUTO.name else name for name in names
@@ -60,13 +65,16 @@ def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[
 
 
 def automatic_predictor(trace: Trace) -> str:
-    """Name the predictor for `auto`: a run's, if the trace has its predictions."""
+    """Return the name of the predictor that `auto` stands for with a trace.
+
+    It is `next-gate`, as in a run, if the trace has its predictions; otherwise `markov`.
+    """
     first, last = AUTOMATIC
     return last if _find_recording(trace, predictor(first)) is None else first
 
 
 def _find_recording(trace: Trace, choice: PredictorChoice) -> str | None:
-    """Find a trace's recorded predictions of a predictor with this kind, distance and options."""
+    """Return the name under which a trace has a predictor's predictions; None if it has none."""
     for name, prediction in trace.predictions.items():
         try:
             by = predictor(name)

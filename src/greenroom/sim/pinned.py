@@ -1,4 +1,4 @@
-"""Pinned experts in a replay: each task's hot experts never leave the cache."""
+"""Pinned experts in a replay: the most used experts of a task are never evicted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName, UsageError
 from greenroom.trace import Trace
 
-WINDOW = 16  # tokens that replace the prompt where a trace has none
+WINDOW = 16  # passes that replace the prompt in a trace without prompts
 
 
 def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
-    """Find the experts that each task's tokens use most.
+    """Find the experts that each task's tokens use most, to pin them in the cache.
 
-    A share of every layer's experts is returned, at least one.
+    tasks: labels of the trace's requests
+    share: share of each layer's experts to pin, above 0 and below 1; at least one expert per layer
 
-    A task is a label of the trace's requests. UnknownName lists the labels.
+    Raises UsageError for another share, and UnknownName for a label that no request has.
     """
     if not 0 < share < 1:
-        raise UsageError(f"the share of experts to pin must be above 0 and below 1: {share:g}")
+        raise UsageError(
+            f"the share of experts to pin is {share:g}: it must be above 0 and below 1"
+        )
     offsets = trace.offsets.tolist()
     tasks_by_name = {}
     for task in tasks:
@@ -42,11 +45,12 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
 
 
 def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
-    """List (step, pinned experts) for a replay; `stream` is the trace in `runtime` order.
+    """List the steps of a replay at which the pinned experts change, with the experts.
 
-    With one task its experts are pinned from the start. With several, from a request's first
-    decoded token on, those of the task nearest to its prompt; in a trace without prompts, nearest
-    to the request's first WINDOW tokens.
+    `stream` has one step per forward pass and layer. A single task's experts are pinned from the
+    start. Of several tasks, the one is chosen whose expert usage is most similar to that of the
+    request's prompt, and pinned from the first decoded token on. In a trace without prompts, the
+    request's first 16 forward passes stand for the prompt.
     """
     if len(pins.tasks) == 1:
         return [(0, pins.first)]

@@ -1,6 +1,6 @@
 """Replay of a trace's expert requests against an eviction policy, to count cache misses.
 
-The whole stream is served in one compiled call, by the functions that serve a step in a run.
+One compiled call serves all requests, by the same functions as in a run of a model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from greenroom.errors import BudgetError, UsageError
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Result of a replay: numbers of requests (one expert of one step each).
+    """Result of a replay: numbers of expert requests and of cache misses.
 
-    `missed` [N] says which requests were misses, where `detail` was set.
+    A request is for one expert in one step. `missed` says for each request whether it was a miss;
+    it is None unless the replay was called with `detail`.
     """
 
     requests: int
@@ -53,17 +54,21 @@ def replay(
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
 ) -> ReplayResult:
-    """Replay a stream of expert requests through an initially empty cache of `capacity` slots.
+    """Replay expert requests through an initially empty cache, and count misses.
 
-    offsets: [layers + 1] dense ids
-    pin:     "step" protects the pieces of the step that is served, "none" protects nothing
-    reset:   start every prompt with an empty cache and a policy without memory
-    detail:  return `missed` too
-    pinned:  (s, pieces): from step s on these pieces, and no longer those of the entry before, are
-             never evicted once they are loaded (not with `reset`)
+    stream:   expert requests in order, as `greenroom.trace.stream` makes them
+    offsets:  first expert id of each layer, and the number of all experts, [layers + 1]
+    capacity: number of experts that the cache can hold
+    scope:    one cache for all layers ("shared"), or a share of the capacity for each layer
+    pin:      "step" protects the experts of the current step from eviction; "none" does not
+    seed:     seed of policies that draw random numbers
+    reset:    start every request with an empty cache and a policy without memory
+    detail:   return `missed` too
+    pinned:   (step, experts) in ascending order: from that step on, these experts are never evicted
+              once they are in the cache, and those of the entry before may be; not with `reset`
 
-    The stream is one of `trace.stream`. Releases the GIL. UsageError for an impossible capacity,
-    scope or pin.
+    Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, and BudgetError if
+    pinned experts leave no slot for others.
     """
     check_pin(pin)
     layer = layer_of_ids(offsets)
@@ -74,7 +79,8 @@ def replay(
     misses = 0
     if reset and pinned:
         raise UsageError(
-            "with an empty cache for each request nothing stays pinned: choose pinning or reset"
+            "--pin FILE and --reset exclude each other, since --reset empties the cache before each"
+            " request: leave one out"
         )
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
@@ -87,7 +93,10 @@ def replay(
             state.pinned[stay] = 1
             open_to = np.array(sizes) - np.bincount(state.group_of[stay], minlength=len(sizes))
             if open_to.min() < 1:
-                raise BudgetError(f"{stay.size} pinned experts leave no slot for the others")
+                raise BudgetError(
+                    f"the {stay.size} experts of --pin leave no slot for other experts: give a"
+                    " larger --capacity, or pin fewer experts"
+                )
             misses += loop(
                 state, memory, stream, first, last, pin == "step", missed, open_to, first == begin
             )
@@ -97,18 +106,23 @@ def replay(
 def check_capacity(capacity: int, experts: int) -> None:
     """Raise UsageError unless the capacity is from one slot to the number of experts."""
     if not 1 <= capacity <= experts:
-        raise UsageError(f"capacity must be between 1 and all {experts} experts: {capacity}")
+        raise UsageError(
+            f"the capacity is {capacity}: it must be from 1 to {experts}, the number of all experts"
+        )
 
 
 def layer_of_ids(offsets: Ints) -> Ints:
-    """Return the layer of each dense expert id; `offsets` is [layers + 1]."""
+    """Return the layer of each expert, by expert id.
+
+    `offsets` has the first expert id of each layer, and the number of all experts, [layers + 1].
+    """
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
-    """Split a replay's steps into ranges [begin, end) that begin with an empty cache.
+    """Split a replay's steps into ranges (begin, end) that start with an empty cache.
 
-    One range for all steps, or one for each prompt.
+    There is one range for each request with `reset`, else a single range for all steps.
     """
     steps = stream.layer.size
     if not reset or steps == 0:
@@ -121,7 +135,7 @@ def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
 def _pinned_ranges(
     pinned: Sequence[tuple[int, Ints]], begin: int, end: int
 ) -> list[tuple[int, int, Ints]]:
-    """Split a replay's steps into ranges [first, last) with constant pinned experts."""
+    """Split a range of steps into ranges (first, end, experts) with constant pinned experts."""
     none = np.empty(0, np.int64)
     changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in pinned if s < end)]
     ends = [*(s for s, _ in changes[1:]), end]
@@ -156,10 +170,12 @@ def loop(
     open_to: Ints,
     anew: bool,
 ) -> int:
-    """Serve the expert requests of steps begin .. end - 1; return the number of misses.
+    """Serve the expert requests of steps `begin` to `end - 1`; return the number of misses.
 
-    `open_to` [G] counts the slots of each group without permanently pinned pieces, which are pinned
-    already. `anew`: the first step begins a prompt, whichever request the step before it had.
+    pin:     whether the experts of the current step are protected from eviction
+    missed:  receives for each request whether it was a miss; may be empty
+    open_to: slots of each cache group that are not taken by permanently pinned experts
+    anew:    whether the first step begins a request, even if the step before has the same number
     """
     # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
     misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0

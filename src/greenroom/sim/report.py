@@ -41,14 +41,14 @@ def report(
     counts: Sequence[Sequence[int]],
     rows: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Build the HTML report of a simulation.
+    """Build the HTML report of a simulation as one page.
 
-    facts:  (name, value) of the trace and the machine
-    curves: policy -> (capacity, miss ratio), capacities ascending
-    floor:  the same of OPT without pinning
-    counts: [layer][expert], tokens that chose it
-    rows:   the requested cells, as `--json` prints them; cells with prefetching are in the table
-            and in the bars of times, not in the curves
+    facts:    (name, value) pairs about the trace and the machine
+    curves:   points (capacity, miss ratio) by policy, in order of capacity
+    floor:    points of the lower bound: the policy OPT, without protection of a step's experts
+    counts:   tokens that chose an expert, [layer][expert]
+    rows:     results as `--json` prints them; results with prefetching are in the table and in the
+              chart of times, not in the curves
     """
     ahead = any("prefetches" in row for row in rows)
     drawn = [PlottedCurve(name, points, i) for i, (name, points) in enumerate(curves.items())]
@@ -89,15 +89,12 @@ def report(
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """Name a simulated combination: its policy, and its predictor if it has one."""
+    """Return the name of a result in the report: its policy, and its predictor if it has one."""
     return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
 def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
-    """Draw the time of a token for each simulated policy and predictor.
-
-    Only where prefetching is compared.
-    """
+    """Return a section with bars of the time per token; none unless a result has prefetching."""
     timed = [row for row in rows if row.get("tpot_s") is not None]
     if not timed or all("prefetches" not in row for row in rows):
         return []
@@ -121,7 +118,7 @@ def _time_cards(rows: Sequence[Mapping[str, Any]], policies: list[str], experts:
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
-    """Show a report's best result at the middle capacity, and the possible gain."""
+    """Return tiles with the best result at the middle capacity, and the lower bound."""
     capacities = sorted({row["capacity"] for row in rows})
     capacity = capacities[(len(capacities) - 1) // 2]
     candidates = [row for row in rows if row["capacity"] == capacity]
@@ -154,9 +151,9 @@ def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], expert
 def _with_floor(
     rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """Sort a report's rows by capacity, and add misses above the floor.
+    """Sort results by capacity, and add each one's excess of misses over the lower bound.
 
-    The floor holds only without prefetching.
+    The excess is None with prefetching, for which the lower bound does not hold.
     """
     result = []
     for row in sorted(rows, key=lambda row: int(row["capacity"])):  # keeps the order of policies
@@ -181,18 +178,18 @@ def _asset(name: str) -> str:
 
 
 def card(title: str, note: str, body: str) -> str:
-    """Build a section of an HTML report."""
+    """Return a section of an HTML report: heading, note and content (`body`, HTML)."""
     text = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
 
 
 def scrollable(table: str) -> str:
-    """Wrap a wide HTML table in an element that scrolls."""
+    """Wrap an HTML table in an element that scrolls sideways."""
     return f'<div class="wide">{table}</div>'
 
 
 def provenance_card(command: str, facts: Facts) -> str:
-    """Build a report's section with the command and the inputs that produced the page."""
+    """Return a report's section with the command and the inputs that produced the page."""
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return card("Command and inputs", "", f"<pre>{escape(command)}</pre><dl>{items}</dl>")
 

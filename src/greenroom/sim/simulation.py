@@ -19,14 +19,15 @@ from greenroom.trace import Trace, load
 
 
 class Simulation(Sequence[Row]):
-    """Results of a simulation: a dict for each policy, predictor and capacity, in that order.
+    """Results of a simulation: one dict for each policy, predictor and capacity.
 
-    A sequence (`results[0]["miss_ratio"]`, `pandas.DataFrame(list(results))`), which is shown as a
-    table. Fields are those of `greenroom simulate --json` (docs/simulate.md).
+    The object is a sequence of dicts, as in `results[0]["miss_ratio"]` or
+    `pandas.DataFrame(list(results))`, and prints as a table. The dicts have the fields of
+    `greenroom simulate --json` (docs/simulate.md).
     """
 
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
-        """Store a simulation's rows, and the size of the trace."""
+        """Store the results (`rows`) of a simulation of a trace."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
         self._heading = trace_heading(trace, rows[0])
 
@@ -44,9 +45,10 @@ class Simulation(Sequence[Row]):
         return iter(self._rows)
 
     def curves(self, field: str = "miss_ratio") -> dict[str, tuple[list[int], list[float]]]:
-        """Return curves to plot: (capacities, values of a field) by policy and predictor.
+        """Return curves to plot, by name of the policy (and predictor).
 
-        UnknownName for a field that rows do not have.
+        A curve is (capacities in ascending order, values of `field`). Raises UnknownName if the
+        results have no such field.
         """
         if field not in self._rows[0]:
             raise UnknownName("field", field, self._rows[0])
@@ -85,7 +87,7 @@ def simulate(
     dense_bytes: int | None = None,
     workers: int | None = None,
 ) -> Simulation:
-    """Simulate expert caches on a trace: each eviction policy at each capacity.
+    """Simulate expert caches on a trace: each eviction policy at each cache capacity.
 
         results = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
         results                                # a table
@@ -93,23 +95,24 @@ def simulate(
         results.curves()["lru"]                # ([capacities], [miss ratios])
 
     trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
-    policy: names; options follow a colon: "moe-infinity:matching=request"
-    capacity: slots, or shares of all experts: 64, "25%"
-    order: order of the requests: natural (default), rounds, or runtime (default with a machine)
-    scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
-    pin: step protects the experts of a step from eviction while it is served; none does not
-    seed: of policies that draw random numbers
-    limit: only the trace's first tokens
-    reset: begin every request with an empty cache
-    machine: a profile (`greenroom doctor -o`), or a `Machine`: adds times to the rows
-    prefetch: predictors to prefetch with (needs a machine); "off" is a run without prefetching
-    expert_bytes, dense_bytes: sizes of an expert and of a layer's other weights, with a machine
-        (default: from the trace; dense layers of unknown size take no time)
-    workers: cells to run at a time (default: one a core)
+    policy: eviction policies; options follow a colon, as in "moe-infinity:matching=request"
+    capacity: cache sizes in experts, or as shares of all experts: 64, "25%"
+    order: requests by token (natural, the default), by token and rank of the expert (rounds), or by
+        forward pass (runtime, the default with a machine)
+    scope: one cache for all layers (shared), one per layer (per-layer), "N,N,..." or a file
+    pin: "step" protects the experts of the current step from eviction, "none" does not
+    seed: seed of policies that draw random numbers
+    limit: number of tokens to simulate, from the start of the trace
+    reset: start every request with an empty cache
+    machine: a machine profile (file of `greenroom doctor -o`, or a `Machine`); adds times
+    prefetch: expert predictors to prefetch with (needs a machine); "off" is without prefetching
+    expert_bytes, dense_bytes: bytes of an expert, and of a layer's other weights (with a machine;
+        default: from the trace; other weights of unknown size take no time)
+    workers: number of simulations to run at a time (default: one per core)
 
-    docs/simulate.md has the further options of the command `greenroom simulate`. Raises
-    TraceError, ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run
-    in new processes: a script with such cells needs `if __name__ == "__main__"`.
+    docs/simulate.md describes further options of the command `greenroom simulate`. Raises
+    TraceError, ProfileError, UnknownName or UsageError. Long simulations with prefetching run in
+    new processes, so a script that calls this function needs `if __name__ == "__main__"`.
     """
     data = trace if isinstance(trace, Trace) else load(Path(trace))
     config = SimulateConfig(
@@ -121,7 +124,7 @@ def simulate(
         dense_bytes=None if dense_bytes is None else str(dense_bytes),
     )  # fmt: skip
     if workers is not None and workers < 1:
-        raise UsageError(f"workers must be at least 1, got {workers}")
+        raise UsageError(f"workers is {workers}: it must be at least 1")
     if machine is not None and not isinstance(machine, Machine):
         machine = Machine.load(Path(machine))
     return _simulate(data if limit is None else data.head(limit), config, machine, workers)
@@ -144,7 +147,7 @@ def _simulate(
 
 
 def _join(what: str, value: str | int | Sequence[str | int]) -> str:
-    """Join one option value or several by commas, as on the command line."""
+    """Join an option's values by commas, as on the command line."""
     if not isinstance(value, str | int) and not value:
-        raise UsageError(f"{what} is an empty list: give at least one")
+        raise UsageError(f"{what} is an empty list: give at least one {what}")
     return str(value) if isinstance(value, str | int) else ",".join(map(str, value))

@@ -1,10 +1,10 @@
 """Simulated times of all steps of a trace, computed in one compiled call without events.
 
-With demand transfers only, and a slot for every expert of a step, no transfer outlives its step.
-Then chunks land in the order in which they start, a lane takes the next chunk when its last has
-landed (on each link of a chain), and the processor computes experts in the order in which they
-arrive: a recurrence. Steps that use a slot twice need the event machine (`timed.StepTimer`); tests
-hold the two to the same times.
+Without prefetching, and with a slot for every expert of a step, all transfers end within their
+step. Then the times follow a recurrence: chunks arrive in the order in which they start, each lane
+(a number of transfers that a link carries at a time) takes the next chunk when its last has
+arrived, and the processor computes experts as they arrive. A step that uses a slot twice needs
+events (`timed.StepTimer`). Tests check that both give the same times.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ def step_times(
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
-    """Compute the simulated seconds, stall and computation of each step, [S, 3].
+    """Compute the simulated time of each step of a trace, without prefetching.
 
-    Arrays are as in `Stream`, and `tokens` [S]. An expert has `chunks` chunks, equal but for the
-    last.
+    starts:       step s has the requests from starts[s] to starts[s + 1] - 1
+    missed:       whether each request is a cache miss
+    rows:         number of tokens that use the expert of each request; empty: 1 each
+    tokens:       number of tokens of each step
+    expert_bytes: bytes of an expert, which is moved in `chunks` chunks
+
+    Returns for each step the seconds in all, of waiting, and of computation, [steps, 3].
     """
     times: Floats = _step_times(
         starts,
@@ -54,7 +59,7 @@ def step_times(
 
 
 def _seconds(work: Work, most: int) -> Floats:
-    """Tabulate the seconds that computing 0, 1, ... tokens takes."""
+    """Return the seconds that computing 0, 1, ..., `most` tokens takes."""
     return np.array([work.seconds(tokens) for tokens in range(most + 1)])
 
 

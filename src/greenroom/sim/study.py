@@ -1,7 +1,8 @@
 """Inputs of a simulation sweep, and the simulation of one policy, capacity and predictor.
 
-Without costs a cell is a replay, with costs its steps are timed too (`timed.py`). Where the time of
-transfers decides which experts are resident, it is simulated event by event (`event_driven.py`).
+Without a machine's costs, only cache misses are counted (`replay.py`). With costs, times are
+computed too (`timed.py`). If times decide which experts are in the cache, as with prefetching, the
+simulation is event by event (`event_driven.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Cell of a simulation sweep: a policy, a capacity in slots, a predictor or `off`."""
+    """One combination of options in a simulation sweep.
+
+    policy:   name of the eviction policy
+    capacity: size of the cache in experts
+    pin:      "step" protects the experts of the current step from eviction, "none" does not
+    prefetch: name of the expert predictor, or "off"
+    """
 
     policy: str
     capacity: int
@@ -52,9 +59,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Study(EventOptions):
-    """Trace and options that all cells of a simulation sweep share.
+    """Trace and options that all simulations of a sweep share.
 
-    Prefetching needs costs, and the order `runtime`.
+    trace:        the recorded trace
+    requests:     the trace's expert requests in the given order
+    order:        natural, rounds or runtime; prefetching needs runtime
+    costs:        speeds of the simulated machine; None counts misses only, without prefetching
+    expert_bytes: bytes of an expert
+    pins:         experts of tasks that are never evicted; only without costs, in order runtime
     """
 
     trace: Trace
@@ -62,15 +74,19 @@ class Study(EventOptions):
     order: str
     costs: Costs | None = None
     expert_bytes: int = 0
-    pins: Pins | None = None  # pinned experts of tasks; without costs, in order `runtime`
+    pins: Pins | None = None
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
-        """Put a trace's requests in an order; UnknownName for another order."""
+        """Put a trace's requests in order (natural, rounds or runtime); else UnknownName."""
         return cls(trace, stream(trace, order), order, **options)
 
     def run(self, cell: Cell) -> Row:
-        """Simulate one cell of a sweep; return its row, as `--json` prints it."""
+        """Simulate one combination of policy, capacity and predictor.
+
+        Returns the results by field, as `greenroom simulate --json` prints them. Raises UsageError
+        for options that exclude each other.
+        """
         chosen = policy(cell.policy)
         options: Any = {
             "scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset,
@@ -91,8 +107,9 @@ class Study(EventOptions):
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching, splits, approximated misses, a host tier and several devices need"
-                    " the experts of a step to be protected: leave out --pin, or give --pin step"
+                    f"--pin {cell.pin} does not work with prefetching, split experts,"
+                    " approximation, host memory or several devices: leave out --pin, or give"
+                    " --pin step"
                 )
             simulated = simulate_events(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
@@ -113,55 +130,64 @@ class Study(EventOptions):
 
     @property
     def needs_events(self) -> bool:
-        """Check that all cells need event-driven simulation, with policies that know no future."""
+        """Check whether all simulations must be event-driven, because of the shared options.
+
+        Event-driven simulation excludes policies that must know the whole trace beforehand.
+        """
         parts = self.split is not None or self.approximation is not None
         return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
 
     def _needs_events(self, cell: Cell) -> bool:
-        """Check that a cell of a sweep needs event-driven simulation."""
+        """Check whether one simulation of the sweep must be event-driven."""
         return cell.prefetch != OFF or self.needs_events
 
     def warm(self, cell: Cell) -> None:
-        """Compile the code that a sweep's cell needs, by simulating a few steps.
+        """Compile the code that a simulation needs, by simulating two tokens of the trace.
 
-        Two threads that compile the same function at once would both do it, and compiling holds
-        the GIL: so all code is compiled before the threads start.
+        Call this before simulations run in threads: two threads that need the same function at once
+        would both compile it, under the GIL.
         """
         head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
             replace(self, trace=head, requests=stream(head, self.order), pins=None).run(cell)
 
 
-def capacities(text: str, experts: int) -> list[int]:
-    """Parse cache capacities such as `64,25%`: slots, or shares of all experts rounded down.
+def capacities(text: str, experts: int, option: str = "--capacity") -> list[int]:
+    """Parse cache capacities such as "64,25%": numbers or shares of all experts.
 
-    UsageError for an impossible capacity.
+    Shares are rounded down. Raises UsageError for an impossible capacity; the message names
+    `option`.
     """
-    return [_capacity(item.strip(), experts) for item in text.split(",")]
+    return [_capacity(item.strip(), experts, option) for item in text.split(",")]
 
 
-def _capacity(text: str, experts: int) -> int:
+def _capacity(text: str, experts: int, option: str) -> int:
     try:
         amount = Fraction(text[:-1].strip()) if text.endswith("%") else int(text)
     except (ValueError, ZeroDivisionError) as error:
         raise UsageError(
-            f"--capacity {text!r}: write a number of slots such as 64, or a share such as 25%"
+            f"{option} {text!r}: give a number of experts such as 64, or a share such as 25%"
         ) from error
     if isinstance(amount, int):
         if not 1 <= amount <= experts:
-            raise UsageError(f"--capacity {amount}: must be from 1 to all {experts} experts")
+            raise UsageError(
+                f"{option} {amount}: must be from 1 to {experts}, the number of experts"
+            )
         return amount
     if not 0 < amount <= 100:
-        raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
+        raise UsageError(f"{option} {text}: a share must be above 0% and at most 100%")
     if amount * experts < 100:
-        raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
+        raise UsageError(
+            f"{option} {text}: this share of {experts} experts is less than one expert"
+        )
     return int(amount * experts / 100)
 
 
 def split_names(text: str) -> list[str]:
-    """Split a list of policies or predictors at commas, and keep options with their name.
+    """Split a list of policies or predictors with options at commas.
 
-    In `lru,moe-infinity:matching=request,capacity=50,opt` the second name has two options.
+    Commas between the options of one name do not separate names. For example,
+    "lru,moe-infinity:matching=request,capacity=50,opt" has three names.
     """
     result: list[str] = []
     for item in text.split(","):
@@ -173,9 +199,10 @@ def split_names(text: str) -> list[str]:
 
 
 def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iterator[int]:
-    """Yield the cache capacities of a curve: the requested ones and twelve more.
+    """Yield the capacities of a curve in a chart: the requested ones, and twelve more.
 
-    The largest has room for all experts.
+    The twelve are from 2% to 100% of the number of `experts`. Capacities below `least` are left
+    out.
     """
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     points = {int(share * experts) for share in shares} | set(requested)
@@ -183,7 +210,10 @@ def curve_capacities(requested: Sequence[int], experts: int, least: int) -> Iter
 
 
 def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> Study:
-    """Build a sweep's shared inputs from a configuration; UsageError for unfit options."""
+    """Build the inputs of a sweep from command-line options, a trace and a machine.
+
+    Raises UsageError for options that do not fit the trace or the machine.
+    """
     if config.approximation() is not None:
         check_weights(trace)
     pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
@@ -195,14 +225,20 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
 
 
 def requested_predictors(config: SimulateConfig, trace: Trace) -> list[str]:
-    """Resolve the requested predictors, and check that the trace has their data."""
+    """Return the names in `--prefetch`, if the trace has the data that they need.
+
+    `auto` is replaced by a concrete predictor. Raises UsageError if data is missing.
+    """
     return check_predictors(trace, split_names(config.prefetch or OFF), config.seed)
 
 
 def machine_options(
     config: SimulateConfig, trace: Trace, machine: Machine | None
 ) -> dict[str, Any]:
-    """Return a sweep's costs and sizes for a machine; none without a machine."""
+    """Return the options of a `Study` that follow from a machine; empty without a machine.
+
+    Raises UsageError for options that the machine or the trace does not allow.
+    """
     if machine is None:
         return {}
     costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
@@ -219,48 +255,55 @@ def machine_options(
 def costs_of(
     config: SimulateConfig | BudgetsConfig, trace: Trace, machine: Machine, **places: str | None
 ) -> tuple[Costs, int]:
-    """Return (costs of a machine, bytes of an expert); UsageError for an unknown size."""
+    """Return the speeds of a machine, and the bytes of an expert.
+
+    `places` name the processor and the store, as `--processor` and `--store` do. Raises UsageError
+    if neither the option nor the trace has the size of an expert.
+    """
     expert = size_of(config.expert_bytes, trace, "expert_bytes")
     if not expert:
         raise UsageError(
-            "the trace does not say how large an expert is: give --expert-bytes, such as 12MiB"
+            "the trace does not have the size of an expert: give --expert-bytes, such as 12MiB"
         )
     dense = size_of(config.dense_bytes, trace, "dense_bytes")
     return machine.costs(expert, dense, **places), expert
 
 
 def check_co_compute(config: SimulateConfig, costs: Costs) -> None:
-    """Check that `--co-compute` has host memory and a second processor; else UsageError."""
+    """Raise UsageError if `--co-compute auto` lacks host memory or a second processor."""
     if not config.uses_host():
         return
     if config.host_capacity is None:
-        raise UsageError(
-            "--co-compute auto computes experts that are in host memory: give --host-capacity"
-        )
+        raise UsageError("--co-compute auto needs experts in host memory: give --host-capacity")
     if costs.host is None:
         raise UsageError(
-            "--co-compute auto needs two processors, one beside host memory and one behind it"
-            " (--processor): this machine's profile has no such pair"
+            "--co-compute auto needs a machine with a CPU at its host memory and a GPU: the profile"
+            " of this machine does not have both, or --processor does not name the GPU"
         )
 
 
 def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
-    """Return the cache slots in host memory; UsageError unless there are two links."""
+    """Return the number of experts that `--host-capacity` caches in host memory, 0 without it.
+
+    Raises UsageError unless experts move over two links, from disk to host memory to a device.
+    """
     if config.host_capacity is None:
         return 0
     if len(costs.links) != 2:
         raise UsageError(
-            "--host-capacity is of host memory between two links, disk to host to device; the way"
-            f" to this --processor has {len(costs.links)}"
+            "--host-capacity needs two links, disk to host memory and host memory to device: the"
+            f" machine has {len(costs.links)} between the disk and this --processor"
         )
-    slots = capacities(config.host_capacity, int(trace.offsets[-1]))
+    slots = capacities(config.host_capacity, int(trace.offsets[-1]), "--host-capacity")
     if len(slots) != 1:
-        raise UsageError(f"--host-capacity must be one number, got {config.host_capacity}")
+        raise UsageError(
+            f"--host-capacity {config.host_capacity}: give one number or share, not several"
+        )
     return slots[0]
 
 
 def size_of(option: str | None, trace: Trace, name: str) -> int:
-    """Return a size in bytes: from an option, else from the trace, else 0."""
+    """Return a size in bytes: from a command-line option, else from the trace, else 0."""
     if option is not None:
         return 0 if option.strip() == "0" else Amount.parse(option, name).of(0)
     size = trace.meta.get(name)

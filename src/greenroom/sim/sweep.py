@@ -1,7 +1,7 @@
 """Sweeps: many simulations of one trace in parallel, on all cores or a Ray cluster.
 
-A replay is a compiled call that releases the GIL: such cells run in threads. Cells with prefetching
-are simulated event by event in Python; long ones run in processes.
+A simulation without prefetching is a compiled call that releases the GIL, so it runs in a thread.
+A simulation with prefetching handles events in Python; long ones run in processes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ def sweep(
     done: Callable[[], object] = lambda: None,
     compiling: Callable[[str, int, int], object] = lambda name, number, of: None,
 ) -> list[Row]:
-    """Simulate the cells of a sweep in parallel; return their rows in order.
+    """Simulate many combinations of policy, capacity and predictor in parallel.
 
-    Uses all cores by default.
+    cells:     the combinations to simulate
+    workers:   number of simulations at a time; None: one per core
+    done:      called after each simulation
+    compiling: called before code is compiled or loaded, with (policy, number of compiled, number of
+               all)
 
-    `done` is called after each cell; `compiling` before the code of a policy is compiled or loaded,
-    with (name, number of policies done, number of all). Long cells with prefetching run in new
-    processes: a script that calls this needs `if __name__ == "__main__"`.
+    Returns one row of results per cell, in their order. Long simulations with prefetching run in
+    new processes, so a script that calls this function needs `if __name__ == "__main__"`.
     """
     workers = workers or os.cpu_count() or 1
     kinds = {(cell.policy, cell.prefetch): cell for cell in reversed(cells)}
@@ -90,9 +93,9 @@ _study: Study  # of a worker process
 
 
 def _init_worker(study: Study) -> None:
-    """Initialise a worker process of a sweep with the shared inputs.
+    """Initialise a worker process of a sweep with the trace and options of all simulations.
 
-    It ends silently at an interrupt, and with its parent.
+    The process ends silently at an interrupt, and when its parent ends.
     """
     global _study
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,20 +113,24 @@ def sweep_on_ray(
     address: str,
     done: Callable[[], object] = lambda: None,
 ) -> list[Row]:
-    """Simulate a sweep's cells on a Ray cluster; return their rows in order.
+    """Simulate many combinations of policy, capacity and predictor on a Ray cluster.
 
-    `address` is `host:port`, `auto`, or `local` for a new cluster here. The trace is sent once;
-    Greenroom must be installed on the nodes. UsageError without Ray, or without a cluster at the
-    address.
+    `address` is `host:port`, `auto`, or `local` for a new cluster on this machine. The trace is
+    sent once. Greenroom must be installed on the nodes. Returns one row of results per cell, in
+    their order. Raises UsageError if Ray is not installed, or no cluster is at the address.
     """
     try:
         import ray
     except ImportError as error:
-        raise UsageError("--ray needs the package ray: pip install 'greenroom[ray]'") from error
+        raise UsageError(
+            "--ray needs the package ray, which is not installed: pip install 'greenroom[ray]'"
+        ) from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UsageError(f"no Ray cluster at {address}: {error}") from error
+        raise UsageError(
+            f"--ray {address}: cannot connect to a Ray cluster there: {error}"
+        ) from error
     try:
         shared = ray.put(study)
         task = ray.remote(num_cpus=1)(_run_on_ray)

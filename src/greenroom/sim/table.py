@@ -13,14 +13,14 @@ LEFT = ("system", "policy", "prefetch")  # columns that are aligned to the left
 
 
 def show_time(seconds: float | None) -> str:
-    """Format a time in seconds: 12.3 ms, 4.56 s; "-" for None."""
+    """Format a time given in seconds as "12.3 ms" or "4.56 s"; None as "-"."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format a table for a terminal; the first `left` columns are aligned to the left."""
+    """Format a table for a terminal; the first `left` columns are left-aligned, others right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 
@@ -35,7 +35,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Build a table of an HTML page."""
+    """Return an HTML table; texts are escaped, and an empty caption is left out."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
@@ -46,7 +46,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 
 def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
-    """Describe a simulated trace and its order, in two lines of text."""
+    """Return two lines of text that describe a trace and how it is simulated."""
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {int(trace.offsets[-1]):,} experts in {trace.layers} layers, top-{trace.top_k}"
@@ -55,14 +55,15 @@ def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
 
 
 def rows_text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a simulation's result rows for a terminal, under their heading."""
+    """Format a table of simulation results for a terminal, below the text `above`."""
     return f"{above}\n\n{text_table(header, rows, sum(title in LEFT for title in header))}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) of a simulation's result table, without empty columns.
+    """Return header and lines of the table of simulation results, without empty columns.
 
-    `rows` are cells as `--json` prints them, of a model with so many `experts`.
+    `rows` are results as `greenroom simulate --json` prints them. `experts` is the number of all
+    experts, to show capacities as shares.
     """
     entries = [_with_shares(row, experts) for row in rows]
     ahead = any("prefetches" in row for row in rows)
@@ -79,7 +80,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str]
 
 
 def _with_shares(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
-    """Add computed fields to a result row; prefetch counts become shares of all prefetches."""
+    """Add fields for the table to a result: sizes as text, counts of prefetches as shares."""
     entry = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
     if row.get("seconds"):
         entry["stalled"] = row["stall_s"] / row["seconds"]

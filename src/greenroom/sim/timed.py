@@ -1,9 +1,8 @@
 """Simulated times of a trace on a machine: TTFT, TPOT and stalls of every request.
 
-The compiled replay decides first which requests miss. Then one compiled call times all steps; a
-step that uses a slot twice is timed by the runtime's event machine, which is given these decisions.
-`event_driven.py` runs the event machine over all steps; it gives the same times, a thousand times
-slower.
+A compiled replay first finds out which requests are misses. Then one compiled call computes the
+times of all steps (`steps.py`). Steps that use a slot twice are simulated by events instead.
+`event_driven.py` simulates all steps by events; it gives the same times, a thousand times slower.
 """
 
 from __future__ import annotations
@@ -33,15 +32,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Simulated seconds and bytes of a run that serves R requests in turn.
+    """Simulated times of a run that serves a trace's requests one after another, in seconds.
 
-    ttft [R]: from a request's start to the end of its prompt's passes (of its first pass, where
-              the trace has no prompts)
-    gaps [D]: the time of each later decode pass, which is the time between two tokens
-    stall:    time spent waiting with nothing to compute
+    requests:    number of cache requests, each for one expert
+    misses:      number of cache misses
+    ttft:        time to first token of each request: the time of its prompt's passes (of its first
+                 pass, if the trace has no prompts)
+    gaps:        time of each later decoding pass, which is the time between two tokens
+    seconds:     time in all
+    stall:       time in which the processor waited for experts
+    compute:     time in which the processor computed
+    bytes_moved: bytes that were read from the store
     """
 
-    requests: int  # for one expert each
+    requests: int
     misses: int
     ttft: Floats
     gaps: Floats
@@ -51,9 +55,9 @@ class SimulatedTimes:
     bytes_moved: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Return simulated times as fields of JSON, as in `greenroom run`.
+        """Return simulated times as JSON fields, with the names that `greenroom run` uses.
 
-        `ttft_s` and `tpot_s` are medians.
+        `ttft_s` (time to first token) and `tpot_s` (time per output token) are medians.
         """
         return {
             **_statistics("ttft", self.ttft),
@@ -86,10 +90,15 @@ def time_trace(
     chunk_bytes: int = CHUNK_BYTES,
     **how: Any,
 ) -> SimulatedTimes:
-    """Simulate the time that a trace takes; `stream` has its requests in `runtime` order.
+    """Simulate the times of a trace on a machine, without prefetching.
 
-    An expert of `expert_bytes` comes in chunks of at most `chunk_bytes`. `how` (`scope`, `pin`,
-    `seed`, `reset`) and UsageError are as in `replay`.
+    stream:       the trace's expert requests, one step per forward pass and layer
+    capacity:     size of the cache in experts
+    costs:        speeds of the machine
+    expert_bytes: bytes of an expert, which is moved in chunks of at most `chunk_bytes`
+    how:          options `scope`, `pin`, `seed` and `reset` of `greenroom.sim.replay.replay`
+
+    Raises UsageError for an impossible capacity, scope or pin.
     """
     missed, slots = _decide(stream, trace.offsets, capacity, policy, **how)
     each = StepTimer(trace.offsets, expert_bytes, chunk_bytes, costs)
@@ -109,9 +118,9 @@ def time_trace(
 
 
 def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
-    """Split the times of passes [P] into TTFT and decode times of requests.
+    """Split the times of all forward passes into times to first token and decoding times.
 
-    Returns (TTFT of each request, time of each later decode pass).
+    Returns (time to first token of each request, time of each later decoding pass).
     """
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
@@ -132,9 +141,9 @@ def _decide(
     pin: str = "step",
     **how: Any,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
-    """Replay an expert cache to find which requests miss, [N].
+    """Replay an expert cache; return which requests are misses, and their slots.
 
-    Also returns their slots [N] where a step may use a slot twice.
+    Slots are None if no step can use a slot twice: then they do not affect the times.
     """
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
@@ -155,9 +164,10 @@ def replay_steps(
     seed: int = 0,
     reset: bool = False,
 ) -> tuple[NDArray[np.bool_], Ints]:
-    """Replay a stream of steps through a run's cache: (misses [N], slots [N]).
+    """Replay expert requests through the cache of a real run, step by step.
 
-    It needs no compiled code that a run does not need too.
+    Returns for each request whether it was a miss, and its slot. Unlike `replay`, this function
+    needs no compiled code of its own. Arguments are as in `greenroom.sim.replay.replay`.
     """
     missed = np.empty(stream.pieces.size, np.bool_)
     slots = np.empty(stream.pieces.size, np.int64)
@@ -185,9 +195,9 @@ def replay_steps(
 
 
 class StepTimer:
-    """Simulator of the time of single steps: a scheduler and its clock.
+    """Event simulator of single steps whose cache hits and slots are already decided.
 
-    It replaces the scheduler's cache, and returns the decisions that were made beforehand.
+    The object takes the place of the scheduler's cache, and answers with the given decisions.
     """
 
     served: ServedStep
@@ -203,9 +213,10 @@ class StepTimer:
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
-        """Simulate one step: (seconds, stall, computation).
+        """Simulate one step; return its seconds in all, of waiting, and of computation.
 
-        Slot -1 is a slot of no other request.
+        `missed` and `slots` are the decisions for the step's experts. Slot -1 stands for a slot
+        that no other expert of the step uses.
         """
         fresh = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
         slot_numbers = np.unique(np.where(slots < 0, fresh, slots), return_inverse=True)[1]
@@ -227,7 +238,7 @@ class StepTimer:
 def _step_seconds(
     trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: StepTimer
 ) -> Floats:
-    """Simulate each step of a trace: seconds, stall and computation, [S, 3]."""
+    """Return each step's seconds in all, of waiting, and of computation, [steps, 3]."""
     tokens = np.diff(trace.pass_starts)[stream.token]
     results = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks

@@ -77,5 +77,5 @@ def test_what_cannot_be_shared_out_is_said(cli: Run, recorded: Path, tmp_path: P
     assert "give --host-capacity" in cli(*asked, "auto", "--machine", both).mistake
     alone = profile(tmp_path / "alone.json", "device")
     failed = cli(*asked, "auto", "--machine", alone, "--host-capacity", "100%")
-    assert "needs two processors, one beside host memory" in failed.mistake
+    assert "needs a machine with a CPU at its host memory" in failed.mistake
     assert "unknown co_compute 'on'" in cli(*asked, "on", "--machine", both).mistake

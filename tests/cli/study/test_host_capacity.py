@@ -53,7 +53,7 @@ def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: P
     assert "--host-capacity has an effect only with --machine" in failed.mistake
     machine = profile(tmp_path / "gpu.json", DISK, BUS)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4,5")
-    assert "--host-capacity must be one number, got 4,5" in failed.mistake
+    assert "--host-capacity 4,5: give one number or share" in failed.mistake
 
 
 def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):

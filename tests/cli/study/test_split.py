@@ -141,7 +141,7 @@ def test_mistakes_of_simulate(
             ("--task", "all", "--share", "5MB"),
             "--share 5MB: write a share of every layer's experts",
         ),
-        (("--task", "all", "--share", "100%"), "must be above 0 and below 1: 1"),
+        (("--task", "all", "--share", "100%"), "is 1: it must be above 0 and below 1"),
     ],
 )
 def test_mistakes_of_hot(cli: Run, tmp_path: Path, options: tuple[str, ...], said: str) -> None:

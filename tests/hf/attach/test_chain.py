@@ -88,7 +88,7 @@ def lengths(cache: Any) -> list[int]:
     return [cache.get_seq_length(i) for i in range(len(cache.layers))]
 
 
-def test_every_token_after_the_first_goes_through_in_one_region(model, regions):
+def test_every_token_after_the_first_runs_in_one_parallel_region(model, regions):
     wanted = one_by_one(model)
     assert regions == []
     assert torch.equal(tokens(model), wanted)
@@ -102,7 +102,7 @@ def test_equal_scores_do_not_end_a_region(model, regions):
     assert regions == 6 * [(3, 3)]
 
 
-def test_a_missing_expert_is_fetched_and_the_region_entered_again(regions):
+def test_a_missing_expert_is_fetched_and_the_parallel_region_reentered(regions):
     with served(NAME) as model:
         tokens(model, 3)
         model.greenroom.resize(3 * model.greenroom.setup.catalog.slot_bytes)
@@ -115,7 +115,7 @@ def test_a_missing_expert_is_fetched_and_the_region_entered_again(regions):
     assert any(done is not None and 0 <= done < layers for layers, done in regions)
 
 
-def test_a_choice_that_is_torch_s_is_made_between_two_regions(unknown_ties, model, regions):
+def test_torch_makes_an_unknown_choice_between_two_parallel_regions(unknown_ties, model, regions):
     make_ties(model)
     wanted = one_by_one(model)
     assert torch.equal(tokens(model), wanted)
@@ -123,7 +123,7 @@ def test_a_choice_that_is_torch_s_is_made_between_two_regions(unknown_ties, mode
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_model_that_does_something_between_its_layers_is_left_alone(when, regions):
+def test_a_model_that_computes_between_its_layers_is_not_fused(when, regions):
     def doubles(layer: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return 2 * out
 
@@ -141,7 +141,7 @@ def test_a_model_that_does_something_between_its_layers_is_left_alone(when, regi
         assert torch.equal(tokens(model), one_by_one(model))
 
 
-def test_whoever_listens_to_a_part_has_the_layers_one_by_one(model, regions):
+def test_a_hook_on_a_submodule_runs_the_layers_one_by_one(model, regions):
     wanted, heard = tokens(model), []
     regions.clear()
     hook = model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: heard.append(True))
@@ -157,7 +157,7 @@ def test_whoever_listens_to_a_part_has_the_layers_one_by_one(model, regions):
     assert regions
 
 
-def test_who_listens_to_all_modules_hears_each(model, regions):
+def test_global_hooks_observe_every_module(model, regions):
     wanted, heard = tokens(model), []
     regions.clear()
     hook = register_module_forward_hook(lambda module, *_: heard.append(module))
@@ -171,7 +171,7 @@ def test_who_listens_to_all_modules_hears_each(model, regions):
     assert regions
 
 
-def test_who_listens_to_layers_hears_what_each_returns(model, regions):
+def test_hooks_on_layers_observe_the_output_of_each_layer(model, regions):
     heard: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, args, out: heard.extend((*args, out)))
@@ -188,7 +188,7 @@ def test_who_listens_to_layers_hears_what_each_returns(model, regions):
     assert all(map(torch.equal, heard, together))
 
 
-def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(
+def test_a_failure_adds_no_token_to_layers_that_did_not_compute_it(
     unknown_ties, model, monkeypatch
 ):
     make_ties(model)
@@ -208,7 +208,7 @@ def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(
     assert torch.equal(tokens(model), wanted)
 
 
-def test_a_cache_of_which_one_layer_has_no_room_is_left_alone(model, regions, monkeypatch):
+def test_a_kv_cache_with_a_full_layer_is_not_fused(model, regions, monkeypatch):
     wanted, room = one_by_one(model), OneTokenAttention.reserve
 
     def of_the_first_two(one: OneTokenAttention, cache: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_cache_of_which_one_layer_has_no_room_is_left_alone(model, regions, mo
     assert torch.equal(tokens(model), wanted)
 
 
-def test_no_regions_while_a_timeline_is_kept_or_the_cache_is_small(model, regions):
+def test_layers_run_one_by_one_under_a_timeline_or_with_a_small_cache(model, regions):
     wanted = one_by_one(model)
     model.greenroom.timeline()
     assert torch.equal(tokens(model), wanted)
@@ -250,14 +250,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
     return found
 
 
-def test_words_are_made_once_for_all_tokens_of_a_cache(model, plans):
+def test_kernel_arguments_are_built_once_for_all_tokens_of_a_kv_cache(model, plans):
     wanted = one_by_one(model, count=12)
     fused(model)._pass.plan = None
     assert torch.equal(tokens(model, 12), wanted)
     assert len(plans) == 1
 
 
-def test_words_are_made_anew_when_a_context_outgrows_them(model, plans, monkeypatch):
+def test_kernel_arguments_are_rebuilt_when_the_context_outgrows_them(model, plans, monkeypatch):
     wanted = one_by_one(model, count=12)
     fused(model)._pass.plan = None
     monkeypatch.setattr("greenroom.runtime.kernels.resident.launch_plan.AHEAD", 4)
@@ -266,7 +266,7 @@ def test_words_are_made_anew_when_a_context_outgrows_them(model, plans, monkeypa
 
 
 @pytest.mark.parametrize("memory", ["dense", "experts"])
-def test_arguments_are_rebuilt_when_memory_has_moved(memory, plans):
+def test_kernel_arguments_are_rebuilt_when_memory_has_moved(memory, plans):
     """A pass of many tokens may have asked for more of what a thread's calls share."""
     with served(NAME) as model:
         cache = model(ids(1, 7), use_cache=True).past_key_values
@@ -284,7 +284,7 @@ def test_arguments_are_rebuilt_when_memory_has_moved(memory, plans):
         assert torch.equal(tokens(model, 3), wanted)
 
 
-def test_a_cache_goes_with_its_answer(model, plans):
+def test_a_kv_cache_is_freed_with_its_answer(model, plans):
     """Words that were made for it do not keep its memory."""
     cache = model(ids(1, 7), use_cache=True).past_key_values
     model(ids(1, 1), past_key_values=cache)
@@ -296,7 +296,7 @@ def test_a_cache_goes_with_its_answer(model, plans):
     assert torch.equal(tokens(model), one_by_one(model))
 
 
-def test_memory_that_moves_between_two_regions(unknown_ties, model, plans, monkeypatch):
+def test_memory_may_move_between_two_parallel_regions(unknown_ties, model, plans, monkeypatch):
     make_ties(model)
     wanted, choose = one_by_one(model), FusedDecoderLayer.compute_from_choice
 
@@ -312,7 +312,7 @@ def test_memory_that_moves_between_two_regions(unknown_ties, model, plans, monke
     assert len(plans) > 2
 
 
-def test_who_changed_a_router_before_the_first_token_may_put_it_back(regions):
+def test_a_router_replaced_before_the_first_token_may_be_restored(regions):
     with served(NAME) as model:
         gate = model.model.layers[1].mlp.gate
         own, gate.forward = gate.forward, lambda *a: type(gate).forward(gate, *a)
@@ -326,7 +326,7 @@ def test_who_changed_a_router_before_the_first_token_may_put_it_back(regions):
         assert (3, 3) in regions
 
 
-def test_two_caches_take_turns(model):
+def test_two_kv_caches_may_alternate(model):
     wanted = one_by_one(model)
     caches = [model(ids(1, 7), use_cache=True) for _ in range(2)]
     found: list[list[torch.Tensor]] = [[], []]
@@ -339,7 +339,7 @@ def test_two_caches_take_turns(model):
     assert torch.equal(torch.cat(found[1]), wanted)
 
 
-def test_a_cache_that_was_cut_goes_on_from_there(model, plans):
+def test_a_truncated_kv_cache_continues_from_its_end(model, plans):
     cache = model(ids(1, 7), use_cache=True).past_key_values
     first = [model(ids(1, 1), past_key_values=cache).logits for _ in range(3)]
     cache.crop(-3)
@@ -348,7 +348,7 @@ def test_a_cache_that_was_cut_goes_on_from_there(model, plans):
     assert len(plans) <= 1  # where the cache is another's successor, its words hold
 
 
-def test_what_a_pass_returned_is_left_as_it_is_by_the_next(model):
+def test_the_next_pass_does_not_change_the_output_of_a_pass(model):
     cache = model(ids(1, 7), use_cache=True).past_key_values
     outs = [
         model(ids(1, 1), past_key_values=cache, output_hidden_states=True).hidden_states
@@ -360,7 +360,7 @@ def test_what_a_pass_returned_is_left_as_it_is_by_the_next(model):
         assert all(map(torch.equal, out, copy))
 
 
-def test_threads_have_arguments_of_their_own(model, plans):
+def test_each_thread_has_its_own_kernel_arguments(model, plans):
     """Two answers at once, each in its own thread: neither sees the other's."""
     wanted = one_by_one(model, count=20)
     plans.clear()

@@ -24,7 +24,7 @@ def task(*experts: int) -> Task:
     return Task(np.array(experts), np.isin(np.arange(6), experts).astype(float))
 
 
-def test_each_prompt_says_which_task_it_is_of():
+def test_each_prompt_selects_the_task_that_it_resembles():
     orders: Any = Orders()
     pins = TaskPins(Pins({"coding": task(0, 3), "math": task(1, 4)}, (0, 3, 6)), orders)
     for request, used in ((1, 1), (2, 0)):
@@ -37,7 +37,7 @@ def test_each_prompt_says_which_task_it_is_of():
     assert orders.given == [[], [1, 4], [0, 3]]
 
 
-def test_the_only_task_stays_from_the_start():
+def test_a_single_task_is_pinned_from_the_start():
     orders: Any = Orders()
     pins = TaskPins(Pins({"coding": task(0, 3)}, (0, 3, 6)), orders)
     pins.on_pass(1, True, 1)

@@ -12,7 +12,7 @@ from torch import nn
 from greenroom.hf.history.split_counts import HeadTimer
 
 
-def test_the_head_is_timed_where_it_computes_one_position(monkeypatch: pytest.MonkeyPatch):
+def test_only_head_calls_with_one_position_are_timed(monkeypatch: pytest.MonkeyPatch):
     now = iter([1.0, 3.0, 10.0, 20.0, 24.0])
     monkeypatch.setattr(
         "greenroom.hf.history.split_counts.time", SimpleNamespace(perf_counter=lambda: next(now))

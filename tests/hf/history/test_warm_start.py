@@ -63,7 +63,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_a_cache_begins_with_what_the_last_run_ended_with(folder, caplog):
+def test_a_run_starts_with_the_experts_that_the_last_run_ended_with(folder, caplog):
     first, cold, before, nothing = answer(folder)
     assert nothing.size == before.warm_experts == 0
     assert kept()
@@ -82,7 +82,7 @@ def test_a_cache_begins_with_what_the_last_run_ended_with(folder, caplog):
     ("policy", "scope"),
     [("lru", "shared"), ("lru", "per-layer"), ("arc", "shared"), ("hybrimoe", "shared")],
 )
-def test_a_policy_takes_what_another_left_into_any_size(folder, policy, scope):
+def test_experts_of_a_run_warm_up_other_policies_and_cache_sizes(folder, policy, scope):
     first, *_ = answer(folder)
     for options in ({"cache": "13%"}, {"cache": "100%"}, {"device": "fake", "prefetch": "auto"}):
         again, stats, after, began = answer(folder, 3, policy=policy, scope=scope, **options)
@@ -92,7 +92,7 @@ def test_a_policy_takes_what_another_left_into_any_size(folder, policy, scope):
             assert began.size == stats.capacity
 
 
-def test_a_predictor_goes_on_where_it_was(folder, caplog):
+def test_a_predictor_continues_from_its_saved_state(folder, caplog):
     *_, before, _ = answer(folder, prefetch="markov", no_guard=True)
     state = before.predictor.state()
     model, _ = greenroom.load(folder, cache="40%", prefetch="markov", kernels="eager")
@@ -105,7 +105,7 @@ def test_a_predictor_goes_on_where_it_was(folder, caplog):
     assert warnings(caplog) == []
 
 
-def test_a_state_that_does_not_fit_is_left_out_with_one_warning(folder, caplog):
+def test_a_state_that_does_not_fit_is_ignored_with_one_warning(folder, caplog):
     answer(folder, prefetch="markov")
     found = load_routing(kept().stem)
     save_routing(
@@ -113,17 +113,17 @@ def test_a_state_that_does_not_fit_is_left_out_with_one_warning(folder, caplog):
     )
     answer(folder, 3, prefetch="markov")
     assert len(warnings(caplog)) == 1
-    assert warnings(caplog)[0].startswith("predictor markov starts anew: ")
+    assert warnings(caplog)[0].startswith("predictor markov cannot use its state of the last run")
 
 
-def test_a_few_tokens_are_not_worth_keeping(folder):
+def test_a_run_of_a_few_tokens_is_not_saved(folder):
     answer(folder, warm_start.LEAST - 1)
     assert kept() is None
     answer(folder, warm_start.LEAST)
     assert kept()
 
 
-def test_nothing_is_kept_or_read_where_it_is_not_wanted(folder, monkeypatch):
+def test_nothing_is_saved_or_read_when_history_is_disabled(folder, monkeypatch):
     config = LoadConfig(cache="40%", kernels="eager")
     model, _ = load_with(folder, config, remember=False)
     model.generate(PROMPT, max_new_tokens=20)
@@ -140,14 +140,14 @@ def test_nothing_is_kept_or_read_where_it_is_not_wanted(folder, monkeypatch):
     assert answer(folder)[2].warm_experts == 0
 
 
-def test_a_home_that_cannot_be_written_is_a_warning(folder, home, caplog):
+def test_a_home_folder_that_cannot_be_written_gives_a_warning(folder, home, caplog):
     home.write_text("not a folder")
     assert answer(folder)[2].warm_experts == 0
     assert len(warnings(caplog)) == 1
-    assert "is not saved" in warnings(caplog)[0]
+    assert "could not save" in warnings(caplog)[0]
 
 
-def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
+def test_old_requests_count_less(folder, monkeypatch):
     *_, before, _ = answer(folder)
     asked = before.driver.request_counts
     key = kept().stem
@@ -162,14 +162,14 @@ def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
     assert (np.diff(popularity[hot]) <= 0).all()
 
 
-def test_another_models_memory_is_passed_over(folder):
+def test_the_history_of_another_model_is_ignored(folder):
     answer(folder)
     save_routing(kept().stem, RoutingHistory(np.arange(99), np.ones(99)))
     assert answer(folder)[2].warm_experts == 0
     assert load_routing(kept().stem).popularity.size == EXPERTS
 
 
-def test_a_slow_disk_gets_no_more_than_its_time(folder, monkeypatch):
+def test_warming_up_from_a_slow_disk_ends_at_its_time_limit(folder, monkeypatch):
     answer(folder, cache="100%")
     monkeypatch.setattr(warm_start, "LIMIT_S", 0.3)
     monkeypatch.setattr(warm_start, "UNTIMED", 20_000)  # some experts of the first layer
@@ -190,7 +190,7 @@ def test_a_slow_disk_gets_no_more_than_its_time(folder, monkeypatch):
     model.greenroom.detach()
 
 
-def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
+def test_a_read_error_while_warming_up_gives_a_warning(folder, monkeypatch, caplog):
     first, *_ = answer(folder)
     read, calls = greenroom.runtime.store.disk.DiskStore.read, []
 
@@ -205,12 +205,13 @@ def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
     assert torch.equal(again, first)
     assert stats.capacity == 6
     assert warnings(caplog) == [
-        "the warm start ended early, so the first tokens may be slower: cannot read shard:"
+        "reading the experts of earlier runs failed, so the first tokens may be slower: cannot"
+        " read shard:"
         " Input/output error"
     ]
 
 
-def test_a_run_leaves_its_routing(folder, monkeypatch):
+def test_a_run_saves_its_routing(folder, monkeypatch):
     heard: list[tuple[int, np.ndarray]] = []
     model, _ = greenroom.load(folder, cache="40%", kernels="eager", prefetch="off")
     chosen = RecentRouting.on_routing

@@ -103,7 +103,7 @@ def served(
         server.server_close()
 
 
-def test_a_description_is_what_a_run_finds(folder: Path):
+def test_a_description_has_the_sizes_of_a_run(folder: Path):
     found = describe(str(folder), CONFIG)
     model, _ = greenroom.load(str(folder), cache="100%", device="cpu", context=64, prefetch="off")
     parts = model.greenroom.setup
@@ -122,13 +122,13 @@ def test_a_description_is_what_a_run_finds(folder: Path):
         model.greenroom.detach()
 
 
-def test_tied_heads_are_read():
+def test_a_tied_embedding_counts_as_read():
     folder = cached_tiny("qwen3_moe", tokenizer=True, tie_word_embeddings=True)
     found = describe(str(folder), CONFIG)
     assert found.read_bytes == found.dense_bytes
 
 
-def test_a_hub_id_is_described_by_its_headers_alone(folder: Path, served: list[tuple[str, str]]):
+def test_a_hub_id_is_described_from_its_headers(folder: Path, served: list[tuple[str, str]]):
     found = describe("tiny/moe", CONFIG)
     here = describe(str(folder), CONFIG)
     alike = {"name": "", "overhead_bytes": 0}  # the process grows as tests run
@@ -141,12 +141,12 @@ def test_a_hub_id_is_described_by_its_headers_alone(folder: Path, served: list[t
     }  # fmt: skip
 
 
-def test_what_the_hub_has_not(served: list[tuple[str, str]]):
+def test_a_model_that_the_hub_lacks_is_an_error(served: list[tuple[str, str]]):
     with pytest.raises(NotAModel, match="no such model on the hub"):
         describe("tiny/other", CONFIG)
 
 
-def test_what_is_no_safetensors_and_what_is_gone(
+def test_a_hub_model_without_usable_safetensors_is_an_error(
     served: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ):
     def nothing(model: str) -> None:
@@ -164,7 +164,7 @@ def test_what_is_no_safetensors_and_what_is_gone(
         describe("tiny/moe", CONFIG)
 
 
-def test_a_download_that_is_there_is_read_in_place(
+def test_a_downloaded_model_is_read_from_the_local_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     whole = tmp_path / "snapshot"
@@ -178,12 +178,12 @@ def test_a_download_that_is_there_is_read_in_place(
         describe("tiny/moe", CONFIG)
 
 
-def test_offline_says_so():
+def test_offline_mode_is_named_in_the_error():
     with pytest.raises(NotAModel, match="HF_HUB_OFFLINE forbids"):
         describe("nobody/nothing", CONFIG)
 
 
-def test_bad_models(tmp_path: Path):
+def test_models_that_cannot_be_described_are_errors(tmp_path: Path):
     with pytest.raises(NotAModel, match="there is no such folder"):
         describe(str(tmp_path / "none"), CONFIG)
     dense = cached_tiny("qwen3", tokenizer=True)

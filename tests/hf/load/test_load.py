@@ -42,7 +42,7 @@ def readers() -> int:
     return sum(t.name.startswith("greenroom") for t in threading.enumerate())
 
 
-def test_an_ordinary_transformers_model_whose_generate_works(folder):
+def test_a_loaded_model_is_a_transformers_model_that_generates(folder):
     model, tokenizer = greenroom.load(folder, cache="25%", kernels="eager")
     wanted = reference(cached_tiny("qwen3_moe", tokenizer=True))
     prompt = tokenizer("The green room", return_tensors="pt")
@@ -57,7 +57,7 @@ def test_an_ordinary_transformers_model_whose_generate_works(folder):
     model.greenroom.detach()
 
 
-def test_threads_that_spin_for_long_are_warned_of_once(loaded, monkeypatch, caplog):
+def test_a_late_import_warning_is_logged_once(loaded, monkeypatch, caplog):
     monkeypatch.setattr("greenroom.environment._late", True)
     for _ in range(2):
         loaded(kernels="eager")
@@ -65,14 +65,14 @@ def test_threads_that_spin_for_long_are_warned_of_once(loaded, monkeypatch, capl
     assert len(said) == 1
 
 
-def test_where_everything_fits_the_default_policy_is_the_cheapest(loaded):
+def test_the_default_policy_is_the_cheapest_if_all_experts_fit(loaded):
     assert loaded(cache="100%").greenroom.stats().policy == "lru"
     assert loaded(memory="4GiB", cache=None).greenroom.stats().policy == "lru"
     assert loaded(cache="100%", policy="fifo").greenroom.stats().policy == "fifo"
     assert loaded(cache="90%").greenroom.stats().policy == DEFAULT
 
 
-def test_statistics_start_again_after_a_reset(loaded):
+def test_statistics_restart_at_zero_after_a_reset(loaded):
     model = loaded()
     model.generate(PROMPT, max_new_tokens=3, do_sample=False)
     assert model.greenroom.stats().passes == 3
@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypat
     assert readers() == before
 
 
-def test_detaching_ends_threads_and_takes_every_hook_out(loaded):
+def test_detaching_ends_threads_and_removes_every_hook(loaded):
     before = readers()
     model = loaded(kernels="numba", readers=3)
     hooked = model.greenroom
@@ -133,7 +133,7 @@ def test_detaching_ends_threads_and_takes_every_hook_out(loaded):
         hooked.resize("50%")
 
 
-def test_a_model_that_is_dropped_ends_its_threads(folder):
+def test_a_freed_model_ends_its_threads(folder):
     before = readers()
     model, _ = greenroom.load(folder, cache="25%")
     assert readers() > before
@@ -142,7 +142,7 @@ def test_a_model_that_is_dropped_ends_its_threads(folder):
     assert readers() == before
 
 
-def test_a_read_error_in_the_middle_of_an_answer_harms_that_answer_alone(loaded, monkeypatch):
+def test_a_read_error_fails_only_the_current_answer(loaded, monkeypatch):
     model = loaded(cache="13%")
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(PROMPT, **options)
@@ -172,7 +172,7 @@ def test_a_budget_becomes_slots(folder, loaded):
     assert loaded(cache=None, memory=enough).greenroom.stats().capacity >= 2
 
 
-def test_a_budget_of_a_share_is_of_what_is_available(loaded):
+def test_a_relative_budget_is_a_share_of_available_memory(loaded):
     stats = loaded(cache=None, memory="50%").greenroom.stats()
     assert 0 < stats.budget_bytes < psutil.virtual_memory().total
 
@@ -197,7 +197,7 @@ def test_a_budget_of_a_share_is_of_what_is_available(loaded):
         ({"dtype": "int3"}, UnknownName, "bfloat16"),
     ],
 )
-def test_what_cannot_be_right_is_said_before_anything_is_loaded(folder, options, error, words):
+def test_impossible_options_are_errors_before_anything_is_loaded(folder, options, error, words):
     before = readers()
     with pytest.raises(error, match=words) as caught:
         greenroom.load(folder, **options)

@@ -138,10 +138,10 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=r"--device cuda: .*--device cpu computes here"):
+    with pytest.raises(DeviceError, match=r"--device cuda: .*use --device cpu"):
         resolve.on_a_gpu(LoadConfig(device="cuda"))
     assert not resolve.on_a_gpu(LoadConfig())
-    with pytest.raises(UsageError, match="--host-memory is for a GPU"):
+    with pytest.raises(UsageError, match="--host-memory needs a GPU"):
         resolve.on_a_gpu(LoadConfig(host_memory="1GiB"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve.on_a_gpu(LoadConfig())

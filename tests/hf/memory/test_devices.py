@@ -164,11 +164,11 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     assert resolve.on_a_gpu(LoadConfig(device="cuda:0,cuda:1"))
     for name in ("cuda:7", "cuda:0,cuda:2"):
         with pytest.raises(
-            DeviceError, match=rf"--device {name}: the GPUs of this machine are cuda:0, cuda:1"
+            DeviceError, match=rf"--device {name}: no such GPU; this machine has cuda:0, cuda:1"
         ):
             resolve.on_a_gpu(LoadConfig(device=name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=r"--device cuda:7: .*--device cpu computes here"):
+    with pytest.raises(DeviceError, match=r"--device cuda:7: .*use --device cpu"):
         resolve.on_a_gpu(LoadConfig(device="cuda:7"))
 
 

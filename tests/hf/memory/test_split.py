@@ -290,7 +290,7 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
 
     other = RoutingHistory(known.hot, none, {split_counts.NAME: {**state, "uses": np.zeros(3)}})
     split_counts.SplitCounts(catalog.offsets, other)
-    assert "the counts of earlier runs for --split auto are ignored: the stored" in caplog.text
+    assert "--split auto ignores the expert counts of earlier runs: the stored" in caplog.text
 
 
 def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_operations_ask_the_model_for_nothing_but_a_parameters_shape() -> None:
     assert used == 2, "Transpose and Split asked the model for shapes; something else does now too"
 
 
-def test_decorated_experts_can_be_told() -> None:
+def test_decorated_experts_classes_are_recognised() -> None:
     assert set(FLAGS) <= set(parameters(moe.use_experts_implementation)), (
         "use_experts_implementation sets other flags now"
     )
@@ -249,7 +249,7 @@ def test_gguf() -> None:
         assert parameters(function) == names, f"{name} takes other arguments now; {why}"
 
 
-def test_quantisers_expand_when_told_to() -> None:
+def test_quantisers_dequantise_if_configured_so() -> None:
     """`verify` has transformers expand a quantised checkpoint: `dequantize` in its config."""
     from transformers.utils import quantization_config as configs
 

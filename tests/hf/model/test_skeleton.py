@@ -176,7 +176,7 @@ def change_config(folder: Path, **values: Any) -> Path:
         ),
         ({"hidden_size": "many"}, CheckpointError, "not a valid qwen3_moe config"),
         ({"hidden_act": "nonesuch"}, UnsupportedModel, "Qwen3MoeForCausalLM"),
-        ({"dtype": "float64"}, UnsupportedModel, "its dtype float64 is not supported"),
+        ({"dtype": "float64"}, UnsupportedModel, "dtype float64 is not supported"),
         ({"hidden_size": 64}, CheckpointError, "has shape"),
         ({"vocab_size": 512}, CheckpointError, "the config says [512, 32]"),
     ],
@@ -235,7 +235,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         ModelSkeleton.of(tmp_path)
 
 
-def test_tensors_without_a_place_are_told_in_one_line(
+def test_tensors_without_a_parameter_give_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copy(tmp_path)
@@ -245,7 +245,7 @@ def test_tensors_without_a_place_are_told_in_one_line(
     save_file(tensors, folder / "model.safetensors")
     ModelSkeleton.of(folder)
     (record,) = [r for r in caplog.records if r.name.startswith("greenroom")]
-    assert "does not use 1 tensors of the checkpoint, such as model.extra.weight" in record.message
+    assert "1 of the checkpoint's tensors, such as model.extra.weight: they" in record.message
 
 
 def test_the_config_of_a_caller_is_not_shared() -> None:

@@ -27,18 +27,18 @@ ADAPTERS = (
 
 
 def folder_of(kind: type[PreTrainedModel]) -> str:
-    """Return the folder of transformers that holds a model class's code, such as `qwen3_moe`."""
+    """Return the folder in transformers/models with a model class's code, such as `qwen3_moe`."""
     return kind.__module__.split(".")[-2]
 
 
 def load_adapter(folder: str) -> Adapter:
-    """Import the adapter module of an architecture and return its Adapter."""
+    """Return the adapter of an architecture, by the name of its folder in transformers/models."""
     adapter: Adapter = import_module(f"{__name__}.{folder}").ADAPTER
     return adapter
 
 
 def adapter_of(model: PreTrainedModel) -> Adapter | None:
-    """Return the adapter for a model's architecture, or None where it needs none."""
+    """Return the adapter for a model's architecture, or None if it needs no adapter."""
     folder = folder_of(type(model))
     return load_adapter(folder) if folder in ADAPTERS else None
 
@@ -46,9 +46,8 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
 def adapt(model: PreTrainedModel) -> str:
     """Make a model's experts modules work with transformers' experts implementations.
 
-    Returns a warning for the user, or "".
-
-    The model is on the meta device. Models whose experts have the interface are left alone.
+    The model must be on the meta device. Models that need no adapter are unchanged. Returns a
+    warning to show to the user, or "".
     """
     adapter = adapter_of(model)
     if adapter is None:
@@ -61,7 +60,7 @@ def adapt(model: PreTrainedModel) -> str:
 def weight_transforms(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
     """Return the weight transforms that make a model's parameters from a checkpoint's tensors.
 
-    `quantiser`: transformers' quantiser, where the tensors must be dequantised.
+    `quantiser` is transformers' quantiser for a checkpoint that must be dequantised, else None.
     """
     mapping = get_model_conversion_mapping(model, None, quantiser)
     adapter = adapter_of(model)

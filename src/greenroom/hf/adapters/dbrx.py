@@ -1,6 +1,6 @@
 """Adapter for DBRX, whose experts are stacked along the rows of two-dimensional tensors.
 
-The third tensor, `w2`, is stored transposed; it is transposed as it is read.
+The tensor `w2` (down projection) is stored transposed. It is transposed when it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class DbrxExperts(Experts):
-    """Experts of DBRX, with separate gate and up projections and an untransposed `w2`."""
+    """Experts of DBRX: gate and up projections (`w1`, `v1`) are multiplied separately."""
 
     own_arithmetic = True
 
@@ -36,7 +36,7 @@ class DbrxExperts(Experts):
 
 
 class StackedRows(ConversionOps):
-    """Weight conversion that reshapes stacked expert matrices from two axes to three."""
+    """Weight conversion that reshapes stacked matrices to [experts, rows, columns]."""
 
     stacked = True  # the tensor has no expert axis
 
@@ -67,7 +67,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """DbrxFFN.forward, with the hidden states flattened to one row a token for the experts."""
+    """Replace DbrxFFN.forward: the experts get hidden states with one row per token."""
     weights, index = self.route_tokens_to_experts(self.router(hidden_states))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     return self.experts(x, index, weights).view_as(hidden_states)
@@ -76,7 +76,7 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 ADAPTER = Adapter(
     "DbrxFFN",
     adapt,
-    "a third of an expert is transposed as it is read",
+    "a third of each expert is transposed when it is read",
     added=(
         WeightConverter(
             source_patterns=["experts.mlp.w1", "experts.mlp.v1"],

@@ -1,7 +1,7 @@
 """Adapter for ERNIE 4.5 VL, which has separate experts for text and images.
 
-Its checkpoints number the experts of a layer consecutively, text experts first. Only the text
-experts are served.
+Its checkpoints number the experts of a layer consecutively, text experts first. Greenroom supports
+only text inputs, so only the text experts are loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnservedExperts(nn.Module):
     """Placeholder for ERNIE 4.5 VL's image experts, which raises an error when called."""
 
     def forward(self, *_: Tensor) -> Tensor:
-        raise UnsupportedModel("ERNIE 4.5 VL: image inputs are not supported; give text only")
+        raise UnsupportedModel("ERNIE 4.5 VL: image inputs are not supported: give text only")
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Adapter for JetMoE, whose attention experts stay in memory; MLP experts are streamed."""
+"""Adapter for JetMoE: attention experts stay in memory, MLP experts are read when needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, layer_input: Tensor) -> Tensor:
-    """JetMoeMoE.forward; its router returns the chosen experts sorted by expert."""
+    """Replace JetMoeMoE.forward: restore the order of tokens, which its router sorts by expert."""
     order, _, gates, sizes, _ = self.router(layer_input.reshape(-1, self.input_size))
     shape = (-1, self.router.top_k)
     if gates.is_meta:

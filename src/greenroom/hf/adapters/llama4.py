@@ -1,7 +1,7 @@
 """Adapter for Llama 4, where the gate weight multiplies an expert's input.
 
-transformers gives every expert all tokens, with zeros for tokens that did not choose it. Here only
-the chosen expert is computed.
+transformers computes every expert for all tokens, with zeros as input for tokens that did not
+choose the expert. Greenroom computes only experts that some token chose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class Llama4Experts(Experts):
-    """Experts of Llama 4, in transformers' eager form: every expert computes all tokens."""
+    """Experts of Llama 4, computed like transformers' own to give the same bits.
+
+    An expert multiplies a row for every token; rows of tokens that did not choose it are zeros.
+    """
 
     own_arithmetic = True
 
@@ -34,8 +37,8 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
     old = block.experts
     if block.top_k != 1:
         raise UnsupportedModel(
-            f"{type(model).__name__}: its config routes {block.top_k} experts per token; only"
-            " checkpoints with one expert per token (num_experts_per_tok=1) are supported"
+            f"{type(model).__name__}: num_experts_per_tok is {block.top_k} in the checkpoint's"
+            " config, and Greenroom supports this architecture only with 1"
         )
     block.experts = Llama4Experts(
         model,
@@ -49,7 +52,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama4TextMoe.forward for one expert a token, whose input is scaled by its gate weight."""
+    """Replace Llama4TextMoe.forward: each token has one expert, and a gate weight on its input."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
     index = torch.topk(logits, 1, dim=1).indices
@@ -57,4 +60,4 @@ def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return self.shared_expert(x).add_(routed), logits
 
 
-ADAPTER = Adapter("Llama4TextMoe", adapt, "gate weights scale inputs")
+ADAPTER = Adapter("Llama4TextMoe", adapt, "gate weights multiply the inputs of experts")

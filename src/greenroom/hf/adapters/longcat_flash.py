@@ -1,7 +1,7 @@
-"""Adapter for LongCat Flash, where some experts are the identity, without weights.
+"""Adapter for LongCat Flash, where some experts return their input and have no weights.
 
-Identity experts have the highest ids, so adding them after the real experts keeps the order of
-transformers' own loop.
+These identity experts have the highest ids. Adding their outputs last keeps transformers' order of
+summation, and so its bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """LongcatFlashMoE.forward; experts from `num_experts` on are the identity."""
+    """Replace LongcatFlashMoE.forward: expert ids from `num_experts` on are identity experts."""
     shape = hidden_states.shape
     _, weights, index = self.router(hidden_states)
     x = hidden_states.view(-1, shape[-1])

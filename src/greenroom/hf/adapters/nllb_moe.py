@@ -1,8 +1,8 @@
-"""Adapter for NLLB-MoE; its routing is that of transformers.
+"""Adapter for NLLB-MoE, which reproduces a fault in transformers' routing.
 
-transformers 5 reads the router's one-hot mask, zeros and ones, as expert ids. So a token's first
-choice goes to expert 1 and everything else to expert 0, whatever the router chose. Greenroom does
-the same, so that the loaded model's output is that of transformers.
+transformers 5 uses the router's one-hot mask (zeros and ones) as expert ids. So every token goes
+only to experts 0 and 1, whatever the router chose. Greenroom does the same, so that a model's
+output equals that of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
 
 
 class NllbMoeExperts(Experts):
-    """Experts of NLLB-MoE, with biases; the weighted output is scaled by the dropout."""
+    """Experts of NLLB-MoE, with biases; outputs are multiplied by 1 - `moe_token_dropout`."""
 
     own_arithmetic = True
     eager_only = True
@@ -64,6 +64,6 @@ ADAPTER = Adapter(
     added=tuple(
         merge_experts(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()
     ),
-    warning="NLLB-MoE: this transformers reads the router's mask as expert ids, so only experts 0"
-    " and 1 of a layer are used; Greenroom computes the same",
+    warning="NLLB-MoE: the installed transformers uses only experts 0 and 1 of each layer, by a"
+    " fault in its routing; Greenroom computes the same",
 )

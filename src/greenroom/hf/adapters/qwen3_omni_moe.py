@@ -1,4 +1,4 @@
-"""Adapter for Qwen3 Omni: serves the thinker (text), without the talker (speech)."""
+"""Adapter for Qwen3 Omni: loads the part that writes text, not the one that speaks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Adapter for Switch Transformers, encoder-decoders with one expert a token.
+"""Adapter for Switch Transformers, encoder-decoder models with one expert per token.
 
-A token beyond an expert's `expert_capacity` is computed by no expert.
+If more than `expert_capacity` tokens choose an expert, no expert computes the tokens beyond it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """SwitchTransformersSparseMLP.forward; its router returns the choice as a one-hot mask."""
+    """Replace SwitchTransformersSparseMLP.forward, whose router returns a one-hot mask."""
     mask, weights, _ = self.router(hidden_states)
     mask = mask.flatten(0, 1)
     # A row of zeros is a token without an expert; it gets an id that no expert has.

@@ -1,1 +1,1 @@
-"""Attach an expert cache to a transformers model, observe its passes, detach the cache."""
+"""Attach an expert cache to a transformers model, and detach it."""

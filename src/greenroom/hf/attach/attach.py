@@ -1,4 +1,4 @@
-"""Attach an expert cache to a loaded model's modules, and detach it."""
+"""The object `model.greenroom`: the expert cache of a loaded model."""
 
 from __future__ import annotations
 
@@ -64,12 +64,15 @@ from greenroom.runtime.memory.system import peak_rss_bytes
 
 
 class Greenroom:
-    """The expert cache of a loaded model, available as `model.greenroom`."""
+    """Expert cache of a loaded model, available as `model.greenroom`.
+
+    It reads experts from disk into memory slots as the model needs them.
+    """
 
     def __init__(
         self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
-        """Attach an expert cache that reads experts from `store`, or from the checkpoint."""
+        """Attach an expert cache that reads from `store`, or from the checkpoint's files."""
         module_guard.remove(model)  # an earlier cache's guard refuses to move modules to a device
         self.setup, self._model = setup, weakref.ref(model)
         self.original_generation_config: Any = None  # before `load` changed it
@@ -129,7 +132,8 @@ class Greenroom:
     def _make_driver(self, store: Store | None, co_compute: bool) -> Driver:
         """Make the driver that loads experts into slots.
 
-        With `co_compute` the host's CPU computes misses too."""
+        With `co_compute` the host's CPU computes some of the missing experts too.
+        """
         setup = self.setup
         store, self.direct = open_store(setup, store)
         chunks = chunks_in(store, setup)
@@ -171,17 +175,19 @@ class Greenroom:
 
     @property
     def slot_budget(self) -> SlotBudget | None:
-        """Return the budget that expert slots and KV cache share.
+        """Return the memory budget that expert slots and KV cache share.
 
-        None where the number of slots is fixed."""
+        None if the number of slots is fixed (`--cache`, or after `resize`).
+        """
         return self.hooks.slot_budget
 
     @property
     def memory_bytes(self) -> int | None:
-        """Return the process's resident bytes once all expert slots are filled.
+        """Return the resident bytes that the process reaches when all expert slots are filled.
 
-        The figure is for short contexts and compares with `stats().peak_rss_bytes`. None on a GPU,
-        and where the process was not measured."""
+        The figure is for short contexts and can be compared with `stats().peak_rss_bytes`. None on
+        a GPU, or if the memory of the process was not measured.
+        """
         if self.process_bytes is None or (model := self._model()) is None:
             return None
         slots = self.slot_budget.decode_slots() if self.slot_budget is not None else self.capacity
@@ -189,19 +195,21 @@ class Greenroom:
 
     @property
     def capacity(self) -> int:
-        """Return the number of experts that the cache has slots for."""
+        """Return the number of experts that the expert cache has room for."""
         return self.driver.scheduler.capacity
 
     def compile(self) -> None:
-        """Compile the expert kernels, for one token and for many, and the expert predictor."""
+        """Compile the code that computes experts, and the expert predictor's code."""
         self.bindings.compile()
         if self.predictor is not None:
             compile_predictor(predictor(self.predictor.name))
 
     def pin(self) -> None:
-        """Pin the given experts of each task in the cache from now on.
+        """Apply `--pin`: never evict the experts of the task that a prompt resembles.
 
-        BudgetError where they leave no slot for a step, also with a full KV cache."""
+        Without `--pin`, nothing happens. Raises BudgetError if some task's experts leave too few
+        slots for a step when the KV cache is full.
+        """
         setup = self.setup
         if setup.pins is not None:
             fewest = (
@@ -214,9 +222,10 @@ class Greenroom:
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def warm_up(self) -> None:
-        """Load the experts that earlier runs used most into the cache before the first prompt.
+        """Read the experts that earlier runs used most into the cache, before the first prompt.
 
-        The statistics start at 0 after these reads."""
+        The statistics restart at 0 after these reads.
+        """
         scheduler = self.driver.scheduler
         scheduler.on(
             Resized(self.capacity, ahead=0)
@@ -228,7 +237,7 @@ class Greenroom:
         self.reset_stats()
 
     def stats(self) -> Stats:
-        """Return the expert cache's statistics since loading, or since `reset_stats`."""
+        """Return the expert cache's statistics since loading, or since the last `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
         counts_before, meter_before, requests, hits = self._stats_base
         counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
@@ -264,31 +273,39 @@ class Greenroom:
         )  # fmt: skip
 
     def reset_stats(self) -> None:
-        """Restart the expert cache's statistics; cached experts stay."""
+        """Restart the expert cache's statistics at 0; cached experts stay in memory."""
         self._stats_base = self._totals()
         self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
     def _totals(self) -> tuple[Counts, Meter, int, int]:
-        """Return the counters since loading: the scheduler's, the meter's, and the host tier's."""
+        """Return all counters since loading: cache, reads, requests and hits in host memory."""
         driver, tier = self.driver, self._host_tier
         host_counts = (0, 0) if tier is None else (tier.requests, tier.hits)
         return driver.scheduler.view.counted(), driver.meter.copy(), *host_counts
 
     def timeline(self, on: bool = True) -> Timeline | None:
-        """Start to record when reads and computations run; stop with `on=False`.
+        """Start or stop recording the times of expert reads and computations.
 
-        Stopping returns the recording."""
+        `on=True` starts a new recording and returns it. `on=False` stops recording and returns
+        what was recorded, or None if nothing was.
+        """
         recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
         return self.driver.timeline if on else recorded
 
     def resize(self, cache: str | int) -> int:
-        """Change the size of the expert cache (`25%`, `2GiB`, bytes), also during use.
+        """Change the size of the expert cache: "25%" of the experts, "2GiB", or bytes.
 
-        The policy evicts experts that no longer fit, and their memory returns to the system. The
-        size is fixed from then on, whatever the KV cache takes. Returns the number of slots."""
+        The model may be in use. The policy evicts experts that no longer fit, and their memory
+        returns to the system. From then on the size is fixed: it no longer shrinks as the KV cache
+        grows. Returns the number of slots. Raises ClosedError after `detach`, and UsageError or
+        BudgetError for an impossible size.
+        """
         if not self._close.alive:
-            raise ClosedError("the model was detached: load it again")
+            raise ClosedError(
+                "the expert cache of this model was detached and cannot be resized: load the model"
+                " again with greenroom.load"
+            )
         slots = slots_for(cache, self.setup.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
         self.hooks.slot_budget = None
@@ -296,7 +313,7 @@ class Greenroom:
         return self.capacity
 
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
-        """Resize the expert cache as the KV cache grows, to share this memory budget."""
+        """Resize the expert cache when the KV cache grows: both share one memory budget."""
         slot_budget.bind(self.driver)
         self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
@@ -304,9 +321,10 @@ class Greenroom:
     def detach(self) -> None:
         """Detach the expert cache: end its threads, free its slots, remove its hooks.
 
-        The model then has its dense parts as ordinary parameters (quantised ones expanded) and no
-        experts: a forward raises ClosedError, saving UnsupportedCall, and `materialize` reads the
-        experts. `stats` stay as they were. A second call does nothing."""
+        All weights but the experts are then ordinary parameters (quantised ones expanded). A
+        forward pass raises ClosedError, and saving raises UnsupportedCall. `materialize` can still
+        read the experts, and `stats` keeps its last values. A second call does nothing.
+        """
         if self._close.alive:
             self._close()
             counted = None
@@ -325,17 +343,18 @@ class Greenroom:
     def materialize(self) -> PreTrainedModel:
         """Detach the expert cache, and read all experts into ordinary parameters of the model.
 
-        The model is then what `from_pretrained` loads, with quantised weights expanded to its type:
-        it generates without Greenroom, and can be trained, saved, moved and copied. All experts
-        must fit into memory. Returns the model, which has no `greenroom` any more.
+        The model then equals what `from_pretrained` loads, with quantised weights expanded to the
+        model's dtype. It generates without Greenroom, and can be trained, saved, moved and copied.
+        All experts must fit into memory. Returns the model, now without the attribute `greenroom`.
 
-        UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged where this is refused;
-        nothing has changed then. CheckpointError where reading fails; the model is then detached.
+        Raises UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged before anything
+        is changed. Raises CheckpointError if reading fails; the expert cache is then detached.
         """
         model: Any = self._model()
         if model is None or getattr(model, "greenroom", None) is not self:
             raise UnsupportedCall(
-                "this cache no longer belongs to the model (it was materialised, or loaded again)"
+                "materialize: this expert cache no longer belongs to its model, which was"
+                " materialised, loaded again or freed"
             )
         freed = self.capacity * self.setup.catalog.slot_bytes if self._close.alive else 0
         source = check_materialize(model, self.setup.source, 0 if self.engine else freed)
@@ -348,6 +367,6 @@ class Greenroom:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedCall(
-            "a cache of experts cannot be pickled or copied (it has open files and threads): load"
-            " the model again where it is needed"
+            "model.greenroom cannot be pickled or copied (it has open files and threads): call"
+            " greenroom.load again where the model is needed"
         )

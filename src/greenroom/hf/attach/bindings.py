@@ -1,4 +1,4 @@
-"""Bind a model's experts modules to the kernel, the loading driver and the cache's slots."""
+"""Connect a model's experts modules to the code that reads and computes experts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ log = logging.getLogger(__name__)
 
 
 class Bindings:
-    """Bindings of one model's experts modules to kernel, loading driver and cache slots."""
+    """Connections of one model's experts modules to the kernel and the expert cache.
+
+    The kernel computes experts, and the driver reads them from disk into slots of the cache.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Bindings:
         engines: Sequence[Engine],
         driver: Driver,
     ) -> None:
-        """Prepare the bindings; `engines` are the GPUs that compute experts, if any."""
+        """Store what `bind` needs; `engines` are the GPUs that compute experts, empty on a CPU."""
         self.kernel, self.modules = kernel, modules
         self.accelerated: Accelerated | None = None
         self.shared: SharedModules | None = None
@@ -72,9 +75,10 @@ class Bindings:
         inputs: GateInputProbe | None,
         on_routing: Callable[[int, Ids], None] | None,
     ) -> None:
-        """Bind every experts module of a model to the kernel and the cache.
+        """Make every experts module of a model compute from the expert cache.
 
-        `inputs` capture what enters the routers; `on_routing` is called with each step's experts.
+        `inputs` captures the hidden states that enter the routers. `on_routing(layer, experts)` is
+        called with the experts that a layer's router chose, [tokens, top_k].
         """
         if isinstance(self.kernel, CpuKernel):
             self.accelerated = accelerate(
@@ -107,7 +111,7 @@ class Bindings:
         self.kernel_description = describe_kernel(self.kernel, self.experts)
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
-        """Wrap the kernel for several devices, co-computing, segments or approximate misses."""
+        """Wrap the kernel for several GPUs, for CPU and GPU, for segments or approximation."""
         setup, slots, kernel = self._setup, self._slots, self.kernel
         if (devices := len(setup.devices)) > 1:
             targets = [engine.device for engine in self._engines] or [model.device] * devices
@@ -132,7 +136,7 @@ class Bindings:
         return LayerExperts(module, setup.catalog.layouts[layer], slots.pools[0])
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
-        """Return a layer's experts stored in segments: in one slot each, or split over two."""
+        """Return a layer's experts whose weights are in segments, in one slot each or in two."""
         catalog, pools = self._setup.catalog, self._slots.pools
         layout = catalog.layouts[layer]
         if self._setup.split is None:
@@ -144,10 +148,10 @@ class Bindings:
         return SegmentedExperts(module, layout, of, cut)
 
     def _calibrate(self, kernel: Any, experts: LayerExperts) -> None:
-        """Measure the first layer's costs for co-computing, and warn where kernels are eager.
+        """Measure how fast CPU and GPU compute an expert; warn if the GPU kernel cannot.
 
-        The scheduler divides misses between the processors by these costs until it has measured
-        steps of its own.
+        With `--co-compute`, the scheduler divides missing experts between CPU and GPU by these
+        times until it has measured steps of its own. Otherwise nothing is measured.
         """
         if self._slab is not None:
             costs = calibrate(kernel, experts, self._engine, self._slots, self._slab)
@@ -158,22 +162,27 @@ class Bindings:
 
             if (reason := fallback_reason(experts)) is not None:
                 log.warning(
-                    "%s: the slower eager kernels compute these experts, also on the GPU", reason
+                    "--kernels triton cannot compute these experts (%s): the slower eager kernels"
+                    " compute them on the GPU",
+                    reason,
                 )
 
     @property
     def experts(self) -> list[LayerExperts]:
-        """Return the experts of every MoE layer, as kernels see them."""
+        """Return every MoE layer's experts, with the layout of their weights in the cache."""
         return [getattr(module, BINDING).experts for module in self.modules]
 
     def batch_invariant(self) -> AbstractContextManager[None]:
-        """Return a context in which a token's result ignores other tokens of its pass."""
+        """Return a context in which batching does not change a token's result.
+
+        Only CPU kernels guarantee this; with other kernels the context has no effect.
+        """
         return (
             self.kernel.batch_invariant() if isinstance(self.kernel, CpuKernel) else nullcontext()
         )
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
-        """Check that all layers are compiled to compute each token of a pass by itself."""
+        """Check that compiled code computes all layers, each token independently of the others."""
         layers = model.config.get_text_config().num_hidden_layers
         compiled = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
         return bool(compiled == layers) and not any(
@@ -181,7 +190,7 @@ class Bindings:
         )
 
     def compile(self) -> None:
-        """Compile the expert kernels now, for one token and for many."""
+        """Compile the expert kernels now, by trial computations of 1 and of 64 tokens."""
         binding: Binding = getattr(self.modules[0], BINDING)
         several = len(self._setup.devices) > 1
         kernel = self.kernel if self._engines or several else binding.kernel
@@ -195,7 +204,7 @@ class Bindings:
                 kernel.combine(step)
 
     def detach(self) -> None:
-        """Unbind all experts modules and remove compiled layers; a second call does nothing."""
+        """Disconnect all experts modules and remove compiled layers; a second call does nothing."""
         for module in self.modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

@@ -1,7 +1,7 @@
 """Turn a model with streamed experts into an ordinary one with all experts in memory.
 
-The experts are loaded as the reference loads them (model/reference.py): by transformers' own code,
-quantised ones expanded to the model's type, one layer after another.
+Experts are loaded by transformers' own code (model/reference.py), one layer after another.
+Quantised experts are expanded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ SINCE = "since the model was loaded"
 def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> ModelSource:
     """Check that all experts of a model can be read into memory.
 
-    Returns the source of the model's checkpoint. `freed` bytes return to the system before they are
-    read. UnsupportedCall or UnsupportedModel where the model cannot have them at all, BudgetError
-    where memory does not suffice, CheckpointChanged where files are no longer those that the dense
-    parts were read from.
+    Returns `source`, the files that the model was loaded from. `freed` is the number of bytes that
+    detaching the expert cache frees.
+
+    Raises UnsupportedCall for a model that greenroom.load did not load, UnsupportedModel if its
+    architecture or quantisation does not allow it, BudgetError if memory does not suffice, and
+    CheckpointChanged if files have changed since the model was loaded.
     """
     if source is None:
         raise UnsupportedCall(
-            "this model was not loaded by greenroom.load, so its checkpoint is not known"
+            "materialize needs a model that greenroom.load loaded: the checkpoint of this model is"
+            " not known"
         )
     adapter = adapter_of(model)
     if adapter is not None and adapter.block:
         raise UnsupportedModel(
-            f"{type(model).__name__}: greenroom replaced its experts modules by a form that"
-            " transformers cannot compute or save: load the model with transformers instead"
+            f"{type(model).__name__} cannot be materialised: Greenroom replaced its experts modules"
+            " by its own, which transformers cannot save: load the model with transformers instead"
         )
     source.stamps.check(SINCE)
     make_quantiser(source.checkpoint)  # or UnsupportedModel, naming the package that is missing
     need, room = expanded_bytes(model), available_bytes() + freed
     if need > room:
         raise BudgetError(
-            f"all experts in memory take {show_bytes(need)}, {show_bytes(room)} are available"
+            f"materialize: all experts need {show_bytes(need)} of memory, and only"
+            f" {show_bytes(room)} are available: free memory, or use the model without materialize"
         )
     return source
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """Return the bytes that materialising a model (all experts in memory) adds at most.
+    """Return the most bytes that reading all experts of a model into memory adds.
 
-    They are all experts, the dense weights that expand, and one layer's experts a second time while
-    they are converted.
+    The sum covers all experts, quantised weights of other layers after expansion, and a second copy
+    of one layer's experts during their conversion.
     """
     layers = [
         sum(prod(each.shape) * each.dtype.itemsize for each in detached_parameters(module))
@@ -73,9 +77,8 @@ def expanded_bytes(model: nn.Module) -> int:
 def materialize(model: Any, source: ModelSource) -> None:
     """Read all experts into a model whose expert cache is detached.
 
-    After an error the model has no experts again. The model then computes experts as transformers
-    does by default, may be trained, saved, copied and moved, and `num_parameters` and `state_dict`
-    are transformers'.
+    The model then computes experts as transformers does by default, and can be trained, saved,
+    copied and moved. If reading fails, the model has no experts, as before.
     """
     skeleton = ModelSkeleton.of(source.checkpoint, source.dtype)
     modules = [model.get_submodule(layer[0].module) for layer in skeleton.layers]

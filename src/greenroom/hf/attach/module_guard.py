@@ -1,9 +1,9 @@
 """Refuse module calls (`to`, `state_dict`, ...) that would break a model with streamed experts.
 
-Changing its type or device, training, saving, copying and pickling would reach only the dense
-parts, or leave compiled kernels with addresses of freed memory. Each of these calls goes through
-one method of `nn.Module`, which `install` shadows by an attribute of the instance; transformers'
-classes are unchanged. `remove` deletes the attributes.
+To change the dtype or device of such a model, to train, save, copy or pickle it, would leave out
+the experts, or leave compiled kernels with addresses of freed memory. Each of these calls goes
+through one method of `nn.Module`. `install` shadows the method by an attribute of the module
+instance, and `remove` deletes the attribute. transformers' classes are unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from greenroom.errors import UnsupportedCall
 from greenroom.hf.index.experts import detached_parameters
 from greenroom.runtime.kernels.dense.stored import stored_matrix
 
-WAY_OUT = "model.greenroom.materialize() reads them into memory first"
+WAY_OUT = "call model.greenroom.materialize() first, which reads all experts into memory"
 COPIES = (
-    "a model whose experts are streamed cannot be {} (it has open files and threads):"
+    "a model whose experts are on disk cannot be {} (it has open files and threads):"
     f" load it again where it is needed, or {WAY_OUT}"
 )
 SAVES = (
-    "{} would leave the experts out, which are streamed: copy the checkpoint's folder, or"
-    f" {WAY_OUT}"
+    "{} would leave out the experts, which are on disk: copy the checkpoint's folder,"
+    f" or {WAY_OUT}"
 )
 _NAMES = (
     "train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "_apply",
@@ -42,11 +42,11 @@ ModuleRef = Callable[[], Any]  # a weak reference to the module
 
 
 def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
-    """Refuse calls that would break a streamed model, on all its modules.
+    """Make all modules of a model refuse calls that would break its streamed experts.
 
-    A second call changes nothing. `compiled` are the modules whose weights compiled code reads. A
-    module that contains none of them, and no streamed or stored weight, may be converted and moved:
-    some models convert their routers.
+    `compiled` are the modules whose weights compiled code reads. A module may still be
+    converted and moved if it contains no compiled module, no experts and no weight stored
+    quantised: some models convert their routers. A second call changes nothing.
     """
     for module in model.modules():
         attributes, module_ref = module.__dict__, weakref.ref(module)
@@ -67,14 +67,14 @@ def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
 def make_address_check(
     model: nn.Module, experts: Sequence[nn.Module], compiled: Set[nn.Module]
 ) -> Callable[[], None]:
-    """Return a check that raises UnsupportedCall once a dense weight has moved in memory.
+    """Return a function that raises UnsupportedCall if a weight has moved in memory.
 
-    `weight.data = other` keeps the parameter and exchanges its memory: compiled kernels would go on
-    reading the old address. The layers themselves notice another parameter under the same name
-    (runtime/kernels/dense/module_check.py), and values that are written in place need no check.
+    `weight.data = other` gives a parameter other memory, and compiled kernels would go on reading
+    the old address. Values that are written in place need no check. A new Parameter object in a
+    compiled layer is noticed elsewhere (runtime/kernels/dense/module_check.py).
 
-    `experts` are modules whose own parameters (biases) kernels read, `compiled` are modules whose
-    weights compiled dense layers read by address.
+    experts:  experts modules, of which kernels read the biases
+    compiled: modules whose weights compiled layers read by address
     """
     weights = [
         (module if module in experts else None, name, parameter, weight, weight.data_ptr())
@@ -88,8 +88,8 @@ def make_address_check(
             exchanged = module is not None and module._parameters.get(parameter) is not weight
             if exchanged or weight.data_ptr() != address:
                 raise UnsupportedCall(
-                    f"the memory of {name}.{parameter} was replaced, and compiled kernels still"
-                    " read the old one: write values in place (weight.copy_(...) under"
+                    f"the memory of {name}.{parameter} was replaced, but compiled code still reads"
+                    " the old memory: change values in place (weight.copy_(...) under"
                     " torch.no_grad())"
                 )
 
@@ -97,12 +97,12 @@ def make_address_check(
 
 
 def _holds(module: nn.Module) -> bool:
-    """Check whether a module's own weights are streamed or stored quantised."""
+    """Check whether a module's own weights are experts on disk, or are stored quantised."""
     return bool(detached_parameters(module)) or stored_matrix(module) is not None
 
 
 def remove(model: nn.Module) -> None:
-    """Remove the guards that refuse calls on a streamed model's modules."""
+    """Let a model's modules be trained, saved, copied and moved again: undo `install`."""
     for module in model.modules():
         for name in _NAMES:
             module.__dict__.pop(name, None)
@@ -113,8 +113,8 @@ def _apply(
 ) -> nn.Module:
     """Guard `nn.Module._apply`, which `to`, `half`, `cuda`, `type`, `share_memory` ... call.
 
-    Nothing happens where `fn` would leave all weights as they are, as in torch; float32 buffers
-    stay float32 too. Any other `fn` raises UnsupportedCall.
+    If `fn` would change no weight's dtype, device or memory, the module is returned unchanged.
+    Otherwise UnsupportedCall is raised.
     """
     module: nn.Module = module_ref()
     for dtype, device in dict.fromkeys(_placements(module)):
@@ -130,7 +130,7 @@ def _apply(
 
 
 def _placements(module: nn.Module) -> Iterator[Placement]:
-    """Return type and device of all weights in a module, including streamed and stored ones."""
+    """Yield dtype and device of all weights in a module, including experts and quantised ones."""
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     yield from ((each.dtype, each.device) for each in parameters or module.buffers())
@@ -144,19 +144,22 @@ def _refusal(dtype: torch.dtype, result: Tensor | None) -> str:
     """Return the error message for converting weights of `dtype` to those of `result`."""
     if result is None or result.dtype is dtype:
         return (
-            "the weights cannot be moved while experts are streamed: greenroom.load(...,"
-            f" device=...) says where they are computed, or {WAY_OUT}"
+            "a model whose experts are on disk cannot be moved: choose the device in"
+            f" greenroom.load(..., device=...), or {WAY_OUT}"
         )
     before, after = (str(each)[6:] for each in (dtype, result.dtype))
-    load = f"greenroom.load(..., dtype={after!r}) computes in it, or " if after in FLOATS else ""
-    return f"{before} weights cannot become {after} while experts are streamed: {load}{WAY_OUT}"
+    load = f"load it with greenroom.load(..., dtype={after!r}), or " if after in FLOATS else ""
+    return (
+        f"a model whose experts are on disk cannot be converted from {before} to {after}:"
+        f" {load}{WAY_OUT}"
+    )
 
 
 def _train(module_ref: ModuleRef, mode: bool = True) -> nn.Module:
     if mode:
         raise UnsupportedCall(
-            "a model whose experts are streamed cannot be trained (compiled layers have no dropout"
-            f" and no gradients): {WAY_OUT}"
+            "a model whose experts are on disk cannot be trained (its compiled layers have no"
+            f" dropout and no gradients): {WAY_OUT}"
         )
     module: nn.Module = module_ref()
     return type(module).train(module, False)
@@ -167,11 +170,11 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _save_to_state_dict(module_ref: ModuleRef, *args: Any, **kwargs: Any) -> None:
-    """Save a guarded module's own part of `state_dict`."""
+    """Save a module's own part of `state_dict`; UnsupportedCall if weights would be missing."""
     module: nn.Module = module_ref()
     if _holds(module):
         raise UnsupportedCall(
-            f"state_dict would leave out weights that are streamed or stored quantised: {WAY_OUT}"
+            f"state_dict would leave out weights that are on disk or stored quantised: {WAY_OUT}"
         )
     type(module)._save_to_state_dict(module, *args, **kwargs)
 
@@ -179,10 +182,10 @@ def _save_to_state_dict(module_ref: ModuleRef, *args: Any, **kwargs: Any) -> Non
 def _load_from_state_dict(
     module_ref: ModuleRef, state_dict: Mapping[str, Any], prefix: str, *args: Any
 ) -> None:
-    """Load a guarded module's own part of `load_state_dict`.
+    """Load a module's own part of `load_state_dict`.
 
-    UnsupportedCall where the state has streamed or stored weights of a module below this one.
-    Parents come before their children, so nothing in the model was written yet.
+    Raises UnsupportedCall if the state has experts, or weights that the model stores quantised. The
+    check covers all submodules, and parents load before their children: nothing was written yet.
     """
     module: nn.Module = module_ref()
     for name, part in module.named_modules():
@@ -192,7 +195,7 @@ def _load_from_state_dict(
         of_part = f"{prefix}{name}." if name else prefix
         if key := next((of_part + each for each in names if of_part + each in state_dict), None):
             raise UnsupportedCall(
-                f"load_state_dict cannot set {key}, which is streamed or stored: {WAY_OUT}"
+                f"load_state_dict cannot set {key}, which is on disk or stored quantised: {WAY_OUT}"
             )
     type(module)._load_from_state_dict(module, state_dict, prefix, *args)
 
@@ -200,7 +203,7 @@ def _load_from_state_dict(
 def _num_parameters(
     module_ref: ModuleRef, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Count `PreTrainedModel.num_parameters` with the experts, which are not trainable."""
+    """Count parameters as `PreTrainedModel.num_parameters` does, experts included."""
     model: PreTrainedModel = module_ref()
     total: int = type(model).num_parameters(model, only_trainable, exclude_embeddings)
     if only_trainable:

@@ -1,4 +1,4 @@
-"""Hooks on a model's forward passes: their start and end, and the routers' choices."""
+"""Hooks that report a model's forward passes and its routers' choices."""
 
 from __future__ import annotations
 
@@ -26,14 +26,25 @@ class Observer(Protocol):
     """Observer of a model's forward passes and of the experts that routers choose."""
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Observe that a forward pass of so many sequences begins."""
+        """Handle the start of a forward pass.
+
+        request:   number of the request that the pass belongs to
+        prompt:    whether the pass has several tokens per sequence, as a prompt has
+        sequences: number of sequences in the batch
+        """
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Observe the experts, [T, K], that a layer's router chose for T tokens."""
+        """Handle a router's choice of experts.
+
+        `experts` are ids within the layer, of shape [tokens, top_k].
+        """
 
 
 class PassHooks:
-    """Hooks that report one model's forward passes to the driver and to observers."""
+    """Hooks that report one model's forward passes to the expert cache and to observers.
+
+    At the start of each pass they also make room for its KV cache.
+    """
 
     def __init__(
         self,
@@ -56,7 +67,10 @@ class PassHooks:
         self._hooks: list[Any] = []
 
     def install(self, model: PreTrainedModel) -> None:
-        """Register hooks on a model that report its forward passes."""
+        """Register hooks on a model that report its forward passes.
+
+        An encoder-decoder model gets hooks on its encoder and its decoder instead.
+        """
         passes: list[nn.Module] = [model]
         if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
             self._decoder = model.get_decoder()
@@ -75,21 +89,24 @@ class PassHooks:
     def announce_prompts(self, prompts: int) -> None:
         """Announce how many prompts begin with the next forward pass.
 
-        Without this call a pass begins a prompt where its KV cache is empty, and that is wrong for
-        a prompt which reuses the cache of an earlier one.
+        Without this call, a pass counts as the start of a prompt if its KV cache is empty. That is
+        wrong for a prompt that reuses the KV cache of an earlier prompt with the same prefix.
         """
         self._new_prompts = prompts
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Notify the observers of the experts [T, K] that a layer's router chose."""
+        """Tell all observers which experts a layer's router chose.
+
+        `experts` are ids within the layer, of shape [tokens, top_k].
+        """
         for each in self.observers:
             each.on_routing(layer, experts)
 
     @contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Return a context in which experts return zeros and no expert is read.
+        """Return a context in which experts modules return zeros and no expert is read.
 
-        No pass is reported in it.
+        Forward passes inside it are not reported to observers or to the expert cache.
         """
         self._trial = True
         try:
@@ -107,9 +124,10 @@ class PassHooks:
     ) -> Any:
         """Report the start of a forward pass, and prepare its KV cache.
 
-        A pass with an empty cache is the first of a prompt. In an encoder-decoder model the
-        encoder's pass is the first, and the decoder continues that request. A pass without a cache
-        gets one of the configured kind; plain caches grow in place, and slots make room for them.
+        A pass with an empty KV cache is the first of a request. In an encoder-decoder model, the
+        encoder's pass is the first, and the decoder's passes belong to the same request. A pass
+        without a KV cache gets one of the type that `--kv` names. Plain KV caches are made to grow
+        in place, and expert slots are given up if the KV cache needs their memory.
         """
         ids = kwargs.get("input_ids", args[0] if args else None)
         inputs = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -169,9 +187,9 @@ class PassHooks:
     def _request_early(
         self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any
     ) -> None:
-        """Request a layer's experts while another module still runs before them.
+        """Start to read the experts that a router chose, before their layer runs them.
 
-        This is early preemption (ProMoE, 5.2).
+        This is early preemption (ProMoE, section 5.2).
         """
         chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
         if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():

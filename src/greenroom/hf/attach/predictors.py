@@ -1,4 +1,4 @@
-"""Choose a loaded model's expert predictors, and find the routers and gates they need."""
+"""Build a model's expert predictors, and find the routers that they observe."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_r
 
 @dataclass(frozen=True, slots=True)
 class ModelPredictors:
-    """Expert predictors that run with a model, and the routers whose inputs they need.
+    """Expert predictors that run with a model, by name, and the routers that they observe.
 
-    `routers` is empty where no inputs are captured.
+    shape:      number of experts in each layer, and experts per token
+    routers:    the routers whose inputs are captured; empty if no predictor needs inputs
+    predictors: predictor by its name
     """
 
     shape: Shape
@@ -30,7 +32,7 @@ class ModelPredictors:
     predictors: dict[str, Predictor]
 
     def capture_inputs(self) -> GateInputProbe | None:
-        """Begin to capture the routers' inputs for predictors; None where none needs them."""
+        """Start to capture the inputs of routers; None if no predictor needs them."""
         return GateInputProbe(self.routers) if self.routers else None
 
 
@@ -43,11 +45,13 @@ def build_predictors(
     fingerprint: str = "",
     inputs: bool = False,
 ) -> ModelPredictors:
-    """Make expert predictors for a model.
+    """Build the chosen expert predictors for a model.
 
-    `file` is that of the predictor `learned`. `inputs` captures the routers' inputs though no
-    predictor needs them. UsageError or PredictorError, in one line, where a predictor cannot run
-    with this model.
+    file:        file of the predictor `learned`, as `greenroom train-predictor` writes it
+    fingerprint: digest of the checkpoint; a file for another checkpoint is refused
+    inputs:      capture the routers' inputs even if no predictor needs them
+
+    Raises UsageError or PredictorError if a predictor cannot run with this model.
     """
     if chosen or inputs:
         _check_passes(model)
@@ -75,9 +79,9 @@ def check_prefetch(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> None:
-    """Check the options `--prefetch` and `--predictor` before weights are loaded.
+    """Check that a model can use the options `--prefetch` and `--predictor`, before loading.
 
-    UsageError or PredictorError, in one line.
+    Raises UsageError or PredictorError if it cannot.
     """
     choice = _choice(prefetch, file)
     if choice.kind is AUTO or choice.kind.name == "none":  # --predictor may be for trace record
@@ -90,7 +94,8 @@ def check_prefetch(
     if "file" in needs:
         if file is None:
             raise UsageError(
-                "--prefetch learned needs --predictor FILE, made by `greenroom train-predictor`"
+                "--prefetch learned needs a file: make one with `greenroom train-predictor`, and"
+                " give --predictor FILE"
             )
         load_predictor(file, fingerprint)
     if "inputs" in needs:
@@ -103,21 +108,23 @@ def _check_passes(model: PreTrainedModel) -> None:
     """Check that a model's passes run all layers, as predictors expect; UsageError otherwise."""
     if model.config.is_encoder_decoder:
         raise UsageError(
-            f"{type(model).__name__} is an encoder-decoder: each pass goes through a part of the"
-            " layers, and predictors need passes through all: use --prefetch off"
+            f"{type(model).__name__} is an encoder-decoder model, and predictors need models whose"
+            " forward pass runs all layers: use --prefetch off"
         )
 
 
 def _needs(chosen: Sequence[PredictorChoice], file: object) -> frozenset[str]:
-    """Return the inputs that predictors need; UsageError where a run cannot have them."""
+    """Return the names of data that predictors need; UsageError if a run does not have them."""
     needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
     if file is not None and "file" not in needs:
-        raise UsageError("--predictor FILE is for the predictor learned: add --prefetch learned")
+        raise UsageError(
+            "--predictor FILE works only with --prefetch learned: add --prefetch learned"
+        )
     for choice in chosen:
         if "trace" in choice.kind.needs:
             raise UsageError(
-                f"predictor {choice.name} needs a recorded trace: it runs in `greenroom simulate`"
-                " only"
+                f"predictor {choice.name} needs a recorded trace: it works only in"
+                " `greenroom simulate`"
             )
     return needs
 
@@ -129,9 +136,10 @@ def prefetch_predictors(
     file: str | os.PathLike[str] | None,
     fingerprint: str,
 ) -> ModelPredictors | None:
-    """Return the expert predictor that `--prefetch` names, if any.
+    """Build the expert predictor that `--prefetch` names; None for `off`.
 
-    `auto` is the first of AUTOMATIC that works.
+    For `auto`, the first predictor that works with the model is taken, in the order `next-gate`,
+    `markov`. Raises UsageError or PredictorError if the named predictor does not work with it.
     """
     choice = _choice(prefetch, file)
     if choice.kind.name == "none":
@@ -143,10 +151,10 @@ def prefetch_predictors(
             return build_predictors(model, catalog, [predictor(name)])
         except PredictorError:
             continue
-    raise AssertionError("one of them needs nothing of the model")
+    raise AssertionError("no automatic predictor works: markov should work with any model")
 
 
 def _choice(prefetch: str, file: object) -> PredictorChoice:
-    """Return the predictor that `--prefetch` names; with a file, `auto` is `learned`."""
+    """Return the predictor that `--prefetch` names; with `--predictor`, `auto` means `learned`."""
     choice = predictor(prefetch)
     return predictor("learned") if choice.kind is AUTO and file is not None else choice

@@ -1,11 +1,11 @@
 """Compute shared experts while the routed experts' weights are being transferred.
 
-Many blocks call their experts and then a shared expert, whose input exists before the experts run.
-Hooks on the first pass show which module that is and where its arguments come from, for any
-architecture. From then on `compute_early[layer]()`, called from within the experts forward,
-computes the shared module, and the block's own call returns that output. It is the same function of
-the same input in the same thread, so bits are the same. Where the block calls the module with
-another input, the module computes as usual.
+Many MoE blocks call their routed experts first and then a shared expert, which every token uses and
+whose input exists before the routed experts run. Hooks on the first forward pass find the shared
+expert's module and the source of its arguments, for any architecture. In later passes the module is
+computed early, and the block's own call returns the result. Function, input and thread are the
+same, so the output is bit-identical. If the block calls the module with another input, the module
+computes as usual.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ _Values = dict[int | str, Any]  # arguments or outputs, by their position or nam
 
 
 class SharedModules:
-    """Shared-expert modules of a model, found by hooks on its first forward pass.
+    """Modules of a model's shared experts, found by hooks on its first forward pass.
 
-    Accelerated forwards must be installed before: modules have hooks until the first pass is over.
+    compute_early: by layer, a function that computes the layer's shared experts now; it does
+                   nothing if the layer has none
+    modules:       the layer's module of shared experts, by layer; known after the first pass
+    early_routers: by layer, the router if another module runs between it and the experts; known
+                   after the first pass
 
-    compute_early: by layer, computes its shared module now, or does nothing where it has none
-    modules:       after the first pass, the shared modules by layer
-    early_routers: after the first pass, routers after which another module runs before the experts
+    Create the object after compiled layers are installed: until the first pass ends, modules have
+    hooks, and layers with hooks are not compiled.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Put hooks on the layers of these experts modules, to find their shared experts.
+        """Register hooks that find the shared experts of each layer in the first pass.
 
-        `modules` are in the model's order.
+        `modules` are the experts modules of the MoE layers, in the model's order.
         """
         paths = {id(module): name for name, module in model.named_modules()}
         claimed: set[int] = set()
@@ -65,9 +68,9 @@ class SharedModules:
 
 
 def _above(path: str) -> list[str]:
-    """Return the names of the modules around a module, innermost first.
+    """Return the names of the modules that contain a module, innermost first.
 
-    They end with the decoder layer.
+    The last name is that of the decoder layer, whose name ends with a number.
     """
     names = path.split(".")[:-1]
     modules = []
@@ -115,7 +118,7 @@ def _outputs(output: Any) -> tuple[Any, ...]:
 
 
 class _PassState(threading.local):
-    """The state of one thread's pass through a layer."""
+    """State of one thread's forward pass through a layer."""
 
     def __init__(self) -> None:
         self.events: list[_CallEvent] = []
@@ -125,23 +128,23 @@ class _PassState(threading.local):
 
 
 class _Result:
-    """The shared module's output, with the arguments that it was computed from."""
+    """Output of a shared-expert module, with the arguments that it was computed from."""
 
     def __init__(self, output: Tensor, arguments: dict[int | str, Tensor]) -> None:
         self.output = output
         self._arguments = {place: (value, _version(value)) for place, value in arguments.items()}
 
     def is_for(self, arguments: _Values) -> bool:
-        """Check that a module's arguments are the same tensors, and not written since."""
+        """Check that arguments are the tensors of the computation, with unchanged values."""
         return arguments.keys() == self._arguments.keys() and all(
             _unchanged(arguments[place], *before) for place, before in self._arguments.items()
         )
 
 
 def _version(value: Tensor) -> int | Tensor:
-    """Return torch's count of writes to a tensor.
+    """Return torch's count of in-place writes to a tensor, or a copy of the tensor.
 
-    It is a copy of the tensor where torch does not count them.
+    torch does not count writes to inference tensors; they are copied, to compare values later.
     """
     return value.clone() if value.is_inference() else value._version
 
@@ -167,7 +170,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class _Layer:
-    """One experts module, the modules around it (innermost first), and the children of these."""
+    """One experts module, and the modules that contain it (innermost first)."""
 
     def __init__(self, around: list[nn.Module], experts: nn.Module, claimed: set[int]) -> None:
         self._around, self._experts, self._claimed = around, experts, claimed
@@ -183,7 +186,7 @@ class _Layer:
         self._record_events()
 
     def _record_events(self) -> None:
-        """Record the calls of all modules in the layer, for one pass."""
+        """Record the calls of all modules in the layer during one forward pass."""
         first, last = self._around[-1], self._around[0]
         children = [child for module in self._around for child in module.children()]
         add = self._hooks.append
@@ -203,9 +206,9 @@ class _Layer:
 
     @outside_graphs
     def _analyse(self) -> None:
-        """Find the shared experts and the early router after the first pass.
+        """Find the shared experts and the early router from the recorded calls; stop recording.
 
-        Recording stops then.
+        After a pass on the meta device, recording goes on for another pass.
         """
         events, self._state.events = self._state.events, []
         if any(x.is_meta for event in events for _, x in event.tensors()):
@@ -225,9 +228,9 @@ class _Layer:
     def _find_shared_module(
         self, before: list[_CallEvent], entry: _CallEvent, after: list[_CallEvent]
     ) -> bool:
-        """Find the first worthwhile module called after the experts with arguments known before.
+        """Find a large enough module that is called after the experts and can run before them.
 
-        False where there is none.
+        All of its arguments must exist before the experts run. Returns whether there is one.
         """
         block = [e for e in before if not e.output and e.module is self._around[0]]
         sources = [pair for e in (*block, entry, *before) for pair in e.tensors()]
@@ -274,10 +277,10 @@ class _Layer:
         module.forward = forward
 
     def _capture(self, source: _Source) -> Any:
-        """Capture a source's tensor in every pass.
+        """Register a hook that captures one argument of the shared module in every pass.
 
-        A module that is called in another way than in the first pass leaves none; the shared module
-        is then not computed early.
+        If a module is called with other arguments than in the first pass, nothing is captured, and
+        the shared module is not computed early in that pass.
         """
         state, place, grad = self._state, source.place, torch.is_grad_enabled
 
@@ -297,7 +300,7 @@ class _Layer:
         return source.module.register_forward_pre_hook(capture, with_kwargs=True)
 
     def compute_early(self) -> None:
-        """Compute a layer's shared experts before the routed ones; at most once a pass."""
+        """Compute a layer's shared experts now, at most once per forward pass."""
         shared, state = self.shared, self._state
         if shared is None or state.grad or shared.training or not state.tensors:
             return
@@ -335,7 +338,7 @@ class _Layer:
 def _early_router(
     before: list[_CallEvent], entry: _CallEvent, around: list[nn.Module]
 ) -> nn.Module | None:
-    """Return a layer's router if a worthwhile module runs between it and the experts."""
+    """Return a layer's router if another large module runs between it and the experts."""
     index = entry.values.get(1, entry.values.get("top_k_index"))
     if not isinstance(index, Tensor):
         return None
@@ -353,7 +356,7 @@ def _worthwhile(event: _CallEvent) -> bool:
 
 
 def _source_of(value: Any, sources: list[tuple[_Source, Tensor]]) -> _Source:
-    """Return where a shared module's argument comes from; LookupError where it is unknown."""
+    """Return the call that a shared module's argument comes from; LookupError if there is none."""
     for source, tensor in sources:
         if isinstance(value, Tensor) and _same_memory(tensor, value):
             return source

@@ -1,4 +1,4 @@
-"""Pin experts by task: the experts that a prompt uses show which task it is."""
+"""Keep the experts of a prompt's task in the cache (`--pin`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from greenroom.runtime.driver.driver import Driver
 
 
 class TaskPins:
-    """Pins in the cache the experts of the task that resembles the last prompt most.
+    """Observer that pins the experts of the task that the last prompt resembles most.
 
-    The pins change when the answer to a prompt begins. A single task is pinned from the start.
+    Tasks and their experts come from a file of `greenroom trace hot`. Pinned experts are not
+    evicted. The pinned task changes when the first token after a prompt is decoded. If the file has
+    only one task, its experts are pinned from the start.
     """
 
     def __init__(self, pins: Pins, driver: Driver) -> None:
@@ -24,7 +26,7 @@ class TaskPins:
         driver.send(Pinned(pins.first))
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Note the start of a forward pass; after a prompt, pin its task's experts."""
+        """Handle the start of a forward pass; the first after a prompt pins its task's experts."""
         if len(self._pins.tasks) == 1:
             return
         if request != self._request:
@@ -36,7 +38,7 @@ class TaskPins:
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts, [T, K] numbers in the layer, that a layer's router chose."""
+        """Count the experts that a prompt's tokens use: ids in the layer, [tokens, top_k]."""
         if self._in_prompt:
             first, end = self._pins.offsets[layer : layer + 2]
             used = experts[(experts >= 0) & (experts < end - first)] + first

@@ -1,1 +1,1 @@
-"""Keep state between runs of a model: experts for warm start, counts for `--split auto`."""
+"""State that a model's runs leave for later runs: frequent experts, counts of experts."""

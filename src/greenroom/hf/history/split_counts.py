@@ -1,7 +1,8 @@
 """Count the experts of decoded tokens, to configure split experts as MoEpic does.
 
-`--split auto` counts the experts that decoded tokens use, and those predicted (`core/activity.py`).
-They are saved with the model's routing history; hf/defaults.py runs Algorithm 1 over them.
+With `--split auto`, a run counts which experts decoded tokens use and which were predicted
+(`core/activity.py`). The counts are saved with the model's routing history. A later run computes
+its split from them, by Algorithm 1 of the MoEpic paper (hf/defaults.py).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class HeadTimer:
-    """Times a model's head layer (T_head in the MoEpic paper).
+    """Timer of a model's output head (T_head in the MoEpic paper).
 
-    Calls with one position of each sequence count: decoded tokens, and ends of prompts. `seconds`
-    is their mean, 0 before the first.
+    Only calls with one position per sequence are timed: decoded tokens, and the last position of
+    prompts. `seconds` is the mean time of a call, 0 before the first.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,7 +48,7 @@ class HeadTimer:
         return self._spent / max(1, self._count)
 
     def close(self) -> None:
-        """Remove the hooks that time the head layer; the measured mean stays."""
+        """Remove the hooks that time the output head; the mean time stays available."""
         for hook in self._hooks:
             hook.remove()
 
@@ -61,10 +62,11 @@ class HeadTimer:
 
 
 def latency_of(driver: Driver, head: float) -> TokenLatency | None:
-    """Return MoEpic's latencies (s): attention, experts, head and load, from decoded tokens.
+    """Return MoEpic's latencies, in seconds, as measured on decoded tokens.
 
-    `head` is T_head; T_att is the time of a token without head, experts and waits. None before the
-    first token, and where no expert was loaded.
+    They are the time of attention per layer (all that is not experts, head or waiting), of experts
+    per layer, of the output head (`head`), and of loading one whole expert. None before the first
+    decoded token, or if no expert was loaded.
     """
     meter, pieces = driver.meter, driver.pieces
     link = meter.links[-1]
@@ -82,7 +84,10 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
 
 
 class SplitCounts:
-    """Counts the experts that decoded tokens use, and those that were predicted."""
+    """Counts of the experts that decoded tokens use, and of those that were predicted.
+
+    They continue the counts of earlier runs if `history` has some.
+    """
 
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
         self._offsets = tuple(offsets)
@@ -93,18 +98,21 @@ class SplitCounts:
             try:
                 self.activity.restore(history.states[NAME])
             except ValueError as error:
-                log.warning("the counts of earlier runs for --split auto are ignored: %s", error)
+                log.warning(
+                    "--split auto ignores the expert counts of earlier runs: %s",
+                    error,
+                )
 
     def predicted(self, event: Predicted) -> None:
-        """Keep a layer's predicted experts, likeliest first, until its router has chosen."""
+        """Store a layer's predicted experts, likeliest first, until its router has chosen."""
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """Note the start of a forward pass; passes of prompts are not counted."""
+        """Handle the start of a forward pass; experts are not counted in passes of prompts."""
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts [T, K] that a layer's router chose for decoded tokens."""
+        """Count the experts that decoded tokens use: ids in the layer, [tokens, top_k]."""
         if self._in_prompt:
             return
         expected = self._expected.pop(layer, None)
@@ -113,7 +121,11 @@ class SplitCounts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
 
     def state(self, driver: Driver, head: float) -> Arrays | None:
-        """Return the expert counts and MoEpic's latencies to save; None before the first token."""
+        """Return the expert counts and latencies to save for later runs.
+
+        `head` is the mean time of the output head, in seconds. None before the first decoded token,
+        or if no expert was loaded.
+        """
         latency = latency_of(driver, head)
         if latency is None:
             return None

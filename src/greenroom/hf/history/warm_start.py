@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class WarmStart:
-    """The expert routing of a model over its runs, saved to warm up later runs.
+    """Expert usage of a model's runs, saved to fill the cache of later runs.
 
-    Without `fingerprint` nothing is saved.
+    If `fingerprint` (a digest of the checkpoint) is empty, nothing is saved.
     """
 
     def __init__(
@@ -36,10 +36,9 @@ class WarmStart:
         name: str,
         predictor: Predictor | None,
     ) -> None:
-        """Take the expert routing of earlier runs (`before`) as the start.
+        """Start from the expert usage of earlier runs (`before`), and restore the predictor.
 
-        `name` is the predictor's as the user wrote it. The predictor's state of the last run is
-        restored.
+        `name` is the predictor's name as the user wrote it; its state is stored under that name.
         """
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
@@ -49,12 +48,16 @@ class WarmStart:
             try:
                 predictor.restore(before.states[name])
             except ValueError as error:  # the state is of another version or shape
-                log.warning("predictor %s starts anew: %s", name, error)
+                log.warning(
+                    "predictor %s cannot use its state of the last run, and learns anew: %s",
+                    name,
+                    error,
+                )
 
     def warm_up(self) -> int:
-        """Load the most used experts into an empty cache, for LIMIT_S at most.
+        """Read the most used experts into an empty cache, in at most 2 seconds.
 
-        Returns how many experts.
+        Returns the number of experts read. Without earlier runs, nothing is read.
         """
         scheduler = self._driver.scheduler
         if self._before is None:
@@ -68,7 +71,10 @@ class WarmStart:
         try:
             return warm_up(self._driver, hot, LIMIT_S)
         except StoreError as error:
-            log.warning("the warm start ended early, so the first tokens may be slower: %s", error)
+            log.warning(
+                "reading the experts of earlier runs failed, so the first tokens may be slower: %s",
+                error,
+            )
             return int(scheduler.residents().size)
         finally:
             self._passes = self._driver.meter.passes
@@ -76,9 +82,9 @@ class WarmStart:
             self._driver.miss_counts[:] = 0
 
     def save(self, extra_states: Mapping[str, Arrays | None]) -> None:
-        """Save the routing since the warm start, with other states, for later runs.
+        """Save this run's expert usage, the predictor's state and `extra_states` for later runs.
 
-        Nothing is saved before LEAST passes.
+        A run of fewer than 16 forward passes is not saved.
         """
         driver = self._driver
         passes = driver.meter.passes - self._passes
@@ -98,14 +104,14 @@ class WarmStart:
         try:
             files.save_routing(self._fingerprint, RoutingHistory(hot, popularity, states))
         except OutputError as error:
-            log.warning("the routing of this run is not saved for later runs: %s", error)
+            log.warning("could not save the expert usage of this run for later runs: %s", error)
 
 
 def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
-    """Load these experts, most used first, into an empty cache.
+    """Read experts (`hot`, most used first) into an empty cache, for at most `limit_s` seconds.
 
-    Returns how many were loaded. Each layer is a step that computes nothing. It has an equal share
-    of the time that is left, and loads as many of its pieces as the disk's speed so far allows.
+    Returns the number of experts read. Each layer has an equal share of the remaining time. It
+    reads as many of its experts as fit into that time at the speed of the reads so far.
     """
     pieces, policy = driver.pieces, driver.scheduler.policy
     layer_of = pieces.layer[hot]

@@ -1,1 +1,1 @@
-"""Load a model (`greenroom.load`) in stages: resolve, describe, budget, place, attach, report."""
+"""Loading of a model (`greenroom.load`): five stages, and the start-up line."""

@@ -1,4 +1,4 @@
-"""Stage 5 of loading: load the dense weights, attach the expert cache."""
+"""Stage 5 of loading: load the non-expert weights and attach the expert cache."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def attach(
     config: LoadConfig,
     progress: Progress,
 ) -> PreTrainedModel:
-    """Load the dense weights and attach an expert cache, ready for a first prompt.
+    """Load the non-expert weights and attach an expert cache to the model.
 
-    After an error the model is detached.
+    Kernels are compiled and experts of earlier runs are read, so the model is ready for a prompt.
+    `progress` is called with a share of the loading time (0 to 1) and the name of the next step.
+    After an error the expert cache is detached: its threads end and its memory is freed.
 
-    DeviceError or BudgetError where memory does not suffice after all, CheckpointError where
-    reading fails, CheckpointChanged where files have changed since their headers were read.
+    Raises DeviceError or BudgetError if memory does not suffice, CheckpointError if reading fails,
+    CheckpointChanged if files have changed since their headers were read.
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.skeleton.load(budget.engines[0].device if budget.engines else "cpu")
@@ -79,7 +81,7 @@ def attach(
 
 
 def _replace_settings(model: Any, kv: CacheKind) -> Any:
-    """Set the generation config's prompt blocks and KV cache; returns the earlier config."""
+    """Set prefill block size and KV cache type in a generation config; return the original."""
     settings = model.generation_config
     before = deepcopy(settings)
     if not model.config.is_encoder_decoder:  # an encoder reads a prompt in one pass
@@ -92,9 +94,9 @@ def _replace_settings(model: Any, kv: CacheKind) -> Any:
 def _measured_budget(
     model: Any, budget: Budget, slot_budget: SlotBudget, process: int
 ) -> SlotBudget:
-    """Return the budget of slots and KV cache with memory needs as measured.
+    """Return a copy of the slot budget that counts the memory of the process as measured now.
 
-    All constant memory must be allocated.
+    The model, its expert cache and its kernels must already be in memory.
     """
     setup, need, catalog = model.greenroom.setup, slot_budget.need, slot_budget.catalog
     if budget.gpu is not None:
@@ -107,11 +109,11 @@ def _measured_budget(
 
 
 def _store_process(setup: ModelSetup, process: int) -> None:
-    """Store the process's memory, without dense parts and slots, for plans and later runs."""
+    """Save the measured memory of Python and libraries, for plans and later runs of the model."""
     name, digest = machine_name(host_facts()), setup.fingerprint
     if not setup.remember:
         return
     try:
         files.update_records(digest, name, lambda records: records.with_load(process))
     except OutputError as error:
-        log.warning("the memory of the process is not stored for later runs: %s", error)
+        log.warning("could not save the measured memory of this process for later runs: %s", error)

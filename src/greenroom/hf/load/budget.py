@@ -1,4 +1,4 @@
-"""Stage 3 of loading: compute the number of expert slots, before anything is loaded."""
+"""Stage 3 of loading: compute how many experts fit into memory, before weights are read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from greenroom.runtime.cuda.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Expert slots that a run's memory options leave, and the memory that they count.
+    """Number of expert slots that a run's memory options allow, and its origin.
 
-    setup:        the setup that the options ask for, with the host tier
-    slot_budget:  of `--memory`; None where `--cache` is the number of slots
-    caller_bytes: bytes of the process that are the caller's
-    engines:      the GPUs; the first one has the dense parts
-    gpu:          the memory of each GPU
+    setup:              the model's setup, with the cache of experts in host memory if there is one
+    full_context_slots: slots for experts when the KV cache is full
+    initial_slots:      slots for experts at the start and with short contexts
+    slot_budget:        division of `--memory` between experts and KV cache; None with `--cache`,
+                        which sets the number of slots itself
+    caller_bytes:       bytes of the process that the calling program uses for itself
+    engines:            the GPUs, empty on a CPU; the first GPU has the non-expert weights
+    gpu:                the memory of each GPU; None on a CPU
     """
 
     setup: ModelSetup
@@ -44,10 +47,10 @@ class Budget:
 def budget_for(
     description: Description, setup: ModelSetup, config: LoadConfig, caller_bytes: int
 ) -> Budget:
-    """Compute the number of expert slots that the memory options leave.
+    """Compute how many experts fit into the memory that a run's options allow.
 
-    `caller_bytes` of the process are left to the caller. BudgetError, which names a sufficient
-    budget, where not even the fewest slots have room.
+    `caller_bytes` are the bytes of the process that the calling program uses for itself. Raises
+    BudgetError, which names a sufficient budget, if too few experts fit.
     """
     engines = engines_for(setup)
     gpu = None
@@ -84,9 +87,10 @@ def budget_for(
 
 
 def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
-    """Set up the cache of experts in host memory, within `--host-memory`.
+    """Add a cache of experts in host memory to a setup.
 
-    BudgetError where that is too small.
+    Its size follows from `--host-memory`. Raises BudgetError if `--host-memory` is too small for
+    the process and its transfer buffers.
     """
     lanes = spread(lanes_of(setup), len(setup.devices))
     staging_slots = count_staging_slots(lanes)
@@ -98,5 +102,5 @@ def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
 
 
 def least_slots(setup: ModelSetup) -> int:
-    """Return the fewest expert slots with which a step of one token can run."""
+    """Return the fewest expert slots with which the cache can serve one token."""
     return least_capacity(pieces_of(setup), setup.scope)

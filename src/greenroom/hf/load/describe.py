@@ -1,7 +1,7 @@
-"""Stage 2 of loading: the sizes of a model that budgets and plans need.
+"""Stage 2 of loading: compute the sizes of a model that memory budgets and plans need.
 
-They come from the config and the headers of a folder or a GGUF file. For a hub id that is not in
-the local cache, the same is downloaded: config, and safetensors headers by range requests.
+The sizes come from the config and the tensor headers of a folder or a GGUF file. For a hub id that
+is not in the local cache, only config and safetensors headers are downloaded (range requests).
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ LIBRARIES = 256 << 20  # GPU memory that cuBLAS and Triton allocate at their fir
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Description of a model on the meta device: sizes of its context and KV cache.
+    """A model's sizes before it is loaded: context, KV cache, experts per token.
 
-    context: tokens that a run has room for
-    top_k:   experts that one token uses in a layer
+    skeleton:    the model on the meta device, without its expert parameters
+    fingerprint: digest of the checkpoint, by which results of earlier runs are stored
+    context:     tokens that the KV cache has room for
+    keys_values: bytes of the KV cache by number of tokens
+    top_k:       experts that one token uses in a layer
     """
 
     skeleton: ModelSkeleton
@@ -48,7 +51,10 @@ class Description:
 
     @classmethod
     def of(cls, skeleton: ModelSkeleton, config: LoadConfig, on_a_gpu: bool) -> Description:
-        """Describe a model; UsageError where it cannot have the chosen kind of KV cache."""
+        """Compute a model's sizes for a run's options.
+
+        Raises UsageError if the model cannot use the KV cache type of `--kv`.
+        """
         context = context_of(skeleton.model, config.context)
         keys_values = kv_bytes(
             skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
@@ -64,15 +70,27 @@ class Description:
         caller_bytes: int = 0,
         **options: Any,
     ) -> SlotBudget:
-        """Return the budget that expert slots and KV cache share, before anything is loaded.
+        """Return the memory budget that expert slots and KV cache share, before loading.
 
-        `caller_bytes` of the process are the caller's. The process itself takes what the last one
-        of this model took here, without dense parts and slots; the first run of a model adds what
-        compiling the kernels takes. None of it is in a GPU's memory.
+        budget:       bytes of memory, of the GPU if it computes, else of the process
+        readers:      threads that read experts, each with its own buffer
+        min_slots:    expert slots that must fit; otherwise BudgetError names a sufficient budget
+        caller_bytes: bytes of the process that the calling program uses for itself
+
+        On a CPU, the memory of Python and libraries is as measured in the last run of this model
+        on this machine. Without such a run, it is the memory of this process plus an allowance
+        for compiling kernels.
         """
-        skeleton = self.skeleton
-        need = MemoryNeeds(0, skeleton.dense_bytes, 0, 0, LIBRARIES)
-        if not self.keys_values.on_a_gpu:
+        skeleton, on_a_gpu = self.skeleton, self.keys_values.on_a_gpu
+        need = MemoryNeeds(
+            process=0,
+            dense=skeleton.dense_bytes,
+            kv_cache=0,
+            workspace=0,
+            staging=0,
+            libraries=LIBRARIES if on_a_gpu else 0,
+        )
+        if not on_a_gpu:
             recorded = load_records(self.fingerprint, machine_name(host_facts())).process
             process = rss_bytes() + COMPILERS if recorded is None else recorded
             staging = readers * (CHUNK_BYTES + (1 << 20))
@@ -91,18 +109,20 @@ class Description:
 
 
 def context_of(model: PreTrainedModel, context: int) -> int:
-    """Return the tokens of context to make room for, at most the model's limit."""
+    """Return the requested context length in tokens, or the model's limit if that is less."""
     config = model.config.get_text_config()
     return min(context, getattr(config, "max_position_embeddings", None) or context)
 
 
 def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
-    """Describe a model's sizes and shape under a run's options; only headers are downloaded.
+    """Compute a model's sizes and shape under a run's options, for planning.
 
-    The process's memory is what an earlier run of this model took here; without one, what this
-    process takes and compiling adds. `on_a_gpu`: sizes are of the GPU's memory.
+    Only config and tensor headers are read or downloaded. With `on_a_gpu`, all sizes are of the
+    GPU's memory. Otherwise they include the memory of Python and libraries: as measured in the last
+    run of this model on this machine, else that of this process plus an allowance for compiling
+    kernels.
 
-    Raises as `load` does before it loads: NotAModel, NotMoE, UnsupportedModel, CheckpointError.
+    Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source), config.dtype)
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
@@ -122,7 +142,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         slot_bytes=catalog.slot_bytes,
         dense_bytes=need.dense,
         read_bytes=need.dense - unread_bytes(skeleton),
-        overhead_bytes=need.process + need.workspace + need.staging,
+        overhead_bytes=need.process + need.workspace + need.staging + need.libraries,
         kv_bytes=need.kv_cache,
         context=description.context,
         full_bytes=max(0, full.total - need.total),
@@ -133,9 +153,9 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 
 
 def unread_bytes(skeleton: ModelSkeleton) -> int:
-    """Return the bytes of dense weights that decoding a token does not read.
+    """Return the bytes of non-expert weights that decoding a token does not read.
 
-    They are an input embedding that is not the head.
+    This is the size of the input embedding, or 0 if the output head is tied to it.
     """
     model: Any = skeleton.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

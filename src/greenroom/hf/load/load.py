@@ -1,7 +1,11 @@
 """Load a model under a memory budget: the public `greenroom.load`.
 
-Five stages, each a function: resolve (headers), describe (meta device), budget, place (defaults and
-slots), attach (dense parts, slots, threads, hooks).
+Loading has five stages, each in a module of this package:
+resolve   find the checkpoint and read its headers
+describe  compute sizes from the model on the meta device
+budget    compute how many experts fit into memory
+place     choose defaults: eviction policy, predictor, split, copies
+attach    load the non-expert weights, start the expert cache, install hooks
 """
 
 from __future__ import annotations
@@ -56,31 +60,30 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    Returns (model, tokenizer): an ordinary transformers model with `model.greenroom` for `stats()`,
-    `resize()`, `detach()` and `materialize()`, before which it cannot be trained, saved, copied or
-    moved. Raises a GreenroomError (see greenroom.errors) in one clear line.
+    Returns (model, tokenizer). The model is an ordinary transformers model; `model.greenroom` has
+    `stats()`, `resize()`, `detach()` and `materialize()`. Before `materialize()`, which reads all
+    experts into memory, the model cannot be trained, saved, copied or moved. Raises GreenroomError.
 
-    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `greenroom run --help` says
-    more about the options:
-    memory: budget of the process, on a GPU of its memory: "8GiB", "60%", "auto" (the default)
-    cache: size of the expert cache alone, in place of `memory`: "25%" of the experts, "2GiB"
-    policy: which expert is evicted: auto, lru, llru, moe-infinity, ...
-    kernels: what computes the experts: auto, eager (transformers' bits), numba, rounded, triton
-    device: auto (cuda where torch has it), cpu, cuda, "cuda:0,cuda:1", fake
-    host_memory: with a GPU, the budget of the process in host memory
-    scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
-    pin: a file of `greenroom trace hot`, whose experts are never evicted
-    split: share of packed experts that slots hold: off, auto, "0.5", "N,N,...", a file
-    prefetch: a predictor that fetches experts ahead: auto, off, next-gate, learned, markov, ...
-    predictor, no_guard: the file of the predictor learned; prefetch also where that is slower
-    context, kv: tokens of the KV cache, and how it is kept: dynamic, fp8, int4, int2, offloaded
-    readers, threads: threads that read experts, and that compute (default: all cores)
-    direct, read_limit: read past the page cache (auto, on, off); most bytes a second, "50MB"
+    `model` is a Hugging Face folder, a GGUF file, a hub id (downloaded), or `demo`. Options:
+    memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
+    cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
+    policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
+    kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
+    device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
+    host_memory: with a GPU, the limit for the process in host memory
+    scope: one cache for all layers (shared), one per layer (per-layer), "N,N,..." or a file
+    pin: a file made by `greenroom trace hot`; its experts are never evicted
+    split: share of each packed expert that stays in the cache: off, auto, "0.5", "N,N,...", a file
+    prefetch: predictor of the experts to read early: auto, off, next-gate, learned, markov, ...
+    predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower
+    context, kv: length of the KV cache in tokens; its type: dynamic, fp8, int4, int2, offloaded
+    readers, threads: threads that read experts; threads that compute (default: all cores)
+    direct, read_limit: bypass the page cache (auto, on, off); most bytes per second, as "50MB"
     dtype: type to compute in: auto (the checkpoint's), bfloat16, float16, float32
-    miss_precision: serve misses from a pack's int8 or int4 copies, which changes the output
-    low_below, low_share, low_follow: for `miss_precision`: which misses, room, exact experts later
-    skip_below, substitute_below: leave out or replace misses, which changes the output
-    co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
+    miss_precision: compute missing experts from a pack's int8 or int4 copies; changes the output
+    low_below, low_share, low_follow: which misses use copies; memory share; read exact ones later
+    skip_below, substitute_below: leave out or replace missing experts; changes the output
+    co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
     """
     named, every = locals(), options_in(LoadConfig)
     return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))
@@ -96,9 +99,9 @@ def load_with(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model from a checked configuration.
 
-    `remember`: use what earlier runs learned of the model, and save it for later ones. `progress`
-    is called with the share of the time that has passed, roughly, and the stage that begins.
-    `caller_bytes` of a CPU's `--memory` are left to the caller.
+    remember:     use the routing and memory figures of earlier runs, and save those of this run
+    progress:     called with the share of loading time so far (0 to 1) and the name of a step
+    caller_bytes: bytes of a CPU run's `--memory` that the calling program uses for itself
     """
     if warning := late_import_warning():
         log.warning("%s", warning)

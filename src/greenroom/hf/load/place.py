@@ -1,4 +1,4 @@
-"""Stage 4 of loading: complete the setup with default policy, predictor, split and copies."""
+"""Stage 4 of loading: choose defaults for policy, predictor, split experts and copies."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 def requested_setup(
     source: ModelSource, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
-    """Return the setup that a run's options ask for, with the fewest possible slots.
+    """Turn a run's options into a model's setup, with the fewest possible expert slots.
 
-    UsageError or PredictorError for options that this model cannot have.
+    Raises UsageError or PredictorError for options that do not fit this model.
     """
     skeleton, catalog, split = description.skeleton, description.skeleton.catalog, None
     shares = split_of(config.split)
@@ -81,16 +81,18 @@ def _warn_about_kv(description: Description, kv: str) -> None:
     keys_values, context = description.keys_values, description.context
     if keys_values.kind.quantised and (saved := keys_values.saved_bytes(context)) <= 0:
         log.warning(
-            "--kv %s takes %s more than --kv dynamic for %d tokens of this model, and is slower:"
-            " it has too few layers",
+            "--kv %s takes %s more memory than --kv dynamic for %d tokens, and is slower, because"
+            " this model has few layers: use --kv dynamic",
             kv, show_bytes(-saved), context,
         )  # fmt: skip
 
 
 def complete_setup(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
-    """Complete a run's setup with the stored settings for its number of slots.
+    """Complete a run's setup once the number of expert slots is known.
 
-    Options without effect are off where every expert has a slot.
+    Options that the user did not set get the model's stored settings, or defaults. If every expert
+    has a slot, prefetching, splitting and approximation are switched off: they would have no
+    effect.
     """
     skeleton, room = description.skeleton, budget.full_context_slots
     setup = apply_defaults(budget.setup, config, budget.initial_slots, description.top_k)
@@ -114,7 +116,7 @@ def complete_setup(description: Description, budget: Budget, config: LoadConfig)
 def _configure_split(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
-    """Set the budgets and splits of layers by the counts of earlier runs."""
+    """Choose each layer's share of the cache and its split, from expert counts of earlier runs."""
     history = (
         files.load_routing(setup.fingerprint) if setup.remember and setup.fingerprint else None
     )
@@ -131,7 +133,7 @@ def _configure_split(
 def _add_copies(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
-    """Add the low-precision copies that the options ask for."""
+    """Add the low-precision copies of experts that `--miss-precision` asks for."""
     copies = copies_of(setup.catalog, setup.approximation, room, description.top_k)
     if copies is None:
         return setup

@@ -1,4 +1,4 @@
-"""Write the start-up line: a loaded model's sizes and places, and flags that reproduce them."""
+"""Start-up line of a loaded model: memory sizes, and flags that reproduce the run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LONGEST = 160  # characters of the short line
 def startup_line(
     name: str, model: PreTrainedModel, config: LoadConfig, verbose: bool = False
 ) -> str:
-    """Return the line that describes a loaded model at start-up.
+    """Return a line of text that describes a loaded model's memory use.
 
-    With `verbose` it has all sizes and the flags for the same run again. Options that change the
-    output are in both.
+    With `verbose` the line has all sizes, and the flags that reproduce the run. Both forms name
+    options that change the model's output.
     """
     return _verbose_line(name, model, config) if verbose else _short_line(name, model)
 
 
 def _short_line(name: str, model: PreTrainedModel) -> str:
-    """Shorten the start-up line to LONGEST characters; last items are left out first."""
+    """Return the short start-up line; optional items that would exceed LONGEST are left out."""
     greenroom = model.greenroom
     stats, setup = greenroom.stats(), greenroom.setup
     slots = show_bytes(stats.capacity * stats.slot_bytes)
@@ -66,7 +66,7 @@ def _memory(stats: Stats) -> str:
 
 
 def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
-    """Return the verbose start-up line: all sizes, and flags that reproduce the placement."""
+    """Return the verbose start-up line: all sizes, and flags that reproduce the run."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.setup.catalog
     setup, tier = greenroom.setup, stats.host
@@ -112,7 +112,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
 
 
 def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
-    """Return the command-line flags that reproduce a loaded model's placement."""
+    """Return the command-line flags that load a model again with the same memory sizes."""
     setup, slot_budget = greenroom.setup, greenroom.slot_budget
     if slot_budget is not None and slot_budget.full_context_slots < stats.capacity:
         assert stats.budget_bytes is not None
@@ -147,15 +147,12 @@ def _approximation(greenroom: Greenroom) -> str:
         f"below {share:g} of the gate weights {how}"
         for share, how in (
             (at.skip, "left out"),
-            (at.substitute, "replaced by experts that are there"),
+            (at.substitute, "replaced by experts in the cache"),
             (at.low, f"in {at.precision} ({secondary_slots} slots{', exact later' * at.promote})"),
         )
         if share
     ]
-    return (
-        f"misses {', '.join(what)}, which CHANGES THE OUTPUT, by what the cache holds when they are"
-        " asked for"
-    )
+    return f"misses {', '.join(what)}, which CHANGES THE OUTPUT, depending on the cache's content"
 
 
 def _memory_name(greenroom: Greenroom) -> str:
@@ -172,7 +169,7 @@ def _host_computes(greenroom: Greenroom) -> str:
 
 
 def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
-    """Return the flags of the running predictor; none runs where every expert has a slot."""
+    """Return the flags that select the running predictor, or `--prefetch off` without one."""
     running = greenroom.predictor
     if running is None:
         return [f"--prefetch {OFF}"]

@@ -1,4 +1,4 @@
-"""Stage 1 of loading: find the model, and decide whether a GPU computes it."""
+"""Stage 1 of loading: find the checkpoint, and decide whether a GPU computes the experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton, bool]:
-    """Find a model's source and its skeleton, and decide whether a GPU computes it.
+    """Find a model's checkpoint, and build the model on the meta device.
 
-    The skeleton is on the meta device. Only headers are read. UnknownName, UsageError or
-    DeviceError for impossible options; NotAModel, NotMoE, UnsupportedModel or CheckpointError for
-    the model.
+    Returns (source, skeleton, whether a GPU computes the experts). A hub id that is not in the
+    local cache is downloaded; of local files, only config and tensor headers are read. Also sets
+    torch's number of threads if `--threads` is given.
+
+    Raises UnknownName, UsageError or DeviceError for impossible options, and NotAModel, NotMoE,
+    UnsupportedModel or CheckpointError for a model that cannot be loaded.
     """
     policy(config.policy).check_online()
     predictor(config.prefetch)
@@ -31,22 +34,23 @@ def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton
 
 
 def on_a_gpu(config: LoadConfig) -> bool:
-    """Decide whether a GPU computes the experts: requested, or found by `auto`.
+    """Decide whether a GPU computes the experts: `--device cuda`, or `auto` with CUDA.
 
-    DeviceError where the GPU does not exist, UsageError for options that need one.
+    Raises DeviceError if the requested GPU does not exist, and UsageError if `--host-memory` or
+    `--kernels triton` is given without a GPU.
     """
     available, (kind, numbers) = torch.cuda.is_available(), parse_device(config.device)
     if kind == "cuda" and not available:
         built = torch.version.cuda or torch.version.hip
         reason = "no GPU was found" if built else "this torch was built without CUDA"
-        raise DeviceError(f"--device {config.device}: {reason}; --device cpu computes here")
+        raise DeviceError(f"--device {config.device}: {reason}; use --device cpu")
     if kind == "cuda" and max(numbers) > 0 and max(numbers) >= (count := torch.cuda.device_count()):
         numbered = ", ".join(f"cuda:{number}" for number in range(count))
-        raise DeviceError(f"--device {config.device}: the GPUs of this machine are {numbered}")
+        raise DeviceError(f"--device {config.device}: no such GPU; this machine has {numbered}")
     chosen = kind == "cuda" or (kind == "auto" and available)
     if config.host_memory is not None and not (chosen or kind == "fake"):
         raise UsageError(
-            "--host-memory is for a GPU: on a CPU, --memory is the budget of the process"
+            "--host-memory needs a GPU: on a CPU, --memory limits the memory of the process"
         )
     if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
         raise UsageError(

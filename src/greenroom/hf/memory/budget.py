@@ -24,6 +24,7 @@ from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
 
 PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of this size
 AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processes
+LARGE_SHARE = 0.25  # of the needs: above it, an error suggests a shorter context
 SLACK = 32 << 20  # for allocators, whose unused memory cannot be counted
 
 Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
@@ -31,9 +32,14 @@ Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a run needs besides expert slots.
+    """Bytes that a run needs besides its expert slots.
 
-    `process` is measured, the others are computed.
+    process:   Python and its libraries, as measured
+    dense:     all weights that are not experts
+    kv_cache:  keys and values of the context
+    workspace: activations of a forward pass
+    staging:   buffers for reads from disk
+    libraries: GPU memory that cuBLAS and Triton allocate
     """
 
     process: int
@@ -41,17 +47,30 @@ class MemoryNeeds:
     kv_cache: int
     workspace: int
     staging: int
+    libraries: int = 0
 
     @property
     def total(self) -> int:
-        return self.process + self.dense + self.kv_cache + self.workspace + self.staging
+        return (
+            self.process
+            + self.dense
+            + self.kv_cache
+            + self.workspace
+            + self.staging
+            + self.libraries
+        )
 
     def __str__(self) -> str:
-        process = f"process {show_bytes(self.process)}, " if self.process else ""
-        return (
-            f"{process}dense parts {show_bytes(self.dense)},"
-            f" KV cache {show_bytes(self.kv_cache)},"
-            f" workspace {show_bytes(self.workspace + self.staging)}"
+        parts = [
+            ("process", self.process),
+            ("dense parts", self.dense),
+            ("KV cache", self.kv_cache),
+            ("activations", self.workspace),
+            ("read buffers", self.staging),
+            ("GPU libraries", self.libraries),
+        ]
+        return ", ".join(
+            f"{name} {show_bytes(nbytes)}" for name, nbytes in parts if nbytes or name == "KV cache"
         )
 
 
@@ -86,9 +105,11 @@ def capacity_for(
     slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < min_slots:
         enough = need.total + -(-min_slots // devices) * catalog.slot_bytes
+        shorter = "; a shorter --context needs less" if need.kv_cache > LARGE_SHARE * enough else ""
         raise BudgetError(
             f"a budget of {show_bytes(budget)}{label} is too small: {need} and {min_slots}"
             f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
+            f"{shorter}"
         )
     return int(min(slots, catalog.experts))
 

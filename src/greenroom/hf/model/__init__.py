@@ -1,7 +1,8 @@
-"""Models without their experts: built on the meta device, their dense parts loaded.
+"""Models without their experts: built on the meta device, then filled with other weights.
 
-architectures   the architectures that are served, and their classes
-skeleton        a model on the meta device, and loading it; dense: matrices that stay encoded
-implementation  the experts implementation that models are built with
-reference       reference weights, by transformers' own loading code
+architectures   table of supported architectures, and the model class for a config
+skeleton        a model on the meta device, and loading all its weights but the experts
+dense           weight matrices that stay quantised in memory
+implementation  registration of Greenroom's experts implementation with transformers
+reference       weights as transformers' own code loads them, to compare with
 """

@@ -1,9 +1,9 @@
 """The table of supported architectures, from transformers' source code and the adapters.
 
-An architecture is a folder of transformers (`qwen3_moe`). Architectures whose experts classes
-transformers decorates are supported natively; some need an adapter (hf/adapters); some are not
-supported, for a reason. A wrapper (`internvl`) has no experts itself: its config names the text
-model that it wraps.
+An architecture is a folder in transformers/models, such as `qwen3_moe`. It is supported natively if
+its experts classes have transformers' experts decorator. Some others need an adapter (hf/adapters),
+and some are not supported. A wrapper, such as `internvl`, is a vision model without experts of its
+own, whose config names a text model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from greenroom.hf.adapters import ADAPTERS, load_adapter
 # MoE architectures that are not supported, by folder, with the reason.
 NOT_SERVED = {
     "diffusion_gemma": "it writes whole blocks by diffusion, not one token after another",
-    "doge": "its experts are single rows of two embeddings: a read each would cost more than it"
-    " saves",
+    "doge": "its experts are single rows of two embeddings: reading one costs more than it saves",
     "openai_privacy_filter": "it labels tokens and writes none",
     "vitpose_backbone": "it finds poses in pictures and writes no text",
 }
@@ -64,30 +63,33 @@ _FLAGS = {  # remarks for the decorator's arguments that are not the default
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture of transformers and how it is supported.
+    """One row of the table of architectures.
 
-    `how` is "native", "adapter", "wrapper" or "not".
+    name:    folder in transformers/models
+    how:     "native", "adapter", "wrapper" (takes any text model) or "not" (supported)
+    special: remarks, such as "shared experts"
+    reason:  why the architecture is not supported
+    tested:  whether a test compares a model of this architecture with transformers
     """
 
     name: str
     how: str
     special: tuple[str, ...] = ()
-    reason: str = ""  # why it is not supported
+    reason: str = ""
     tested: bool = False
 
 
 def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """Find transformers' text-generating class for a model's config, and its config.
+    """Find transformers' class for text generation with a config.
 
-    It is the text part's config for a text class.
-
-    A model whose only class has a vision tower is built with it. Raises UnsupportedModel where
-    there is no such class, or the architecture is not supported.
+    Returns (class, its config). For a multimodal config this is the text model's class and config,
+    if transformers has one; otherwise the class includes the vision tower. Raises UnsupportedModel
+    if no class generates text, or if Greenroom does not support the architecture.
     """
     folder = model_type_to_module_name(config.model_type)
     name = (config.architectures or [config.model_type])[0]
     if folder in NOT_SERVED:
-        raise UnsupportedModel(f"{name}: not supported: {NOT_SERVED[folder]}")
+        raise UnsupportedModel(f"{name} is not supported: {NOT_SERVED[folder]}")
     if folder in ADAPTERS and (part := load_adapter(folder).config_part):
         config = getattr(config, part, config)
     for mapping, _ in _TEXT:
@@ -97,12 +99,13 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
                 config = config.get_text_config()
             return kind, config
     raise UnsupportedModel(
-        f"{name}: transformers has no class that generates text with this architecture"
+        f"{name} is not supported: the installed transformers has no class that generates text"
+        " with this architecture"
     )
 
 
 def architectures() -> list[Architecture]:
-    """Return the table of architectures by name, with wrappers of text models last."""
+    """Return the table of architectures, sorted by name; wrappers come last."""
     flags = dict(_decorated_architectures())
     types = _model_types()
     rows = []
@@ -125,10 +128,7 @@ def architectures() -> list[Architecture]:
 
 
 def _wrappers(listed: set[str]) -> list[Architecture]:
-    """Return table rows for vision models that wrap any text model.
-
-    Their config names the text model.
-    """
+    """Return table rows for vision models whose config names any text model."""
     return [
         Architecture(
             folder, "wrapper", ("text part: any of the others",), tested=folder in WRAPPERS
@@ -140,15 +140,15 @@ def _wrappers(listed: set[str]) -> list[Architecture]:
 
 
 def _takes_images(model_type: str) -> bool:
-    """True if the model type has a class that takes images too."""
+    """Check that a model type has a class that takes images and text."""
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
     return bool(kind) and not str(kind).endswith("ForCausalLM")
 
 
 def _decorated_architectures() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
-    """Find architectures with transformers' experts decorator, and the decorator's arguments.
+    """Find architectures whose source code uses transformers' experts decorator.
 
-    Pairs of (folder, arguments).
+    Yields (folder, arguments of the decorator as (name, value) pairs).
     """
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         if decorators := DECORATOR.findall(path.read_text(encoding="utf-8")):
@@ -157,13 +157,13 @@ def _decorated_architectures() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
 
 
 def _has_shared_experts(folder: str) -> bool:
-    """True if the architecture's code has shared experts, which every token uses."""
+    """Check that an architecture's code has shared experts, which every token uses."""
     path = MODELS / folder / f"modeling_{folder}.py"
     return "self.shared_" in path.read_text(encoding="utf-8")
 
 
 def _model_types() -> dict[str, tuple[str, ...]]:
-    """Return the model types with a text-generating class, by folder of transformers."""
+    """Return the model types that can generate text, by folder in transformers/models."""
     types: dict[str, list[str]] = {}
     for each in CONFIG_MAPPING_NAMES:
         folder = model_type_to_module_name(each)

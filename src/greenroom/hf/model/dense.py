@@ -1,8 +1,8 @@
-"""Find and read the dense matrices that stay encoded in memory.
+"""Find and read the weight matrices, other than experts, that stay quantised in memory.
 
-These are the weights of plain linear layers and embeddings whose encoding a compiled kernel can
-read. Excluded are weights that the model's code uses outside of the layer, by an expression such as
-`x.weight`.
+They are the weights of plain linear layers and embeddings whose encoding (fp8, GGUF, ...) a
+compiled kernel can read. A weight is excluded if the model's code uses it outside of the layer, by
+an expression such as `x.weight`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ _ROUTERS = {"gate", "router"}  # routers stay torch layers: they decide which ex
 
 @dataclass(frozen=True, slots=True)
 class EncodedParameter:
-    """A dense matrix that stays encoded in memory, and the modules that share it."""
+    """A weight matrix that stays quantised in memory.
+
+    modules: names of the linear layers and embeddings that share the matrix
+    tensor:  name of the checkpoint's tensor
+    stored:  layout of the matrix in memory
+    """
 
     modules: tuple[str, ...]
     tensor: str
     stored: StoredMatrix
 
     def detach(self, model: PreTrainedModel) -> None:
-        """Replace the parameters of modules by the encoded matrix that the modules share.
+        """Remove the `weight` parameter of the modules, and attach the quantised matrix to them.
 
-        The attributes stay, as None.
+        The attribute `weight` of each module becomes None.
         """
         for name in self.modules:
             module = model.get_submodule(name)
@@ -47,9 +52,9 @@ class EncodedParameter:
             module._is_hf_initialized = True  # or transformers would initialise the detached weight
 
     def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
-        """Read an encoded matrix into memory, or raise CheckpointError.
+        """Read the quantised matrix from the checkpoint into memory.
 
-        `empty` allocates the memory.
+        `empty` allocates the memory, like `torch.empty`. Raises CheckpointError if reading fails.
         """
         parts = self.stored.allocate(empty)
         read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
@@ -61,9 +66,10 @@ def find_encoded_parameters(
     conversions: dict[str, WeightConversion],
     dtype: torch.dtype,
 ) -> dict[str, EncodedParameter]:
-    """Find the dense parameters of a model that can stay encoded in memory.
+    """Find the weight matrices, other than experts, that can stay quantised in memory.
 
-    The model is on the meta device in `dtype`; `conversions` are those of the dense parameters.
+    The model is on the meta device, and computes in `dtype`. `conversions` say from which tensors
+    each parameter is made. Returns matrices by parameter name.
     """
     encoded: dict[str, EncodedParameter] = {}
     tied = dict(model.all_tied_weights_keys)
@@ -90,7 +96,7 @@ def _tied_parameters(target: str, tied: dict[str, str]) -> list[str]:
 
 
 def _is_used_by_layer_only(model: PreTrainedModel, name: str, used: set[str]) -> bool:
-    """True if a parameter is a linear layer's or embedding's weight that no other code uses."""
+    """Check that a parameter is the weight of a layer, and that no other code uses it."""
     path = name.split(".")
     if path[-1] != "weight" or len(path) < 2 or path[-2] in used or _ROUTERS & set(path):
         return False
@@ -101,7 +107,7 @@ def _is_used_by_layer_only(model: PreTrainedModel, name: str, used: set[str]) ->
 
 
 def _used_by_code(model: PreTrainedModel) -> set[str]:
-    """Find names x of modules whose `.x.weight` the model's code uses."""
+    """Find names of submodules whose `weight` the model's code uses, as in `self.head.weight`."""
     modules = {type(module).__module__ for module in model.modules()}
     used: set[str] = set()
     for name in sorted(modules):
@@ -112,7 +118,7 @@ def _used_by_code(model: PreTrainedModel) -> set[str]:
 
 
 def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
-    """Plan the in-memory matrix of an encoded tensor; None where it must be decoded."""
+    """Return the layout of a quantised matrix in memory; None if it must be dequantised."""
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
         return None

@@ -1,4 +1,4 @@
-"""The experts implementation "greenroom", registered with transformers."""
+"""Registration of the experts implementation "greenroom" with transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def set_experts_implementation(implementation: str, *modules: nn.Module) -> None:
-    """Set transformers' experts implementation, such as "greenroom", of a model's experts modules.
+    """Set the experts implementation of modules, such as "eager" or "greenroom".
 
-    transformers' own method refuses classes that it did not decorate, and models that wrap the one
-    with the experts.
+    transformers' own method refuses models without its experts decorator, and models that wrap
+    another model.
     """
     for module in modules:
         config: Any = module.config

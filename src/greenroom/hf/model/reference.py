@@ -1,6 +1,7 @@
-"""Load reference weights by transformers' own code, to compare Greenroom's experts with.
+"""Load weights by transformers' own code, as a reference for Greenroom's experts.
 
-Nothing here uses the catalog. transformers' own quantiser dequantises a quantised checkpoint.
+Nothing here uses Greenroom's index of expert byte ranges. transformers' own quantiser dequantises a
+quantised checkpoint.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ ALIGNMENT = 64  # bytes; torch aligns its own memory so
 
 
 def make_quantiser(checkpoint: Checkpoint) -> Any:
-    """Make transformers' quantiser that dequantises a quantised checkpoint; None for others.
+    """Return transformers' quantiser, set to dequantise a checkpoint; None if not quantised.
 
-    Raises UnsupportedModel where it needs a package that is not installed.
+    Raises UnsupportedModel if the quantiser needs a package that is not installed.
     """
     settings = settings_of(checkpoint.config)
     if settings is None:
@@ -51,16 +52,17 @@ def make_quantiser(checkpoint: Checkpoint) -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModel(
-            f"{checkpoint.folder}: transformers cannot dequantise it: {reason}"
+            f"{checkpoint.folder}: transformers cannot dequantise this checkpoint: {reason}"
         ) from error
     return quantiser
 
 
 def transformers_can_load(checkpoint: Checkpoint) -> bool:
-    """True if transformers can load the checkpoint with the values that gguf dequantises.
+    """Check that transformers itself can load a checkpoint with the same values.
 
-    It reads only one file of a split GGUF, misses gpt-oss's gate and up projections in GGUF, rounds
-    at every step of dequantising qwen35moe, needs accelerate for any GGUF, and cannot read packs.
+    transformers cannot read Greenroom's packs. It needs the package accelerate for any GGUF file.
+    Of a GGUF model in several files it reads only one file; of gpt-oss in GGUF it misses the gate
+    and up projections; and it rounds at every step of dequantising qwen35moe.
     """
     if checkpoint.pack is not None:
         return False
@@ -76,7 +78,7 @@ def transformers_can_load(checkpoint: Checkpoint) -> bool:
 
 
 def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
-    """Load an entire model into memory by `from_pretrained`, with eager experts."""
+    """Load an entire model into memory by transformers' `from_pretrained`, with eager experts."""
     checkpoint, options = skeleton.checkpoint, {}
     if (quantised := make_quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
@@ -106,10 +108,11 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
 
 
 def align_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Move a reference model's weights to multiples of ALIGNMENT bytes, like Greenroom's.
+    """Copy a model's unaligned weights to addresses that are multiples of 64 bytes.
 
-    transformers maps some weights from their file, at any address; on processors that are not
-    Intel's, MKL's float32 products then have other last bits.
+    Greenroom's weights are aligned so. transformers maps some weights from their file, at any
+    address. On processors not from Intel, MKL's float32 products of unaligned weights differ in the
+    last bits. Returns the model.
     """
     for weight in (*model.parameters(), *model.buffers()):
         if weight.data_ptr() % ALIGNMENT:
@@ -118,11 +121,11 @@ def align_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Tensor]:
-    """Load one layer's complete expert parameters, as the reference for streamed experts.
+    """Load all expert parameters of one layer into memory by transformers' code.
 
-    Parameters are [experts, ...], by name.
-
-    They take the layer's full size in memory; the skeleton must not be loaded after this.
+    Returns tensors by parameter name; their first axis is the expert. `layer` counts MoE layers.
+    Do not call `load` on the skeleton afterwards. Raises CheckpointError if transformers cannot
+    convert the tensors.
     """
     checkpoint, streamed = skeleton.checkpoint, skeleton.layers[layer]
     if checkpoint.pack is not None:
@@ -148,7 +151,7 @@ def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Ten
 def _by_transformers(
     skeleton: ModelSkeleton, conversions: dict[str, WeightConversion], targets: set[str]
 ) -> None:
-    """Have transformers load the parameters `targets`, by their conversions."""
+    """Load the parameters named `targets` into the model by transformers' own loader."""
     model, checkpoint = skeleton.model, skeleton.checkpoint
     sources = [
         name
@@ -171,7 +174,7 @@ def _by_transformers(
 def _by_gguf(
     skeleton: ModelSkeleton, checkpoint: GgufCheckpoint, conversion: WeightConversion
 ) -> Tensor:
-    """Load one parameter, dequantised by gguf and converted by transformers' converter."""
+    """Load one parameter: dequantised by the package gguf, converted by transformers' converter."""
     import gguf  # imported here: other formats must not need it
 
     tensors = {}
@@ -193,7 +196,7 @@ def _by_gguf(
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor]:
-    """Lazy tensors for the stored parts of some tensors, by their names in the files."""
+    """Return lazy tensors for the stored parts of the named tensors, by names in the files."""
 
     def place(stored: StoredTensor) -> tuple[int, int]:
         return stored.file, stored.offset
@@ -210,11 +213,10 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor
 
 
 def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> dict[str, Tensor]:
-    """Decode one layer's complete expert parameters from a pack: the reference for packs.
+    """Decode all expert parameters of one layer from a pack, to compare with.
 
-    Parameters are [experts, ...], by name.
-
-    They are read by the header only, and decoded by the encodings' decoders.
+    Only the pack's header says where an expert is; plain Python decodes it. Returns tensors by
+    parameter name; their first axis is the expert.
     """
     stored = pack.header.layers[layer]
     parameters = {}

@@ -1,9 +1,9 @@
-"""Build a model whose dense parts are in memory and whose experts stay on disk.
+"""Build a model whose experts stay on disk while all other weights are in memory.
 
-skeleton = ModelSkeleton.of(folder)  # config and headers only: no weight is read
-skeleton.dense_bytes                 # bytes that loading takes
-model = skeleton.load()              # the dense parts, as `from_pretrained` loads them
-skeleton.catalog                     # the byte ranges of the experts
+skeleton = ModelSkeleton.of(folder)  # reads config and headers only, no weights
+skeleton.dense_bytes                 # bytes that `load` takes
+model = skeleton.load()              # weights other than experts, as `from_pretrained` loads them
+skeleton.catalog                     # byte ranges of the experts in the checkpoint's files
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelSkeleton:
-    """A model built on the meta device, without its expert parameters.
+    """A model on the meta device, without its expert parameters.
 
-    Weights are not loaded before `load`.
+    `load` reads all weights but the experts into memory. `catalog` has the byte ranges of the
+    experts in the checkpoint's files.
     """
 
     checkpoint: Checkpoint
@@ -69,16 +70,15 @@ class ModelSkeleton:
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
-        """Construct a checkpoint's model on the meta device and index the byte ranges of experts.
+        """Build a checkpoint's model on the meta device, and index its experts' byte ranges.
 
-        Only config and headers are read.
-
-        `dtype` is "auto" (that of the config, else of the weights) or a name of `FLOATS`. Raises
-        NotAModel, NotMoE, UnsupportedModel or CheckpointError, before any weight is loaded.
+        Only config and tensor headers are read. `dtype` is "auto" (that of the config, else of the
+        weights), "bfloat16", "float16" or "float32". Raises NotAModel, NotMoE, UnsupportedModel,
+        CheckpointError, or UnknownName for another dtype.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         with wrap_library_errors(
-            f"{checkpoint.folder}: no model can be made from its config and tensors"
+            f"{checkpoint.folder}: cannot build a model from its config and tensors"
         ):
             return cls._of(checkpoint, dtype)
 
@@ -106,10 +106,11 @@ class ModelSkeleton:
         return skeleton
 
     def keep_dense_encoded(self) -> None:
-        """Let dense matrices stay encoded in memory, where compiled kernels can read the encoding.
+        """Keep matrices quantised in memory if compiled kernels can read their encoding.
 
-        Call it once, before `load`. `accelerate` then gives their layers a forward, and its
-        `detach` gives them decoded weights.
+        Experts are not affected. Call this method at most once, before `load`. The layers of these
+        matrices cannot compute until compiled kernels are installed
+        (runtime/kernels/dense/accelerate.py).
         """
         self._encoded = find_encoded_parameters(
             self.model, self.checkpoint, self._conversions, self.dtype
@@ -120,7 +121,7 @@ class ModelSkeleton:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the model's non-expert parameters and buffers; tied ones count once."""
+        """Bytes in memory of all parameters and buffers but the experts; tied ones count once."""
         dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
         tied = set(self.model.all_tied_weights_keys)
         loaded = self.model.state_dict()
@@ -133,7 +134,7 @@ class ModelSkeleton:
 
     @property
     def dense_tensors(self) -> list[str]:
-        """Names of the checkpoint's tensors for a model's dense (non-expert) parameters."""
+        """Names of the checkpoint's tensors for all parameters but the experts."""
         conversions = self._conversions.values()
         names = [
             name
@@ -145,17 +146,16 @@ class ModelSkeleton:
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of all experts when decoded to the model's dtype, as transformers loads them."""
+        """Bytes of all experts, dequantised to the model's dtype as transformers loads them."""
         return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
 
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
-        """Load a model's dense parts (all but experts), then move the model to a device.
+        """Read all weights but the experts into memory, and move the model to a device.
 
-        Reads tensor by tensor. Call it once.
-
-        The model is in evaluation mode, and its experts' parameters are None. Dense parameters and
-        buffers equal `from_pretrained`'s, except those that stay encoded. Raises CheckpointError,
-        and DeviceError where there is no address space or no room on the device.
+        Call this method once. The model is then in evaluation mode, and its expert parameters are
+        None. All other parameters and buffers equal those of `from_pretrained`, except matrices
+        that stay quantised. Raises CheckpointError if reading fails, and DeviceError if memory or
+        address space does not suffice.
         """
         model, options = self.model, self.options()
         tied = model.all_tied_weights_keys
@@ -180,9 +180,9 @@ class ModelSkeleton:
         return model
 
     def options(self, quantiser: Any = None) -> LoadStateDictConfig:
-        """Make the options for transformers' loader of dense parameters.
+        """Return the options for transformers' loader.
 
-        `quantiser` dequantises the parameters.
+        `quantiser` is transformers' quantiser for weights that must be dequantised, else None.
         """
         # There is no device map: with one, transformers looks up every expected name, experts
         # included, to reserve memory. Moving the model later also moves tensors that are no
@@ -199,7 +199,7 @@ class ModelSkeleton:
         )
 
     def _lazy_tensors(self, options: LoadStateDictConfig) -> dict[str, LazyTensor]:
-        """Lazy tensors for the conversions; those that need no converter are read into pages."""
+        """Return lazy tensors for all weights but the experts, named for transformers' loader."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
         checkpoint, empty = self.checkpoint, TensorArena().empty
         tensors: dict[str, LazyTensor] = {}
@@ -218,7 +218,7 @@ class ModelSkeleton:
         return tensors
 
     def _check_dense(self) -> None:
-        """Check that the checkpoint has all dense parameters, unconverted ones in their shape."""
+        """Check names and shapes of the checkpoint's tensors for all parameters but the experts."""
         model, folder = self.model, self.checkpoint.folder
         expected = model.state_dict()
         present = {
@@ -234,7 +234,7 @@ class ModelSkeleton:
         missing = [name for name in expected if name not in present and not optional.search(name)]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"{folder}: {missing[0]} is missing{more}")
+            raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing{more}")
         for target, conversion in self._conversions.items():
             if conversion.converter is None:
                 name = next(iter(conversion.sources))
@@ -246,11 +246,13 @@ class ModelSkeleton:
                     )
 
     def _check_loaded(self, info: Any) -> None:
-        """Check the result of loading: errors that only the conversion itself can find."""
+        """Raise CheckpointError for errors that only the conversion of weights could find."""
         folder = self.checkpoint.folder
         if info.conversion_errors:
             name = next(iter(info.conversion_errors))
-            raise CheckpointError(f"{folder}: the tensors for {name} have shapes that do not match")
+            raise CheckpointError(
+                f"{folder}: the tensors for {name} do not have the shapes that the config says"
+            )
         if info.mismatched_keys:
             name, got, expected = sorted(info.mismatched_keys)[0]
             raise CheckpointError(
@@ -260,10 +262,13 @@ class ModelSkeleton:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A placeholder for a tensor, which is read when transformers indexes it: `tensor[...]`."""
+    """A placeholder for a tensor that is read from disk when it is indexed: `tensor[...]`.
+
+    `dtype` is safetensors' name of the type, "" if unknown.
+    """
 
     read: Callable[[], torch.Tensor]
-    dtype: str = ""  # safetensors' name of it
+    dtype: str = ""
 
     def __getitem__(self, index: object) -> torch.Tensor:
         return self.read()
@@ -293,9 +298,9 @@ def _decoded(
 def conversions_of(
     model: PreTrainedModel, checkpoint: Checkpoint
 ) -> tuple[dict[str, WeightConversion], list[str]]:
-    """Find the weight conversions for a checkpoint, and its unused tensors.
+    """Find how each parameter is made from a checkpoint's tensors.
 
-    See `find_conversions`.
+    Returns (conversions by parameter name, names of tensors that no parameter uses).
     """
     if isinstance(checkpoint, GgufCheckpoint):
         return gguf_conversions(model, checkpoint)
@@ -314,7 +319,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
                 " repository, which Greenroom never runs"
             )
         raise UnsupportedModel(
-            f"{path}: this transformers does not know the model type {printable(kind)}"
+            f"{path}: the installed transformers does not know the model type {printable(kind)}"
         )
     check_layers(raw, len(checkpoint.tensors), str(path))
     with wrap_library_errors(f"{path}: not a valid {kind} config"):
@@ -339,8 +344,8 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
     if str(main)[6:] not in FLOATS:
         raise UnsupportedModel(
-            f"{checkpoint.folder}: its dtype {str(main)[6:]} is not supported: set --dtype to one"
-            f" of {', '.join(FLOATS)}"
+            f"{checkpoint.folder}: the checkpoint's dtype {str(main)[6:]} is not supported: set"
+            f" --dtype to one of {', '.join(FLOATS)}"
         )
     return main
 
@@ -353,7 +358,9 @@ def _construct(
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
-        with wrap_library_errors(f"{kind.__name__} cannot be constructed", UnsupportedModel):
+        with wrap_library_errors(
+            f"{kind.__name__} cannot be built from this config", UnsupportedModel
+        ):
             model = kind(config)
         patch_output_recorders(model)
     return model
@@ -362,7 +369,8 @@ def _construct(
 def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Set a model's generation config from the checkpoint's files, like transformers.
 
-    From the folder's file, or from the config.
+    The file is generation_config.json, or config.json if that does not exist. Raises
+    CheckpointError for an invalid file.
     """
     if not model.can_generate():
         return
@@ -382,7 +390,7 @@ def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or []), "inv_freq"]))
     if odd := [name for name in unused if not ignored.search(name)]:
         log.warning(
-            "%s does not use %d tensors of the checkpoint, such as %s",
+            "%s has no parameters for %d of the checkpoint's tensors, such as %s: they are ignored",
             type(model).__name__,
             len(odd),
             odd[0],

@@ -1,1 +1,1 @@
-"""Code that several architectures' adapters share."""
+"""Code shared by the adapters of several architectures."""

@@ -1,8 +1,9 @@
-"""The experts interface: attributes and shapes that transformers' experts implementations rely on.
+"""The experts interface: attributes and shapes that transformers' experts implementations need.
 
-transformers gives it to a class by the decorator `use_experts_implementation`. For a class without
-the decorator an adapter replaces or changes the modules, on the meta device, before any weight is
-loaded. Adapters use the same decorator, so "eager" and "grouped_mm" work on these modules too.
+In transformers, the decorator `use_experts_implementation` gives a class this interface. Adapters
+are for architectures whose experts classes lack the decorator. An adapter replaces or changes the
+experts modules while the model is on the meta device. It uses the same decorator, so
+transformers' implementations "eager" and "grouped_mm" work with its modules too.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Changes that let transformers' experts implementations run an architecture's MoE modules.
+    """Changes to one architecture, so that transformers' experts implementations can run it.
 
-    block:       the name of transformers' class whose modules are changed, if any
-    adapt:       changes one such module in place; raises UnsupportedModel for a config that is not
-                 served
-    special:     a remark for the user, in a few words
-    transforms:  filters or extends transformers' list of weight transforms
-    added:       weight transforms for the changed modules, after all others
-    is_unused:   tells by a tensor's name that the changed model does not need the tensor
-    warning:     a text that is logged when such a model is loaded
-    config_part: the attribute of a composite config that holds the served model's config
-    renames:     (pattern, replacement) from tensor names of the composite model to the served one's
+    block:       name of the transformers class whose modules are changed; "" if none are
+    adapt:       function that changes one module of that class in place; it raises UnsupportedModel
+                 for a config that Greenroom does not support
+    special:     remark for the table of architectures
+    transforms:  function that filters or extends transformers' weight transforms for the model
+    added:       further weight transforms, for the changed modules
+    is_unused:   function that tells from a tensor's name whether the changed model ignores it
+    warning:     text that is logged when a model of this architecture is loaded
+    config_part: for a model made of several models, the config's attribute for the one that writes
+                 text
+    renames:     (pattern, replacement) pairs that turn tensor names of the composite model into
+                 those of the text model
     """
 
     block: str = ""
@@ -64,17 +67,18 @@ class Adapter:
 def merge_experts(
     target: str, *sources: str, then: Sequence[ConversionOps] = ()
 ) -> WeightConverter:
-    """Make the weight converter that stacks experts stored as one tensor each.
+    """Make a weight converter that stacks one tensor per expert into a single parameter.
 
-    A `*` in a source pattern is the expert's number.
+    In the patterns `sources`, `*` stands for the expert's number. The operations `then` are applied
+    after stacking.
     """
     return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
 
 
 def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
-    """Make a predicate for names of experts numbered from a config value upwards.
+    """Make a function that recognises tensor names of experts with high numbers.
 
-    `first` is the name of the config's value.
+    The function is true for expert numbers from the value of the config's attribute `first` on.
     """
 
     def is_unused(name: str, model: PreTrainedModel) -> bool:
@@ -87,7 +91,7 @@ def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
 def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool) -> None:
     """Set the attributes that transformers' experts decorator sets on an experts module.
 
-    `flags` are as in FLAGS.
+    `flags` replace values of FLAGS; the names must be keys of FLAGS.
     """
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown
@@ -99,9 +103,9 @@ def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool)
 
 @cache
 def decorate(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of an experts class, with transformers' experts decorator.
+    """Return a subclass of an experts class, with transformers' experts decorator applied.
 
-    `set_interface_attributes` sets the flags of its instances.
+    Call `set_interface_attributes` on each instance, since the decorator cannot know its flags.
     """
     subclass: type[nn.Module] = use_experts_implementation(
         type(kind.__name__, (kind,), {"__module__": kind.__module__})
@@ -110,7 +114,7 @@ def decorate(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward method by making the module an instance of a subclass."""
+    """Replace one module's forward method; other modules of its class are unchanged."""
     kind: Any = type(module)
     module.__class__ = _with_forward(kind, forward)
 
@@ -122,7 +126,7 @@ def _with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn
 
 @use_experts_implementation
 class _Loop(nn.Module):
-    """Base class with the eager loop over experts, as in most transformers models."""
+    """Base class with a loop over experts, as most transformers models have."""
 
     gate_up_proj: Tensor
     up_proj: Tensor
@@ -136,7 +140,8 @@ class _Loop(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token.
 
-        The sum is [T, H]; index and weights are [T, K].
+        hidden_states and the result are [tokens, hidden size]; top_k_index and top_k_weights are
+        [tokens, top_k]. Indices that no expert has are ignored.
         """
         total = torch.zeros_like(hidden_states)
         up = self.gate_up_proj if self.has_gate else self.up_proj
@@ -152,14 +157,16 @@ class _Loop(nn.Module):
 
 
 class Experts(_Loop):
-    """Experts module for architectures whose own class lacks the shapes of the experts interface.
+    """Experts module for architectures whose own class lacks the experts interface.
 
-    up:   [E, I or 2I, H] (transposed: [E, H, I or 2I]), on the meta device
-    down: [E, H, I] (transposed: [E, I, H])
+    Parameters of E experts, with hidden size H and intermediate size I, are on the meta device:
+    up:   shape [E, 2I, H] with a gate (gate rows first), else [E, I, H]
+    down: shape [E, H, I]
+    With `is_transposed`, the last two axes of both are exchanged.
 
-    A subclass overrides `weighted_output` and sets `own_arithmetic` where the class that it
-    replaces orders the operations of an expert differently. It also sets `eager_only` where the
-    operations themselves differ, so that only the eager kernel can compute them.
+    If an architecture computes an expert by the same operations in another order, its subclass
+    overrides `weighted_output` and sets `own_arithmetic`. If the operations differ, so that only
+    the eager kernel can compute them, it also sets `eager_only`.
     """
 
     own_arithmetic = False
@@ -186,9 +193,10 @@ class Experts(_Loop):
     def weighted_output(
         self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
     ) -> Tensor:
-        """Return one expert's outputs for its tokens, times the gate weights.
+        """Return one expert's outputs for its tokens, multiplied by the gate weights.
 
-        Outputs [n, H] for the rows `x[tokens]`, weights [n, 1].
+        The input is the rows `x[tokens]`, n of them; `weights` are [n, 1]. The result has n rows of
+        the hidden size.
         """
         h = self._product(x[tokens], up)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
