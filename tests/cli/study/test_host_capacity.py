@@ -48,7 +48,7 @@ def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: P
     machine = profile(tmp_path / "cpu.json", DISK)
     asked = ("simulate", recorded, *LRU)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4")
-    assert "disk to host to device; the way to this --processor has 1" in failed.mistake
+    assert "the machine has 1 between the disk and this --processor" in failed.mistake
     failed = cli("simulate", recorded, *LRU[:4], "--host-capacity", "4")
     assert "--host-capacity has an effect only with --machine" in failed.mistake
     machine = profile(tmp_path / "gpu.json", DISK, BUS)
