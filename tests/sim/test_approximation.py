@@ -127,5 +127,5 @@ def test_a_sweep_accepts_approximation():
 def test_impossible_options_are_errors(options, message):
     with pytest.raises(UsageError, match=message):
         run(weighed(), Approximation(low=0.5), **options)
-    with pytest.raises(UsageError, match="which this trace does not have: record it with"):
+    with pytest.raises(UsageError, match="the trace has no gate weights"):
         run(trace(), Approximation(low=0.5))
