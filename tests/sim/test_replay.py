@@ -65,7 +65,7 @@ def test_unknown_names_are_errors():
         replay(STREAM, OFFSETS, 4, policy("lru"), scope="global")
     with pytest.raises(UnknownName, match="unknown pin 'all': choose one of step, none"):
         replay(STREAM, OFFSETS, 4, policy("lru"), pin="all")
-    with pytest.raises(BudgetError, match="each of 3 layers: 2"):
+    with pytest.raises(BudgetError, match="each of 3 layers, got 2"):
         replay(STREAM, OFFSETS, 2, policy("lru"), scope="per-layer")
 
 

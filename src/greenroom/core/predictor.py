@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return how many experts a prediction contains: twice a token's top-k, where available.
+        """Return how many experts a prediction contains: twice a token's top-k.
 
         It is at most the number of experts of the smallest layer.
         """

@@ -74,9 +74,10 @@ class Placement:
         return self._experts <= piece < 2 * self._experts
 
     def secondary_tier_slot(self, slot: int) -> int:
-        """Return the memory slot of a secondary slot (for bottom segments or low-precision copies).
+        """Return the memory slot of a secondary slot (for a bottom segment or low-precision copy).
 
-        Secondary slots are the last slots of the tier.
+        Memory has several kinds of slots with alternating numbers; secondary slots are the last
+        kind.
         """
         return slot * self._kinds + self._kinds - 1
 

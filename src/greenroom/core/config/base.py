@@ -49,8 +49,8 @@ class Approximation:
 class OptionConfig:
     """Base class of the settings of one scheduler option; subclasses have the fields.
 
-    `SchedulerConfig` inherits from all subclasses and calls the methods of each in turn. With the
-    defaults of its fields an option is off."""
+    `SchedulerConfig` inherits from all subclasses and calls the methods of each, in the order of
+    its bases. With the defaults of its fields an option is off."""
 
     def check(self) -> None:
         """Check a scheduler option's settings; UsageError for fields that exclude each other."""

@@ -137,7 +137,7 @@ class Scheduler:
         self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:
-        """Find the scheduler's option of a given class; None where the option is off."""
+        """Find the scheduler's option of a given class; None if the option is off."""
         return next((o for o in self.options if isinstance(o, kind)), None)
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
