@@ -139,7 +139,7 @@ def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path, monkeypatch: p
 def test_mistakes(cli: Run, fast: Path):
     (fast / "tiny.safetensors").write_bytes(b"x" * 4096)
     ran = cli("doctor", "--quick", "--path", fast / "tiny.safetensors")
-    assert "holds 0 MiB of weights: at least 8 are needed" in ran.mistake
+    assert "has 0 MiB of weights: at least 8 MiB are needed" in ran.mistake
     assert "no such file or folder" in cli("doctor", "--path", fast / "none").mistake
     assert "there is no folder" in cli("doctor", "-o", fast / "none" / "m.json").mistake
     assert "it is a folder" in cli("doctor", "-o", fast).mistake
@@ -147,4 +147,4 @@ def test_mistakes(cli: Run, fast: Path):
 
 def test_no_room_for_a_test_file(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "LEAST_BYTES", 1 << 60)
-    assert "has no room for a test file" in cli("doctor", "--quick").mistake
+    assert "of free space: the disk test needs at least" in cli("doctor", "--quick").mistake

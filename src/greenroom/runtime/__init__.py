@@ -1,1 +1,1 @@
-"""Runtime of streamed experts: executes the scheduler's decisions with real bytes and tensors."""
+"""Runtime of streamed experts: executes the scheduler's decisions on real files and tensors."""

@@ -1,6 +1,7 @@
-"""Fakes for tests: slots that poison stale bytes, and a slow, unreliable store.
+"""Fakes for tests: slots filled with NaN until an expert arrives, and a slow, unreliable store.
 
-`device="fake"` uses both to show that results do not depend on the times and order of arrivals.
+`device="fake"` uses both, to show that results do not depend on when and in which order experts
+arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ POISON = 0xFF  # NaN in every floating-point type
 
 
 class FakeSlots(HostSlots):
-    """Fake slots in host memory, filled with NaN until an expert's bytes arrive."""
+    """Fake slots in host memory, which are filled with NaN until an expert's bytes arrive."""
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
@@ -34,11 +35,12 @@ class FakeSlots(HostSlots):
 
 
 class FakeStore:
-    """Fake store: reads experts from another store over a slow, unreliable link.
+    """Fake store that reads experts from another store over a slow, unreliable link.
 
-    latency, jitter: each read takes `latency` seconds, plus a random part of `jitter`
+    latency, jitter: each read waits `latency` seconds, and a random part of `jitter` seconds
     bandwidth: bytes a second that all reads share
-    fails: called with the number of each read, from 1; if True, the read raises StoreError
+    fails: called with the number of each read, from 1; if it returns True, the read raises
+        StoreError
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class FakeStore:
             number, wait = self.reads, self._latency + self._jitter * self._random.random()
         time.sleep(wait)
         if self._fails(number):
-            raise StoreError(f"read {number} failed: Input/output error (fake)")
+            raise StoreError(
+                f"read number {number} failed: Input/output error (of the fake device)"
+            )
         self.throttle.carry(chunk.length)
         return self._store.read(chunk, staging)
 

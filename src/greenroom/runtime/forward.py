@@ -1,4 +1,4 @@
-"""The forward function of streamed experts, which replaces a model's loop over experts."""
+"""The forward function of streamed experts, which replaces that of a model's experts modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The driver, kernel and callbacks that serve one experts module."""
+    """The driver, the kernel and the callbacks with which one experts module computes."""
 
     driver: Driver
     kernel: Any  # one of runtime.kernels.KERNELS
@@ -45,7 +45,10 @@ class Binding:
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 
     def one_token_experts(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
-        """Return the kernel that computes a single token's experts, made at its first use."""
+        """Return the kernel for a single token's experts, made at its first use.
+
+        `weights` is the dtype of the gate weights. Returns None if the layer has no such kernel.
+        """
         key = top_k, weights
         if key not in self.one_token:
             self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
@@ -61,11 +64,12 @@ def experts_forward(
 ) -> Tensor:
     """Compute the weighted sum of the chosen experts' outputs, as an experts module's forward.
 
-    x [T, H], index and weights [T, K] -> [T, H]
+    hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top_k] -> [tokens,
+    hidden]. Resident experts are computed first, the others in groups as they arrive from disk. The
+    sum over a token's experts has a fixed order, so the groups do not change a bit of the result.
 
-    Resident experts are computed in one call, the others in groups as they land. The sum over a
-    token's experts has a fixed order, so groups do not change a bit. A backward pass through the
-    result raises UnsupportedCall.
+    Raises ClosedError if Greenroom is not attached to the model, StoreError if an expert cannot be
+    read. A backward pass through the result raises UnsupportedCall.
     """
     if not torch.is_grad_enabled():
         return _forward(module, hidden_states, top_k_index, top_k_weights)
@@ -84,8 +88,8 @@ def _forward(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         raise ClosedError(
-            "this model is not attached, so it has no experts: load it again, or"
-            " model.greenroom.materialize() reads them into memory"
+            "Greenroom is not attached to this model, so its experts are not in memory: load the"
+            " model again, or read all experts into memory with model.greenroom.materialize()"
         )
     with device_errors() if hidden_states.is_cuda else contextlib.nullcontext():
         return _step(binding, hidden_states, top_k_index, top_k_weights)
@@ -98,9 +102,9 @@ def experts_with_residual(
     top_k_weights: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """Add an MoE layer's expert output to a residual, on a CPU and without gradients.
+    """Return an MoE layer's expert output plus a residual, on a CPU and without gradients.
 
-    The residual is [T, H].
+    Shapes are those of `experts_forward`; the residual and the result are [tokens, hidden].
     """
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -116,7 +120,7 @@ def experts_with_residual(
 
 
 class FusedExperts:
-    """Experts of consecutive MoE layers, computed for one token in one parallel region."""
+    """Experts of consecutive MoE layers, computed for one token in one OpenMP parallel region."""
 
     def __init__(self, bindings: Sequence[Binding], keys: Sequence[ExpertsKey]) -> None:
         self._bindings, self._keys = bindings, keys
@@ -125,12 +129,12 @@ class FusedExperts:
 
     @property
     def all_have_slots(self) -> bool:
-        """Check whether there is a slot for every expert of the model."""
+        """Check whether the cache has a slot for every expert of the model."""
         return self._driver.all_have_slots
 
     @cached_property
     def layer_experts(self) -> Sequence[OneTokenExperts] | None:
-        """Return each layer's kernel for a single token's experts; None if one is missing."""
+        """Kernel for a single token's experts of each layer; None if a layer has none."""
         kernels: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
             one = binding.one_token_experts(top_k, dtype)
@@ -141,22 +145,24 @@ class FusedExperts:
 
     @cached_property
     def first_pieces(self) -> Sequence[int]:
-        """List the model-wide id of each layer's first expert."""
+        """The model-wide id of each layer's first expert."""
         offsets = self._driver.pieces.offsets
         return [int(offsets[layer]) for layer in self._layers]
 
     def resident_steps(self, first: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Compute resident experts of consecutive layers, starting at layer number `first`.
+        """Compute consecutive layers with resident experts only, from the layer `first` on.
 
-        See `Driver.resident_steps`.
+        `first` is an index into these layers. `Driver.resident_steps` explains `find` and the
+        result.
         """
         return self._driver.resident_steps(self._layers[first:], find)
 
 
 def fuse_experts(keys: Sequence[ExpertsKey]) -> FusedExperts | None:
-    """Fuse the experts modules of consecutive layers, for one token's computation.
+    """Fuse the experts modules of consecutive layers, for the computation of one token.
 
-    None if not all are bound to one driver.
+    Each key is (experts module, top_k, dtype of gate weights). Returns None unless all modules are
+    attached to Greenroom with the same driver.
     """
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None

@@ -1,4 +1,4 @@
-"""Exclusion of expert reads and kernel calls from the graphs of `torch.compile`."""
+"""Exclusion of expert computation from the graphs of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WHY = "Greenroom loads and computes experts outside of compiled graphs"
 
 
 def outside_graphs(function: Function) -> Function:
-    """Decorator for functions that compiled models call uncompiled, between two graphs.
+    """Decorator that excludes a function from `torch.compile`, without cost when called.
 
-    `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds a call,
-    compiled or not. Here Dynamo skips the function's code and all that it calls, and ends the graph
-    at the call. Versions of torch without these marks get the wrapper.
+    Dynamo ends its graph at a call of the function, and skips the function's code and all that the
+    code calls. `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds
+    a call; it is used with versions of torch in which code cannot be marked.
     """
     try:
         from torch._dynamo.eval_frame import set_code_exec_strategy

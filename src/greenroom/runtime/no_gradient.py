@@ -1,7 +1,7 @@
 """Errors for backward passes that need the gradient of streamed experts.
 
-Experts are computed outside autograd, so a backward pass would omit their part and give every
-layer before them a wrong gradient. A forward pass is possible, also with gradients enabled.
+Streamed experts are computed outside of autograd. A backward pass would omit their contribution, so
+every layer before them would get a wrong gradient. Forward passes with gradients enabled work.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise UnsupportedCall(
-            "streamed experts have no gradients: model.greenroom.materialize() reads them into"
-            " memory, where transformers trains them"
+            "a backward pass needs the gradients of streamed experts, which do not exist: to train"
+            " the model, call model.greenroom.materialize(), which reads all experts into memory"
         )
 
 
 def without_gradient(output: Tensor, *inputs: Tensor) -> Tensor:
-    """Mark a tensor, so that a backward pass through it raises UnsupportedCall.
+    """Return a tensor with the same values whose backward pass raises UnsupportedCall.
 
-    Gradients must be enabled, and one of the inputs must require one.
+    Gradients must be enabled, and one of the inputs must require a gradient.
     """
     marked: Tensor = _NoGradient.apply([output], *inputs)
     return marked

@@ -30,7 +30,7 @@ def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
         )
 
     monkeypatch.setattr(torch.cuda, "init", busy)
-    with pytest.raises(DeviceError, match="the GPU is busy, another process uses it") as caught:
+    with pytest.raises(DeviceError, match="another process uses the GPU exclusively") as caught:
         Cuda()
     assert "\n" not in str(caught.value)
 

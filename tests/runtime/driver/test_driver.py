@@ -113,7 +113,7 @@ def test_closing_ends_the_threads_and_refuses_steps(rig):
     r.driver.close()
     assert threads() == before
     assert len(os.listdir("/proc/self/fd")) < descriptors
-    with pytest.raises(ClosedError, match="load it again"):
+    with pytest.raises(ClosedError, match="load the model again"):
         r.step(0, 1)
 
 

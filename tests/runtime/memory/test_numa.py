@@ -66,7 +66,7 @@ def test_each_part_goes_to_its_own_node_and_refusals_are_said(machine, monkeypat
     assert calls == [(4096, 8192, 0), (12288, 4096, 1)]
     assert [record.args for record in caplog.records] == [
         ("Operation not permitted",),
-        ("the device does not tell its node",),
+        ("the device's node is unknown",),
     ]
 
 

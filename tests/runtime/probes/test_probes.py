@@ -202,7 +202,7 @@ def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
     ("choose", "message"),
     [
         (lambda logits: logits, "does not return scores, weights and ids"),
-        (lambda logits: (logits, logits, logits), "does not hold ids of experts"),
+        (lambda logits: (logits, logits, logits), "third result does not contain ids of experts"),
         (lambda logits: logits.nothing, "has no attribute"),
     ],
 )

@@ -47,9 +47,9 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("markov,markov", "named twice"),
-        ("markov,oracle", "oracle: works in replays of a trace only"),
-        ("auto", "auto: works in replays of a trace only"),
+        ("markov,markov", "names a predictor twice"),
+        ("markov,oracle", "predictor oracle works in replays of a trace only"),
+        ("auto", "predictor auto works in replays of a trace only"),
         ("markov:x", "must be a whole number"),
         ("popularity:1,half-life=0", "half-life"),
     ],

@@ -175,9 +175,9 @@ def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
 @pytest.mark.parametrize(
     ("experts", "layers", "message"),
     [
-        ([[[0, 1], [0, 3]]], (0, 1), "no expert at some rank, or one twice"),
-        ([[[1, 1], [0, 1]]], (0, 1), "no expert at some rank, or one twice"),
-        ([[[0, 1], [0]]], (0, 1), "layers of different top-k"),
+        ([[[0, 1], [0, 3]]], (0, 1), "or an expert that the layer does not have"),
+        ([[[1, 1], [0, 1]]], (0, 1), "chose an expert twice for one token"),
+        ([[[0, 1], [0]]], (0, 1), "cannot store different top-k"),
         ([[[0, 1], [0, 1]]], (1,), "reached MoE layer 1 after 0 others"),
         ([[[0, 1], [0, 1]]], (0,), "used 1 of the 2 MoE layers"),
     ],

@@ -138,7 +138,7 @@ def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
     [
         (replace(recording(2, 4), gate_inputs=None), CONFIG, "record it with --gate-inputs 1"),
         (recording(2, 4), replace(CONFIG, distance=4), "has 3 MoE layers only"),
-        (recording(1, 40), CONFIG, "the recording has one request"),
+        (recording(1, 40), CONFIG, "the trace has one request"),
         (recording(2, 20), CONFIG, "tokens for training"),
     ],
 )

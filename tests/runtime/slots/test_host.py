@@ -76,7 +76,7 @@ def test_trimming_gives_memory_back_and_growing_takes_it_again():
 def test_an_impossible_reservation_is_one_clear_line():
     with pytest.raises(DeviceError, match="no address space for"):
         HostSlots(1 << 40, 1 << 30)
-    with pytest.raises(DeviceError, match="at least one slot"):
+    with pytest.raises(DeviceError, match="cache of experts has 0 slots: it needs at least 1"):
         HostSlots(0, 64)
 
 

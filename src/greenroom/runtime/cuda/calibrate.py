@@ -1,7 +1,7 @@
-"""Calibration of an expert's transfer and compute costs when a model is attached.
+"""Calibration of an expert's transfer and compute costs, before a model's first forward pass.
 
-It takes a few milliseconds, on empty slots. The speed of the disk is measured by its later reads;
-until then it has an ordinary disk's.
+The measurements take a few milliseconds and use empty slots. The disk is not measured: its
+bandwidth is taken as 1 GB/s until reads of experts show it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOUCHED = 4  # slots of host memory: more than the processor's cache holds
 
 
 def nominal_costs(nbytes: int) -> Costs:
-    """Return nominal transfer and compute costs of an expert of `nbytes`, without measuring."""
+    """Return the costs of an expert of `nbytes` on an ordinary machine, without measuring."""
     links = Link(DISK), Link(BUS)
     expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
     return Costs(links, expert, Work.constant(0.0), host=host)
@@ -40,7 +40,9 @@ def calibrate(
 ) -> Costs:
     """Measure the transfer and compute costs of a layer's experts on this machine.
 
-    Each expert fills a slot of `slab`.
+    both: the kernel that computes experts on the GPU and on the host processor
+    slots: slots on the GPU; the first is overwritten
+    slab: slots in host memory, of the size of an expert; the first four are overwritten
     """
     touched = min(TOUCHED, slab.capacity)
     for slot in range(touched):
@@ -65,7 +67,7 @@ def calibrate(
 
 
 def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> KernelStep:
-    """Begin a trial step of an MoE layer: zeros, for which all choose expert 0."""
+    """Begin a trial computation of an MoE layer: all tokens are zeros and choose expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)
     routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
@@ -73,9 +75,9 @@ def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int)
 
 
 def shortest_time(works: list[Callable[[], None]]) -> float:
-    """Return the seconds of the quickest call, without the first; never 0.
+    """Call each function once; return the seconds of the quickest call after the first.
 
-    Rates are ratios of these times.
+    The result is never 0, since callers divide by it.
     """
     times = []
     for work in works:

@@ -1,9 +1,9 @@
 """Co-computation of one MoE layer's experts on a GPU and on the host processor.
 
-The host's kernel computes from slots in host memory, on a copy of the step's inputs. Its outputs
-are merged with the device's before the device sums over a token's experts, by ascending id as
-always. If both kernels are the same (the fake device) the bits are those of the device alone; a
-GPU's matrix products round differently from a CPU's.
+The host's kernel computes from slots in host memory, on a copy of the layer's inputs. The host's
+outputs are merged with the GPU's before the GPU sums over a token's experts, in ascending order of
+their ids as always. If both kernels are the same (fake device) the result has the bits of
+computation on the device only; a GPU's matrix products round differently from a CPU's.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ CPU = torch.device("cpu")
 
 
 class HostShare:
-    """The part of an MoE layer's step that the host processor computes.
-
-    Copying the step's inputs to the host begins at once.
-    """
+    """The part of an MoE layer's computation that the host processor performs."""
 
     def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
-        """Begin to copy a step's inputs to the host.
+        """Begin to copy the inputs of a layer's computation to the host.
 
-        `layer` is the host's copy of the layer.
+        step: the computation on the GPU
+        layer: the layer's experts in host memory
         """
         self.experts: list[int] = []  # computed so far
         self._layer, self._routing, self._engine = layer, step.routing, engine
@@ -42,7 +40,7 @@ class HostShare:
         self._step: KernelStep | None = None
 
     def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute the given experts on the host, from slots in host memory."""
+        """Compute the given experts on the host processor, from slots in host memory."""
         if self._step is None:
             for _, mark in self._inputs:
                 self._engine.wait(mark)
@@ -52,19 +50,19 @@ class HostShare:
         self.experts += experts
 
     def merge_into(self, step: KernelStep) -> None:
-        """Merge the outputs of the host's experts into the device's step."""
+        """Merge the outputs of the experts that the host computed into the GPU's computation."""
         if self.experts:
             step.main_step.compute_group([], [])  # some kernels send the routing with it
             step.main_step.merge_outputs(self._step, self.experts, self._engine.copy_to_device)
 
 
 class CoComputeKernel(Kernel):
-    """GPU expert kernel that also has some experts computed on the host processor."""
+    """GPU expert kernel that can compute some of a layer's experts on the host processor."""
 
     def __init__(self, kernel: Kernel, engine: Engine, slots: Slots) -> None:
-        """Extend the device's kernel by computation on the host processor.
+        """Extend a GPU's expert kernel by computation on the host processor.
 
-        `slots` are in host memory; `engine` is the first device's.
+        `slots` are the slots in host memory; `engine` is that of the first GPU.
         """
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
@@ -74,7 +72,7 @@ class CoComputeKernel(Kernel):
         self._share: HostShare | None = None  # of the current step
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare an MoE layer's experts for computation on the device and on the host."""
+        """Prepare an MoE layer's experts for computation on the GPU and on the host."""
         self.kernel.prepare(layer)
         module = copy_module(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
@@ -82,9 +80,9 @@ class CoComputeKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        """Start an MoE layer's step on the first device.
+        """Begin an MoE layer's computation on the first device.
 
-        x [T, H], weights [T, K]
+        x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """
         self._share = None
         return self.kernel.begin(layer, x, routing, weights)
@@ -92,13 +90,13 @@ class CoComputeKernel(Kernel):
     def host_job(
         self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
-        """Make a host job that computes an expert group from slots in host memory."""
+        """Return a function that computes an expert group on the host, from host slots."""
         if self._share is None:
             self._share = HostShare(step, self._layers[id(step.layer)], self._engine)
         return partial(self._share.compute, experts, slots)
 
     def combine(self, step: KernelStep) -> Tensor:
-        """Return the summed expert outputs of device and host: [T, H], in x's type."""
+        """Return the sum of expert outputs of GPU and host: [tokens, hidden], in x's dtype."""
         share, self._share = self._share, None
         if share is not None:
             share.merge_into(step)

@@ -1,7 +1,7 @@
 """Device engines: memory allocation, asynchronous copies, and events in CUDA streams.
 
-Streams and events are made by an `Engine` only. `Cuda` is a GPU; an `Engine` itself does the same
-on a CPU, for the fake device and for tests. Every failure of a GPU's driver becomes one
+Only an `Engine` makes streams and events. `Cuda` is the engine of a GPU; the base class does the
+same on a CPU, for the fake device and for tests. Every failure of a GPU's driver becomes a
 DeviceError.
 """
 
@@ -26,7 +26,7 @@ _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 class Engine:
     """Interface to a device's memory, copies and events; the base class is the CPU.
 
-    On the CPU all is synchronous.
+    On the CPU all operations are synchronous.
     """
 
     device = torch.device("cpu")
@@ -34,50 +34,53 @@ class Engine:
     node: int | None = None  # NUMA node, if known
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate device memory, uninitialised: [nbytes] uint8.
+        """Allocate uninitialised device memory: [nbytes] uint8.
 
-        DeviceError if there is not enough.
+        Raises DeviceError if the device has not enough memory.
         """
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        """Return the device's free and total bytes, as all processes share them."""
+        """Return the device's (free, total) bytes, which all processes share.
+
+        For the CPU both numbers are the bytes available to this process.
+        """
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        """Release torch's cached unused memory to the device."""
+        """Return memory that torch or the C library caches unused to the device or system."""
         trim_heap()
 
     def mark(self) -> Mark:
-        """Record an event behind all device work that this thread has launched so far."""
+        """Record an event after all work that was launched on the device's current stream."""
         return None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
         """Run the block's copies concurrently with computation, after the event `after`.
 
-        They are done when the block is left.
+        The copies are complete when the block ends. None as `after`: they need not wait.
         """
         yield
 
     def wait(self, mark: Mark) -> None:
-        """Wait until the device has reached a recorded event."""
+        """Wait until the device has reached a recorded event; None has been reached."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         """Copy a device tensor to host memory asynchronously.
 
-        The copy is complete once the mark has passed.
+        Returns (copy, mark): the copy is complete after `wait(mark)`.
         """
         return tensor, None
 
     def copy_to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to the device, for device work launched afterwards."""
+        """Copy a host tensor to the device, for work launched on the device afterwards."""
         return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Pin host memory for direct reads by the device.
+        """Pin host memory, so that copies to the device run concurrently with computation.
 
-        Returns None, or the refusal.
+        Returns None, or the reason why the device or the system refuses.
         """
         return None
 
@@ -86,7 +89,10 @@ class Engine:
 
 
 class Cuda(Engine):
-    """CUDA engine: copies run on their own stream; the calling thread sleeps meanwhile."""
+    """Engine of a CUDA GPU, on which copies have a stream of their own.
+
+    A thread that copies sleeps, without the GIL, until its copies are complete.
+    """
 
     def __init__(self, index: int = 0) -> None:
         with device_errors():
@@ -159,13 +165,13 @@ class Cuda(Engine):
 
 
 def pci_address(device: torch.device) -> str:
-    """Return a GPU's PCI address in the form that Linux writes."""
+    """Return a GPU's PCI address in Linux's form, as `0000:3b:00.0`."""
     gpu: Any = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a torch error, without the advice that follows."""
+    """Return the first line of an exception's message; its type if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -173,7 +179,7 @@ def first_line(error: BaseException) -> str:
 def device_errors(what: str = "") -> Iterator[None]:
     """Turn a CUDA error of the block into a one-line DeviceError.
 
-    `what` names the allocation.
+    `what` describes the block's allocation, for the message when the GPU's memory is full.
     """
     try:
         yield
@@ -184,14 +190,17 @@ def device_errors(what: str = "") -> Iterator[None]:
             raise
         if "busy or unavailable" in str(error):
             raise DeviceError(
-                f"the GPU is busy, another process uses it exclusively ({first_line(error)}): end"
-                " that process, or choose another GPU with --device"
+                f"another process uses the GPU exclusively ({first_line(error)}): end that process,"
+                " or choose another GPU with --device"
             ) from error
         raise DeviceError(f"the GPU failed: {first_line(error)}; restart the process") from error
 
 
 def out_of_memory(what: str, error: BaseException) -> str:
-    """Make the message for a failed GPU allocation: free bytes, and who holds the rest."""
+    """Make the error message for a failed GPU allocation, with free and used bytes.
+
+    `what` describes the allocation; "" if that is unknown.
+    """
     problem = f"has no room for {what}" if what else "is out of memory"
     try:
         free, total = torch.cuda.mem_get_info()
@@ -201,12 +210,12 @@ def out_of_memory(what: str, error: BaseException) -> str:
     others = max(0, total - free - reserved)
     return (
         f"the GPU {problem}: {show_bytes(free)} of {show_bytes(total)} are free, this process uses"
-        f" {show_bytes(reserved)}, CUDA and other processes {show_bytes(others)}: give a smaller"
-        " --memory or --cache"
+        f" {show_bytes(reserved)}, CUDA and other processes use {show_bytes(others)}: give a"
+        " smaller --memory or --cache"
     )
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Check whether a RuntimeError of torch comes from CUDA, by type or text."""
+    """Check by its type or message whether an exception comes from CUDA."""
     markers = ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
     return isinstance(error, torch.AcceleratorError) or any(each in str(error) for each in markers)

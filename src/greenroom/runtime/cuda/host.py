@@ -1,9 +1,10 @@
 """Host memory behind a GPU: staging slots for transfers, and a cache of experts.
 
-It is one reservation, registered (pinned) with the device once, so that copies run concurrently
-with computation. Where the system refuses to register it (a limit of locked memory, for example),
-copies go through the GPU driver's buffers, more slowly, and a warning says so. Slots in the disk's
-layout hold chunk after chunk, each with the room that direct reads need around it.
+All of it is one mapping, registered (pinned) with the GPU once, so that copies run concurrently
+with computation. If the system refuses to pin the memory (for example because of a limit of locked
+memory), copies go through the GPU driver's buffers, more slowly, and a warning is logged. A slot in
+the layout of the disk contains an expert's chunks one after another, each with the room that direct
+reads need around it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def chunk_room(chunk: Chunk) -> int:
-    """Return the bytes of host memory that reading a chunk of an expert needs.
+    """Return the bytes of memory that a direct read of an expert's chunk needs.
 
-    Direct reads begin and end at blocks.
+    Direct reads begin and end at multiples of 4 KiB.
     """
     return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
 
@@ -40,10 +41,10 @@ def chunk_room(chunk: Chunk) -> int:
 class HostMemory:
     """Host memory behind a GPU: staging slots for chunks, and cache slots for experts.
 
-    Slots hold experts in the disk's layout, and the device rearranges them as they arrive there.
-    With a `stride`, `slots` have the layout that kernels read, and the host processor computes from
-    them: a chunk is read into the thread's staging buffer and copied into its expert's slot once,
-    and its copy to the device is not rearranged.
+    By default slots contain experts in the layout of the disk, and the GPU rearranges the weights
+    as they arrive there. With a `stride`, cache slots have the layout that kernels read, and the
+    host processor can compute from these `slots`: a chunk is read into the thread's staging buffer,
+    rearranged into its expert's slot, and copied from there to the GPU as it is.
     """
 
     def __init__(
@@ -55,10 +56,14 @@ class HostMemory:
         nodes: Sequence[tuple[int, int | None]] = (),
         stride: int | None = None,
     ) -> None:
-        """Reserve and pin the host memory; DeviceError if there is no address space.
+        """Reserve the host memory and pin it.
 
-        chunks: of every expert
-        nodes: (slots, NUMA node) of each device's part, if there are several devices
+        chunks: the chunks of each expert
+        capacity: number of cache slots
+        nodes: (number of cache slots, NUMA node) for each device, if there are several devices
+        stride: bytes of a cache slot from which the host processor computes
+
+        Raises DeviceError if there is not enough address space.
         """
         self.engine, self.capacity = engine, capacity
         self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
@@ -69,7 +74,9 @@ class HostMemory:
             self._map = reserve_memory(max(self.nbytes, BLOCK), large_pages=True)
         except DeviceError as error:
             what = f"{show_bytes(self.nbytes)} of experts"
-            raise DeviceError(f"no host memory for {what}: {error}") from error
+            raise DeviceError(
+                f"no host memory for {what} behind the GPU ({error}): give a smaller --host-memory"
+            ) from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._first_slot = staging_slots * self.staging_bytes
         self._chunks = chunks
@@ -83,9 +90,9 @@ class HostMemory:
         self.refused = engine.register(address, self.nbytes)
         if self.refused is not None:
             log.warning(
-                "%s of host memory could not be registered with the GPU (%s): copies to it are"
-                " slower and do not overlap; a higher limit of locked memory (ulimit -l), or a"
-                " smaller --host-memory, may help",
+                "%s of host memory could not be registered with the GPU (%s): copies to the GPU are"
+                " slower and do not overlap with computation; a higher limit of locked memory"
+                " (ulimit -l), or a smaller --host-memory, may help",
                 show_bytes(self.nbytes),
                 self.refused,
             )
@@ -97,11 +104,10 @@ class HostMemory:
         read: Callable[[Chunk, Staging], np.ndarray],
         staging: Staging,
     ) -> None:
-        """Read a chunk of an expert from the store into host memory.
+        """Read a chunk of an expert from the store into its place in host memory.
 
-        `staging` is the calling thread's.
-
-        A store may return its own memory, which is then copied.
+        `staging` is the read buffer of the calling thread. `read` may return memory of its own; the
+        bytes are then copied.
         """
         if self.slots is not None and action.host_slot >= 0:
             data = read(chunk, staging)
@@ -117,22 +123,22 @@ class HostMemory:
     def chunk_source(
         self, action: StartChunk, chunk: Chunk
     ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
-        """Return the copies, bytes and first offset that write a chunk to a device slot."""
+        """Return (copies, bytes, first offset), with which a chunk is written to a device slot.
+
+        These are the arguments of `SlotPool.write`. The chunk has been read into host memory.
+        """
         if self.slots is not None and action.host_slot >= 0:
             return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
         return chunk.extent.copies, self._at[self._key(action)], chunk.start
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:
-        """Return the key of the host memory that a chunk is read into.
-
-        The memory belongs to one piece at a time.
-        """
+        """Return a key for the place in host memory that a chunk is read into."""
         cached = action.host_slot >= 0
         return (action.host_slot, action.chunk, 1) if cached else (action.staging_slot, 0, 0)
 
     def _place(self, action: StartChunk) -> np.ndarray:
-        """Return the host memory that a chunk is read into: `chunk_room` bytes or more."""
+        """Return the host memory that a chunk is read into: at least `chunk_room` bytes."""
         begin, nbytes = action.staging_slot * self.staging_bytes, self.staging_bytes
         if action.host_slot >= 0:
             *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])
@@ -140,9 +146,9 @@ class HostMemory:
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Return the host memory's pages to the system.
+        """Unpin the host memory and return its pages to the system.
 
-        The address range is freed with its last view.
+        The address range is freed when its last view is deleted.
         """
         if self.refused is None:
             self.engine.unregister(self._bytes.ctypes.data)
@@ -152,9 +158,10 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Return the bytes of a staging slot and of an expert's slot.
+    """Return the bytes of (staging slot, cache slot) in host memory behind a GPU.
 
-    A staging slot holds the largest chunk, a slot the largest expert.
+    Both contain bytes as they are on disk: a staging slot the largest chunk, a cache slot the
+    largest expert.
     """
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),
@@ -163,7 +170,7 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """List a chunk's copies from one slot to the same offsets of another slot."""
+    """Return the copies of a chunk from one slot to the same offsets of another."""
     copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk

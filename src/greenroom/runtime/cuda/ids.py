@@ -14,10 +14,10 @@ _local = threading.local()
 
 
 def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], Any]:
-    """Copy a layer's chosen experts and gate weights to the host, as NumPy arrays.
+    """Copy an MoE layer's chosen experts and gate weights to the host, as NumPy arrays.
 
-    index [T, K] becomes int64; weights [T, K] become float32, or are None. From a GPU they are
-    copied by pinned memory, after the work launched before: the one synchronisation of a layer.
+    index [tokens, top_k] becomes int64; weights [tokens, top_k] become float32, None stays None.
+    On a GPU the copy waits for all work launched before: the only synchronisation of a layer.
     """
     index = index.to(torch.int64)
     weights = None if weights is None else weights.float()
@@ -35,9 +35,9 @@ def to_host(index: Tensor, weights: Tensor | None) -> tuple[NDArray[np.int64], A
 
 
 def _pinned(number: int, like: Tensor) -> Tensor:
-    """Return one of this thread's pinned buffers, which grows to its largest request.
+    """Return a view of this thread's pinned buffer `number`, shaped like a tensor.
 
-    `number` selects the buffer.
+    The buffer grows to its largest request.
     """
     buffers: dict[int, Tensor] = _local.__dict__.setdefault("buffers", {})
     buffer = buffers.get(number)

@@ -1,9 +1,9 @@
 """Computation of one MoE layer's experts on several devices, with one sum.
 
-Slot `n * devices + d` of the tier is slot n of device d. Dense parts are on the first device. A
-group is computed on the devices that hold its experts; each gets the step's inputs once. Their
-outputs are copied to the first device, which sums over a token's experts in the order of their ids.
-So the bits are those of one device.
+Slot `n * devices + d` of the cache is slot n of device d. Dense layers are on the first device. An
+expert group is computed on the devices that have its experts in their slots; each device gets the
+layer's inputs once. The outputs are copied to the first device, which sums over a token's experts
+in the order of their ids. So the result has the bits of computation on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from greenroom.runtime.slots.tier import Tier, group_by_pool
 
 
 class MultiDeviceStep(base.KernelStep):
-    """An MoE layer's step on several devices, with a step for each device used."""
+    """The computation of one MoE layer's experts on several devices.
+
+    It has a `KernelStep` for each device that is used.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class MultiDeviceStep(base.KernelStep):
             self._experts.setdefault(device, []).extend(local)
 
     def _device_step(self, device: int) -> base.KernelStep:
-        """Return a device's part of an MoE layer's step, begun with its first group."""
+        """Return a device's part of an MoE layer's computation; the first call begins it."""
         if device not in self._steps:
             layer = self._layers[device]
             x, weights = self.x, self.weights
@@ -73,7 +76,7 @@ class MultiDeviceStep(base.KernelStep):
 
 
 class MultiDeviceKernel(Kernel):
-    """Kernel that computes each expert on the device, of several, that holds it."""
+    """Expert kernel for several devices: each expert is computed on the device of its slot."""
 
     def __init__(self, kernel: Kernel, slots: Tier, devices: Sequence[torch.device]) -> None:
         self.kernel, self.name, self._slots = kernel, kernel.name, slots
@@ -83,9 +86,9 @@ class MultiDeviceKernel(Kernel):
         ] = {}  # of all devices, by the id() of the first one's
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare an MoE layer's experts on all devices.
+        """Prepare an MoE layer's experts for computation on all devices.
 
-        `layer` is the first device's.
+        `layer` describes the experts in the slots of the first device.
         """
         self._layers[id(layer)] = [
             layer,
@@ -98,15 +101,19 @@ class MultiDeviceKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> MultiDeviceStep:
-        """Start an MoE layer's step on the first device.
+        """Begin an MoE layer's computation on the first device.
 
-        x [T, H], weights [T, K]
+        x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """
         return MultiDeviceStep(self.kernel, self._layers[id(layer)], x, routing, weights)
 
 
 def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Copy an experts module's parameters that are not in slots (biases, norms) to a device."""
+    """Copy an experts module, with the parameters that are not in slots, to a device.
+
+    These parameters are biases and norms. A module without parameters, or on the device already,
+    is returned as it is.
+    """
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device == device:
         return module

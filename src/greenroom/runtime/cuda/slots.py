@@ -1,9 +1,9 @@
-"""Slots for experts in device memory: equal slots, one allocation a segment of slots.
+"""Slots for experts in device memory: equal slots, allocated in segments of about 256 MiB.
 
-A resize adds or drops segments and moves no other: kernels find a slot by its address. Bytes are
-copied from host memory on a stream of their own. A slot is written only after every launched
-computation that reads it: `mark_computed` records a mark behind it, and a copy waits for the mark
-of its slot alone.
+A resize adds or drops segments and moves no slot, since kernels find a slot by its address. Bytes
+are copied from host memory on a stream of their own. A slot is written only after every launched
+computation that reads the slot: `mark_computed` records an event after the computation, and a copy
+waits for the event of its own slot only.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ SEGMENT_BYTES = 256 << 20
 
 
 class DeviceSlots(SlotPool):
-    """Slots for experts in a device's memory.
+    """Slots for experts in a device's memory, `stride` bytes each.
 
-    Each has `stride` bytes, a multiple of the alignment.
+    `stride` is a multiple of 64. Slots need not be consecutive.
     """
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
-        """Allocate the slots in device memory.
+        """Allocate `capacity` slots in device memory.
 
-        `reserve` is the largest capacity that a resize may request.
-
-        DeviceError if the device has no room for `capacity`.
+        `reserve` is the largest number of slots that `trim` accepts. Raises DeviceError for 0
+        slots, and if the device has not enough memory.
         """
         if capacity < 1:
-            raise DeviceError("a cache needs at least one slot")
+            raise DeviceError(f"the cache of experts has {capacity} slots: it needs at least 1")
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity = 0
@@ -55,7 +54,7 @@ class DeviceSlots(SlotPool):
         return self._segments[number][at : at + self.stride]
 
     def address(self, slot: int) -> int:
-        """Return a slot's address in device memory; slots need not be consecutive."""
+        """Return the address of a slot in device memory."""
         number = bisect_right(self._first_slots, slot) - 1
         segment = self._segments[number].data_ptr()
         return segment + (slot - self._first_slots[number]) * self.stride
@@ -66,17 +65,15 @@ class DeviceSlots(SlotPool):
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
-        """Record an event behind launched computation that reads the given slots."""
+        """Record an event after the launched computation, which reads the given slots."""
         mark = self.engine.mark()
         for slot in slots:
             self._marks[slot] = mark
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write a chunk of an expert into a device slot, and wait until it arrives.
+        """Write a chunk of an expert into a device slot, and wait for its arrival.
 
-        See `SlotPool.write`.
-
-        DeviceError if the device fails.
+        See `SlotPool.write` for the arguments. Raises DeviceError if the device fails.
         """
         source, target = torch.from_numpy(data), self.bytes(slot)
         with self.engine.copying(self._marks.get(slot)):
@@ -96,9 +93,9 @@ class DeviceSlots(SlotPool):
         )
 
     def _scratch_of(self, nbytes: int) -> Tensor:
-        """Return the calling thread's scratch memory on the device.
+        """Return the calling thread's scratch memory on the device: at least `nbytes`.
 
-        The thread's copies end before its next call.
+        A thread's copies end before its next call.
         """
         thread = threading.get_ident()
         scratch = self._scratch.get(thread)
@@ -107,19 +104,20 @@ class DeviceSlots(SlotPool):
         return scratch
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot's bytes to another slot, after computation that reads them."""
+        """Copy one slot's bytes to another slot, after launched computation that reads either."""
         self.engine.wait(self._marks.get(source))
         with self.engine.copying(self._marks.get(target)):
             self.bytes(target).copy_(self.bytes(source))
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots in device memory.
+        """Set the number of slots: add segments of slots, or free the last segments.
 
-        Segments are added, or the last ones dropped.
+        A segment is freed if all of its slots are dropped. Raises DeviceError for a number beyond
+        the reserved one, and if the device has not enough memory.
         """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache can have between 1 and {self.reserve} slots, not {capacity}"
+                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}"
             )
         while self._first_slots and self._first_slots[-1] >= capacity:
             self._first_slots.pop()
@@ -132,9 +130,10 @@ class DeviceSlots(SlotPool):
         self.capacity = capacity
 
     def fitting_capacity(self, capacity: int) -> int:
-        """Return the largest number of slots that needs no more memory than `capacity` slots.
+        """Return how many slots fit in the memory of `capacity` slots: at most `capacity`.
 
-        Existing segments are only freed as a whole, except the first one.
+        Segments of slots are freed as a whole, so a smaller number is rounded down to the end of a
+        segment; within the first segment, which is never freed, the number stays.
         """
         if capacity >= self._end:
             return capacity
@@ -175,7 +174,7 @@ class DeviceSlots(SlotPool):
 
 
 def _span(shape: tuple[int, int], strides: tuple[int, int], itemsize: int) -> int:
-    """Return the bytes from a strided block's first element to its last one's end."""
+    """Return the bytes from the first to the end of the last element of a strided block."""
     return (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1] + itemsize
 
 

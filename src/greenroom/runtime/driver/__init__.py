@@ -1,1 +1,1 @@
-"""The driver, which executes the scheduler's actions, its threads and its counters."""
+"""The expert driver: it reads and computes experts as the scheduler decides, and counts."""

@@ -1,4 +1,4 @@
-"""Queue of scheduler actions that a step's thread waits for, under the driver's lock."""
+"""Queue of the scheduler's actions for the thread that runs a model's forward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from greenroom.errors import ClosedError, Interrupted
 
 
 class ActionQueue(deque[ComputeGroup | Finish]):
-    """Queue of expert groups to compute, with the driver's error states.
+    """Queue of expert groups that a model's forward pass computes, with the driver's errors.
 
-    The action that ends the step closes the groups.
-
-    All methods but the checks need the lock, `changed`.
+    A step is the computation of one MoE layer; its last action is a `Finish`. `put`, `wait` and
+    `mark_broken` need the lock `changed`. `interrupt` takes the lock; the checks need none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,11 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until the driver's state changes, or raise the error that prevents it."""
+        """Wait until another thread changes the driver's state.
+
+        Raises the error of a failed computation on the host processor, or ClosedError if the driver
+        is closed or broken. The caller holds the lock `changed`.
+        """
         self.check_open()
         if (error := self.host_error) is not None:
             self.host_error = None
@@ -37,18 +40,20 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.wait()
 
     def check_open(self) -> None:
-        """Raise ClosedError if the experts' driver is closed or broken."""
+        """Raise ClosedError if the model was detached or its cache of experts broke."""
         if self.closed:
-            raise ClosedError("the model was detached: load it again")
+            raise ClosedError("Greenroom was detached from this model: load the model again")
         if self.broken is not None:
             raise ClosedError(
-                f"the cache of experts broke ({self.broken!r}): load the model again"
+                f"the cache of experts is unusable after {self.broken!r}: load the model again"
             ) from self.broken
 
     def check_interrupted(self) -> None:
         """Raise Interrupted if the model's current forward pass was interrupted."""
         if self.interrupted:
-            raise Interrupted("the pass was interrupted: its caller no longer waits for it")
+            raise Interrupted(
+                "the forward pass was interrupted, because nobody waits for its result"
+            )
 
     def interrupt(self) -> None:
         with self.changed:
@@ -56,6 +61,9 @@ class ActionQueue(deque[ComputeGroup | Finish]):
             self.changed.notify_all()
 
     def mark_broken(self, error: BaseException) -> None:
-        """Mark the driver as broken: the contents of its slots are unknown."""
+        """Mark the expert driver as broken, because the contents of its slots are unknown.
+
+        Every later step raises ClosedError. The first error is the one that is reported.
+        """
         self.broken = self.broken or error
         self.changed.notify_all()

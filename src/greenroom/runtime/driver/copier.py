@@ -1,10 +1,10 @@
-"""The copier, whose threads move chunks of experts towards their slots.
+"""The copier, whose threads move experts in chunks from the disk to their cache slots.
 
-With one link (disk to slots) a lane reads a chunk into its own staging buffer and copies it into
-the slot. With two (disk to host to device) the lanes of the first link read into the staging slot,
-or the slot of host memory, that the scheduler names; those of the second copy from there. Reads and
-copies release the interpreter's lock. Every failure is reported like an arrival, so a lane never
-dies and no step waits in vain.
+Each thread is a lane of a link. With one link (disk to slots) a lane reads a chunk into its own
+staging buffer and copies the chunk into the slot. With two links (disk to host memory to device)
+the lanes of the first link read into the staging slot, or the cache slot in host memory, that the
+scheduler names; the lanes of the second link copy from there. Reads and copies release Python's
+GIL. A failed chunk is reported like an arrived one, so a lane never dies and no step waits forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from greenroom.runtime.store.disk import Chunk, Staging
 
 
 class Store(Protocol):
-    """Protocol of a read-only source of experts' bytes, read in chunks."""
+    """Protocol of a read-only source of expert weights, such as a checkpoint on disk.
+
+    An expert is read as several chunks, each into a staging buffer of the calling thread.
+    """
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]: ...
 
@@ -38,11 +41,11 @@ OnDelivery = Callable[[StartChunk, int, Failure | None], None]
 
 
 class Copier:
-    """Threads that move chunks of experts, and call `on_delivery` after each chunk.
+    """Threads that move experts in chunks from a store to cache slots.
 
-    The call is `on_delivery(action, nbytes, error)`.
-
-    Link h has `lanes[h]` threads; between two links lies `host_memory`.
+    After each chunk its thread calls `on_delivery(action, nbytes, error)`; `error` is None if the
+    chunk arrived. Link number h (0: from the disk) has `lanes[h]` threads. With two links, chunks
+    pass through `host_memory`.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class Copier:
             except (StoreError, DeviceError) as error:
                 failure = error
             except BaseException as error:
-                failure = StoreError(f"expert {action.piece} could not be read: {error!r}")
+                failure = StoreError(
+                    f"expert {action.piece} of the model could not be read: {error!r}"
+                )
                 failure.__cause__ = error
             self._on_delivery(action, nbytes, failure)
 
@@ -102,7 +107,7 @@ class Copier:
         return chunk.length
 
     def close(self) -> None:
-        """End the copier's threads, after the chunks in their queues."""
+        """End the copier's threads, after they have moved the chunks in their queues."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:

@@ -48,9 +48,10 @@ PrepareHostJob = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of h
 class Driver:
     """Fetches and computes one model's experts as the scheduler decides, step by step.
 
-    `foresight` predicts, unless every expert has a slot; `guard` switches prefetching off where it
-    does not pay; `host_memory` lies between two links. An exception inside the scheduler leaves the
-    contents of slots unknown: the driver is then broken, and every caller gets ClosedError."""
+    A step is one MoE layer of a forward pass. `foresight` predicts experts unless the cache has a
+    slot for each; `guard` stops prefetching while it does not pay; with two links (disk to host,
+    host to device) chunks pass through `host_memory`. After an exception in the scheduler the
+    contents of slots are unknown: the driver is broken, and every caller gets ClosedError."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Driver:
         self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
 
     def begin_pass(self, at: PassStart) -> None:
-        """Tell the driver that a forward pass of the model begins."""
+        """Begin a forward pass of the model: start its clock and predict its experts."""
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
@@ -95,11 +96,11 @@ class Driver:
 
     @property
     def all_have_slots(self) -> bool:
-        """Check whether there is a slot for every expert of the model."""
+        """Check whether the cache has a slot for every expert of the model."""
         return self.scheduler.capacity >= self.pieces.experts
 
     def end_pass(self) -> None:
-        """Tell the driver that the forward pass has ended or was abandoned."""
+        """End the current forward pass, also one that was abandoned; else do nothing."""
         if self._pass_start is None:
             return
         begin, stalls, tokens = self._pass_start
@@ -114,15 +115,16 @@ class Driver:
     def announce_routing(self, layer: int, experts: np.ndarray) -> None:
         """Start to fetch experts that a router has chosen, before their layer runs.
 
-        experts: ids within the layer, ascending. Without borrowed slots nothing is fetched."""
+        `experts` are ids within the layer, ascending. Nothing is fetched unless the scheduler
+        lets prefetches borrow slots of the cache."""
         if not self._actions.closed:
             first = self.pieces.offsets[layer]
             self._handle(Predicted(layer, experts + first, certain=True))
 
     def interrupt(self) -> None:
-        """Interrupt the current forward pass: its layers raise Interrupted until `resume`.
+        """Make the MoE layers of the current forward pass raise Interrupted, until `resume`.
 
-        Experts that it still waits for are not fetched."""
+        Reads in flight end; experts whose read has not begun are not fetched."""
         self._actions.interrupt()
 
     def resume(self) -> None:
@@ -144,19 +146,19 @@ class Driver:
     ) -> None:
         """Fetch and compute the experts that one MoE layer's tokens chose.
 
-        The experts are computed in groups, each expert once.
+        The experts are computed in groups as they arrive, each expert once.
 
-        compute: called with (experts, slots) of a group; with split experts (experts, slots, part)
-            for each part, the top before the bottom
+        compute: called with (experts, slots) of a group; if experts are split into two segments,
+            with (experts, slots, part) for the top segments, then for the bottom segments
         experts: ids within the layer, ascending, int64
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
-        tail_weights: of each expert (see `core.gates`), where misses may be approximated
-        observe_routing: makes the observation for predictors, with or without the router's inputs
+        tail_weights: each expert's tail weight (see `core.gates`), if misses may be approximated
+        observe_routing: makes the predictor's observation; its argument: with router inputs or not
         overlapped_work: called at most once, when the step would otherwise wait
-        prepare_host_job: makes a job of (experts, slots) for the host processor's thread
+        prepare_host_job: makes a job from (experts, slots) for the host processor's thread
 
-        StoreError if an expert cannot be read, DeviceError if the device refuses it. The cache
-        stays usable afterwards, also after an exception in `compute`."""
+        Raises StoreError if an expert cannot be read, DeviceError if the device refuses it, and
+        what `compute` raises. The cache stays usable afterwards."""
         if experts.size == 0:
             return
         first = self.pieces.offsets[layer]
@@ -187,7 +189,9 @@ class Driver:
                 self._abandon()
                 raise
             if action.failed >= 0:
-                raise self._error or StoreError(f"expert {action.failed} could not be read")
+                raise self._error or StoreError(
+                    f"expert {action.failed} of the model could not be read"
+                )
 
     def _compute(
         self, layer: int, compute: ComputeExperts, prepare_host_job: PrepareHostJob | None
@@ -231,10 +235,10 @@ class Driver:
     def resident_steps(
         self, layers: Sequence[int], find: Callable[[SlotTables], Sequence[int]]
     ) -> int | None:
-        """Serve consecutive layers in one call, while all their chosen experts are resident.
+        """Compute consecutive MoE layers in one call, while all chosen experts are resident.
 
-        `find` computes them too (see `ResidentTables`), up to the first layer that needs `step`.
-        Returns the number of steps served; None where the scheduler has to decide."""
+        `find` computes the experts (see `ResidentTables`), up to the first layer that needs `step`.
+        Returns the number of layers; None, with none computed, if `step` has to be called."""
         if self.timeline is not None:
             return None
         with self._step_lock:
@@ -246,13 +250,15 @@ class Driver:
             return done
 
     def send(self, event: Event) -> None:
-        """Send the scheduler an event between the steps of two MoE layers."""
+        """Send an event to the expert scheduler, between the steps of two MoE layers."""
         with self._step_lock:
             self._begin_exclusive()
             self._handle(event)
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots for experts between two steps, and wait for it."""
+        """Change the number of cache slots for experts, and wait until the cache has them.
+
+        Raises DeviceError if the memory is too small; the number of slots then stays."""
         with self._step_lock:
             self._begin_exclusive()
             if capacity == self.scheduler.capacity:
@@ -268,7 +274,7 @@ class Driver:
         self.predictions.resized()
 
     def _note_layer(self, layer: int) -> None:
-        """Count forward passes: a layer that is not after the last begins a pass."""
+        """Count forward passes: a layer that is not after the previous one begins a pass."""
         self._pass += layer <= self._layer
         self._layer = layer
         self.meter.passes = self._pass + 1
@@ -367,9 +373,7 @@ class Driver:
             self._handle_locked(Failed(action.lane, action.piece, action.link))
 
     def _abandon(self) -> None:
-        """Abandon the current step, after reads in flight and the host's job.
-
-        Reads in flight cannot be cancelled."""
+        """Abandon the current step; wait for its reads and host job, which cannot be cancelled."""
         if self._host is not None:
             self._host.wait()
         with self._changed:
@@ -382,7 +386,7 @@ class Driver:
             self._actions.clear()
 
     def close(self) -> None:
-        """End the driver's threads and free its slots, after the current step."""
+        """End the expert driver's threads and free its slots, after the current step."""
         with self._step_lock:
             if not self._actions.closed:
                 self._actions.closed = True

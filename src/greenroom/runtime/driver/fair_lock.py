@@ -10,8 +10,8 @@ from types import TracebackType
 class FairLock:
     """A lock for `with` that threads get in the order of their requests.
 
-    `threading.Lock` goes to whichever thread runs first: a generating model, which takes it again
-    and again, could keep a resize of the cache waiting for seconds.
+    A `threading.Lock` goes to any waiting thread: a model that generates takes the lock for every
+    layer, so a thread that resizes the cache could wait for seconds.
     """
 
     def __init__(self) -> None:

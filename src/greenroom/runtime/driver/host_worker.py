@@ -16,11 +16,10 @@ Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """A thread that runs expert computation on the host processor, in order.
+    """A thread that computes expert groups on the host processor, in the order of requests.
 
-    It counts the seconds of its jobs in `meter`.
-
-    It has as many torch threads as its creator.
+    The thread adds the seconds of its jobs to `meter.host_s`. Its torch operations use as many
+    threads as those of its creator.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -31,9 +30,9 @@ class HostWorker:
         self._thread.start()
 
     def start(self, job: Job, done: Done) -> None:
-        """Queue a job for the host processor's thread.
+        """Queue a job for the thread that computes on the host processor.
 
-        `done` is then called with the exception that the job raised, or None.
+        After the job, that thread calls `done` with the exception that the job raised, or None.
         """
         self._jobs.put((job, done, torch.is_inference_mode_enabled()))
 

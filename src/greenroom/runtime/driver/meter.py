@@ -1,4 +1,4 @@
-"""Counters of a driver's transfers and stalls, in bytes and seconds since the start."""
+"""Counters of expert transfers, stalls and passes, in bytes and seconds since the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ CAUSES = ("miss", "late", "prefill")
 
 @dataclass(slots=True)
 class LinkMeter:
-    """Counters of a link: delivered bytes, and seconds with a transfer in flight."""
+    """Counters of a link between two memories: bytes delivered, and seconds in use.
+
+    nbytes: bytes delivered, counted as on disk
+    busy_s: seconds with at least one chunk in flight, up to the end of the last such time
+    moving: chunks in flight
+    since: time (`time.perf_counter`) since which a chunk has been in flight
+    """
 
     nbytes: int = 0
     busy_s: float = 0.0
@@ -33,15 +39,18 @@ class LinkMeter:
 
 @dataclass(slots=True)
 class Meter:
-    """Counters of a driver: traffic of links, stalls and decode passes.
+    """Counters of an expert driver: traffic of links, stalls and decode passes.
 
-    Bytes are those on disk.
+    A stall is time in which an MoE layer only waits for experts. Its cause is `prefill` while a
+    prompt is read; otherwise `late` if the prefetch of a missing expert had begun, else `miss`.
 
-    A stall is time in which a step only waits. Its cause is `prefill` in the steps of a prompt;
-    otherwise `late` where the expert's prefetch had begun, else `miss`.
-
-    decodes: passes that are not a prompt's; `decode_s` is their duration, `waited_s` and
-        `computed_s` the parts of it in which they waited and computed experts
+    stalls: seconds of stalls, by cause
+    passes: forward passes begun
+    decodes: complete passes that do not read a prompt
+    decode_s: seconds of all decode passes
+    waited_s: seconds in which decode passes waited for experts
+    computed_s: seconds in which decode passes computed expert groups; layers that bypass the
+        scheduler, because the cache has a slot for every expert, are not counted
     """
 
     links: list[LinkMeter]
@@ -51,8 +60,8 @@ class Meter:
     decode_s: float = 0.0
     waited_s: float = 0.0
     computed_s: float = 0.0
-    host_s: float = 0.0  # in which the host processor computed misses
-    at: float = field(default=0.0, compare=False)  # when this copy was made
+    host_s: float = 0.0  # seconds in which the host processor computed misses
+    at: float = field(default=0.0, compare=False)  # time.perf_counter() of the latest `copy`
 
     @classmethod
     def for_lanes(cls, lanes: Sequence[int]) -> Meter:
@@ -60,7 +69,7 @@ class Meter:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes that were read from the store (the disk)."""
+        """Number of bytes of experts that were read from the disk."""
         return self.links[0].nbytes
 
     @property
@@ -68,21 +77,22 @@ class Meter:
         return sum(self.stalls.values())
 
     def add_decode(self, seconds: float, waited: float) -> None:
-        """Add a decode pass that has ended to the driver's counters."""
+        """Count a decode pass that has ended, with its seconds and the seconds it waited."""
         self.decodes += 1
         self.decode_s += seconds
         self.waited_s += waited
 
     def copy(self) -> Meter:
-        """Copy the driver's counters, with the time of the copy."""
+        """Copy the counters of an expert driver, with the present time as `at`."""
         links = [replace(link) for link in self.links]
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 
 
 def subtract_counts(after: Any, before: Any) -> Any:
-    """Subtract an earlier state of counters from a later state.
+    """Subtract an earlier state of counters from a later state, member by member.
 
-    They are numbers, or dataclasses, lists and dicts of them.
+    Both are numbers, or dataclasses, dicts or lists of numbers. ValueError if two lists differ in
+    length.
     """
     if is_dataclass(after) and not isinstance(after, type):
         changed = {

@@ -1,4 +1,4 @@
-"""Calls of an expert predictor in a model's passes, stopped while prefetching does not pay."""
+"""Calls of an expert predictor during a model's forward passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Predictions:
-    """Calls a predictor of experts in every pass, and sends its predictions to the scheduler.
+    """Calls an expert predictor in every forward pass, and passes its predictions on.
 
-    A predictor that raises is warned of once and dropped.
+    Nothing is predicted while the cache has a slot for every expert. A predictor that raises an
+    exception is reported by one warning and not called again.
     """
 
     def __init__(
@@ -26,9 +27,10 @@ class Predictions:
         all_have_slots: Callable[[], bool],
         send: Callable[[Predicted], None],
     ) -> None:
-        """Connect an expert predictor and its guard to the scheduler.
+        """Connect an expert predictor, and the guard that judges it, to the scheduler.
 
-        `all_have_slots` is True if every expert has a slot; `send` reaches the scheduler.
+        `all_have_slots` returns whether the cache has a slot for every expert; `send` passes a
+        prediction to the scheduler.
         """
         self.foresight, self.guard = foresight, guard
         self.observers = [send]  # of predictions
@@ -40,21 +42,25 @@ class Predictions:
         return self.foresight is not None and not self._all_have_slots()
 
     def begin(self, at: PassStart, closed: bool) -> None:
-        """Tell the predictor that a forward pass begins."""
+        """Begin a forward pass in the expert predictor, and send its first predictions."""
         self._pass_observed = self._enabled
         if self._pass_observed and not closed:
             self._collect(lambda foresight: foresight.begin(at))
 
     def routed(self, observe_routing: Callable[[bool], LayerRouting] | None) -> None:
-        """Show the predictor which experts a layer's router chose.
+        """Show the expert predictor which experts a layer's router chose.
 
-        `observe_routing(inputs)` makes the observation.
+        `observe_routing(inputs)` returns the choice, with the router's input hidden states if
+        `inputs` is true.
         """
         if self._pass_observed and self._enabled and observe_routing is not None:
             self._collect(lambda foresight: foresight.routed(observe_routing(foresight.on)))
 
     def end(self, prefill: bool, seconds: float, waited: float, tokens: int) -> None:
-        """Judge by the ended pass whether prefetching pays, and switch it on or off."""
+        """Let the guard judge by an ended decode pass whether prefetching goes on.
+
+        `seconds` is the duration of the pass, `waited` the seconds that it waited for experts.
+        """
         observed, self._pass_observed = self._pass_observed, False
         if self.guard is not None and observed and self._enabled and not prefill:
             assert self.foresight is not None
@@ -62,7 +68,7 @@ class Predictions:
             self.foresight.on = self.guard.on
 
     def resized(self) -> None:
-        """Restart the guard's judgement of prefetching after the number of slots changed."""
+        """Make the guard judge prefetching anew, after the number of cache slots changed."""
         if self.guard is not None:
             self.guard.changed()
 
@@ -73,7 +79,7 @@ class Predictions:
             events = call(self.foresight)
         except Exception as error:
             name, self.foresight = self.foresight.predictor.name, None
-            log.warning("predictor %s failed, nothing is prefetched from here on: %r", name, error)
+            log.warning("predictor %s failed, so no expert is prefetched any more: %r", name, error)
             return
         for event in events:
             for observe in self.observers:

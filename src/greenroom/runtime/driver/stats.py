@@ -19,21 +19,26 @@ if TYPE_CHECKING:
 class Stats(Mapping[str, Any]):
     """Statistics of a model's run since the last reset; also a mapping of its fields.
 
-    `capacity` is the present number of slots; where the KV cache shares their memory, it has been
-    between `capacity_least` and `capacity_most` since the last reset. `expert_requests` counts each
-    distinct expert of a step once; bytes are those on disk; `stall_s` is time in which steps only
-    waited. `memory_bytes` is the memory of the process once every slot is filled, with a short
-    context; `peak_rss_bytes` is the most so far, counted in the same way. `budget_bytes` is None
-    where only the size of the cache was given (`--cache`).
-
+    capacity: present number of cache slots for experts; since the last reset it was between
+        `capacity_least` and `capacity_most`, since the KV cache may share the memory of the slots
+    experts: number of experts of the model, over all layers
+    slot_bytes: bytes of a slot
+    passes: forward passes
+    expert_requests: experts used by MoE layers, each distinct expert of a layer's pass counted once
+    expert_hits, hit_ratio: requests whose expert was resident, and their share of all requests
+    bytes_read: bytes of experts read from disk
+    stall_s: seconds in which MoE layers only waited for experts; `stalls` has them by cause
+    peak_rss_bytes: the most memory that the process had so far
+    memory_bytes: memory of the process once every slot is filled, with a short context; None if
+        unknown, as on a GPU
+    budget_bytes: the memory budget; None if only the size of the cache was given (`--cache`)
     prefetch: predictions and prefetches (see `prefetch_stats`)
-    stalls: seconds by cause
     links: traffic of each link (see `link_stats`)
-    host: the cache in host memory behind a device: its slots, requests and hits
-    split: how experts are split (see `split_stats`); None where they are not
-    lesser: how misses were approximated (see `approximation_stats`); None where all are exact
-    co_compute: misses moved, and misses computed on the host (see `host_stats`); None where all
-        are moved
+    host: slots, requests and hits of the expert cache in host memory behind a device; or None
+    split: requests of split experts (see `split_stats`); None if experts are not split
+    lesser: approximated misses (see `approximation_stats`); None if all misses are exact
+    co_compute: misses moved to the device, and misses computed on the host (see `host_stats`);
+        None if all misses are moved
     """
 
     policy: str
@@ -73,11 +78,15 @@ class Stats(Mapping[str, Any]):
 
 
 def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
-    """Return the slots, shares, requests and hits of experts that are split into two segments.
+    """Return the slots, requests and hits of experts that are split into two segments.
 
-    tops: slots for top segments in each group; seats: slots for bottom segments
-    shares: the top segment's share of an expert, by layer
-    bottoms, bottom_hits: requests of bottom segments, and those that were resident
+    The top segments of experts are cached, the bottom segments are fetched when needed. Returns
+    None if experts are not split.
+
+    tops: slots for top segments, for each group of layers that shares slots
+    seats: slots for bottom segments
+    shares: the top segment's share of an expert's bytes, by layer
+    bottoms, bottom_hits: requests of bottom segments, and requests that found theirs resident
     """
     scheduler = driver.scheduler
     if (split := driver.pieces.split) is None:
@@ -96,13 +105,14 @@ def approximation_stats(
 ) -> dict[str, Any] | None:
     """Count cache misses that were approximated, and their shares of all expert requests.
 
-    low, low_hits: computed from a copy; those whose copy was resident
-    left_out: not computed
-    substituted: computed with another expert's weights
-    joined: exact misses that fetched only what their copy lacked
-    adopted: experts that were promoted after their copies
+    low, low_hits: misses computed from a low-precision copy, and those with a resident copy
+    left_out: misses that were not computed
+    substituted: misses computed with another expert's weights
+    joined: exact misses that fetched only the bytes that the expert's resident copy lacks
+    adopted: exact experts fetched after a miss was computed from their copy
+    seats: slots for low-precision copies
 
-    Shares are None before the first request.
+    A share is None before the first request. Returns None if all misses are computed exactly.
     """
     if at is None:
         return None
@@ -126,13 +136,14 @@ def approximation_stats(
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """Count misses moved to the GPU, and misses computed on the host processor.
+    """Count cache misses moved to the GPU, and misses computed on the host processor.
 
-    The fields are `moved` and `on_host`.
+    moved, on_host: misses of each kind
+    adopted: experts that were computed on the host and afterwards moved to the GPU
+    host_s: seconds of computation on the host
+    on_host_share: share of the misses that the host computed; None before the first miss
 
-    adopted: experts computed on the host that were promoted to the device afterwards
-    host_s: seconds of computing on the host
-    on_host_share: None before the first miss
+    Returns None if the host processor computes no experts.
     """
     if not any(each.uses_host for each in driver.scheduler.options):
         return None
@@ -148,12 +159,13 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
     """Return counts of prefetched experts, and the accuracy of their predictions.
 
-    began: prefetches; each ended as one of the next six, or is in flight
-    accuracy: share of the used experts that were among the top-k predicted, also by layer
-    goodpred: share that was predicted and resident in time (ProMoE, section 4.1)
-    on, verdict: whether the guard lets prefetching run now, and why
+    began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced` or
+        `failed` (see `core.counts.Counts`), or has not ended yet
+    accuracy, accuracy_by_layer: share of the used experts that were among the top-k predicted
+    goodpred: share of the used experts that were predicted and resident in time (ProMoE, 4.1)
+    on: whether the guard lets prefetching run now; `verdict` is its reason
 
-    Shares are None where nothing was predicted.
+    A share is None if nothing was predicted.
     """
     accuracy = driver.scheduler.view.accuracy
     guard = driver.predictions.guard
@@ -176,7 +188,10 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
 
 
 def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
-    """Return each link's transferred bytes, and its busy and idle seconds."""
+    """Return each link's transferred bytes, and the seconds that it was busy and idle.
+
+    A link connects two memories, as in "disk -> host".
+    """
     return [
         {
             "link": name,

@@ -1,10 +1,12 @@
 """Timelines of a run in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
 
-One row shows computation, one row each lane of a link. Any thread appends events without a lock.
-The latest `limit` events are kept, about 400 bytes each.
+One row shows computation; each lane of a link between two memories has a row of its own. Any
+thread appends events without a lock. A timeline stores the latest `limit` events, about 400 bytes
+each.
 
-The file is JSON: `{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}`. Spans are
-complete events (`ph` X), names of rows metadata (M), and an instant (i) says what was dropped.
+The file is JSON: `{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}`. Spans of
+time are complete events (`ph` X), the names of rows are metadata (M), and an instant (i) shows
+where earlier events were dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _PID = 1
 
 
 def lane(link: str, number: int) -> str:
-    """Name a transfer lane's row in the timeline, as in `lane("disk -> host", 0)`."""
+    """Return the name of a transfer lane's row in a timeline: "disk -> host, lane 0"."""
     return f"{link}, lane {number}"
 
 
@@ -39,7 +41,7 @@ _Event = tuple[int, str, str, float, float, dict[str, Any]]
 class Timeline:
     """Recording of a run's computation, transfers and stalls as spans of time.
 
-    `timeline` is None while nothing is recorded.
+    The latest `limit` events are stored.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -50,43 +52,47 @@ class Timeline:
     def add_span(self, row: str, name: str, begin: float, end: float, **args: Any) -> None:
         """Add a span of time to a row of the timeline.
 
-        `begin` and `end` are seconds of `time.perf_counter`.
-
-        Spans of a row may nest, but not overlap otherwise. `args` are shown with the span: numbers,
-        texts, or lists of them.
+        `begin` and `end` are seconds of `time.perf_counter`. Spans of a row may nest, but not
+        overlap otherwise. `args` are shown with the span: numbers, strings, or lists of these.
         """
         self._events.append((next(self._numbers), row, name, begin, end, args))
 
     def add_group(self, layer: int, group: ComputeGroup, begin: float) -> None:
-        """Add to the timeline an expert group that was computed from `begin` until now."""
+        """Add an expert group to a timeline, as computed from `begin` until now.
+
+        `begin` is in seconds of `time.perf_counter`.
+        """
         name = f"layer {layer}: {group.experts.size} experts"
         place = ON_HOST if group.device == HOST else COMPUTE
         self.add_span(place, name, begin, time.perf_counter(), layer=layer)
 
     def add_chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
-        """Add to the timeline a chunk of an expert that a link carried."""
+        """Add the transfer of a chunk of an expert over a link to a timeline.
+
+        `begin` and `end` are in seconds of `time.perf_counter`.
+        """
         self.add_span(
             lane(link, action.lane), "demand" if action.demand else "prefetch", begin, end,
             expert=action.piece, chunk=action.chunk, slot=action.slot,
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Return the number of events that the timeline keeps."""
+        """Return the number of events that are stored in a timeline."""
         return len(self._events)
 
     def save(self, path: str | Path) -> None:
-        """Write the timeline's events to a file, atomically.
+        """Write a timeline's events to a JSON file, atomically.
 
-        OutputError if the file cannot be written.
+        Raises OutputError if the file cannot be written.
         """
         events = sorted(self._events.copy())
         dropped = events[0][0] if events else 0
         note = {
             "microseconds": "since recording started",
             "dropped": dropped,
-            "note": f"the first {dropped} events were dropped, the latest {len(events)} are here"
+            "note": f"the first {dropped} events were dropped, the latest {len(events)} are stored"
             if dropped
-            else "all events are here",
+            else "all events are stored",
         }
         target = Path(path)
         with atomic_file(target) as file:
@@ -127,6 +133,6 @@ def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: NumPy types become Python's, NaN and infinity texts."""
+    """Convert a value for JSON: NumPy types become Python's, NaN and infinity strings."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

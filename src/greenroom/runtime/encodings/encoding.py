@@ -11,13 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """An encoding of quantised matrices, with the function that decodes them.
+    """An encoding of quantised matrices [outputs, inputs], with the function that decodes them.
 
-    A matrix has the shape [outputs, inputs].
-
-    expand:     (codes, companions, ...) -> its values row by row, in any shape; the arguments are
-                not changed
-    companions: tensors stored with the codes, named `<matrix>.<companion>`
+    expand:     function of the codes and the companions, which returns the matrix's values row by
+                row, in any shape, and does not change its arguments
+    companions: names of the tensors stored with the codes, such as `scale`; in a slot their names
+                are `<matrix>.<companion>`
     """
 
     name: str
@@ -27,7 +26,7 @@ class Encoding:
     def decode(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Decode a quantised matrix to a shape and dtype.
 
-        `parts` has the tensors of `WeightSpec.parts`.
+        `parts` are the tensor of codes and the companions, such as the scales, in their order.
         """
         return self.expand(*parts).reshape(shape).to(dtype)
 

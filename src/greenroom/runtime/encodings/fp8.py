@@ -16,7 +16,11 @@ from greenroom.runtime.encodings.encoding import Encoding
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode fp8 codes and their block scales to weights."""
+    """Decode fp8 codes and their block scales to weights, in float32.
+
+    codes [rows, columns], scale [block rows, block columns] -> [block rows, rows a block, block
+    columns, columns a block]
+    """
     down, across = scale.shape
     blocks = codes.float().unflatten(1, (across, -1)).unflatten(0, (down, -1))
     return blocks * scale[:, None, :, None]

@@ -20,7 +20,10 @@ E2M1 = (
 
 
 def expand(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode mxfp4 codes and their block scales to weights."""
+    """Decode mxfp4 codes and their block scales to weights, in float32.
+
+    codes [rows, columns / 2], scale [rows, columns / 32] -> [rows, columns / 32, 32]
+    """
     values = torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()]
     power = scale.view(torch.float8_e8m0fnu).float()[..., None]
     return values.unflatten(1, (-1, 32)) * power

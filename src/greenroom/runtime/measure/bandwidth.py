@@ -1,7 +1,7 @@
 """Measurements of the bandwidth of memory and disk, in bytes a second.
 
-The disk is read past the page cache (O_DIRECT), as the store reads it; if the file system refuses,
-through the page cache, after dropping the files from it.
+The disk is read past the page cache (O_DIRECT), as experts are read in a run. If the file system
+refuses, the files are dropped from the page cache and read through it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ Reads = Mapping[tuple[int, int], float]  # (bytes of a read, threads) -> bytes a
 
 
 def run_threads(work: Sequence[Callable[[], Any]]) -> float:
-    """Return the seconds until all threads have ended; raise their first error."""
+    """Run each function in its own thread; return the seconds until all have ended.
+
+    Raises the error of the first function that failed.
+    """
     with ThreadPoolExecutor(len(work)) as threads:
         start = time.perf_counter()
         for each in [threads.submit(part) for part in work]:
@@ -49,10 +52,7 @@ def run_threads(work: Sequence[Callable[[], Any]]) -> float:
 
 @jit(fastmath=True)
 def _total(values: np.ndarray) -> int:
-    """Sum int64 values at the speed of memory, for bandwidth measurements.
-
-    One addition for eight bytes, so memory limits the speed.
-    """
+    """Sum int64 values, with one addition for eight bytes, so memory limits the speed."""
     result = 0
     for i in range(values.size):
         result += values[i]
@@ -60,7 +60,10 @@ def _total(values: np.ndarray) -> int:
 
 
 def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> float:
-    """Measure the bandwidth of memory reads by `threads` threads: the best pass's."""
+    """Measure the bandwidth of memory reads by `threads` threads, in bytes a second.
+
+    The threads read `nbytes` bytes `passes` times; the best pass counts.
+    """
     values = np.ones(nbytes // 8, np.int64)
     parts = np.array_split(values, threads)
     _total(parts[0][:8])
@@ -72,7 +75,7 @@ def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> fl
 
 
 def drop_page_cache(files: Sequence[Path]) -> None:
-    """Drop files from the OS page cache; pages that a live process maps stay."""
+    """Drop files from the OS page cache, except for pages that a process maps."""
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -99,12 +102,11 @@ def disk_bandwidth(
     most_bytes: int = 1_200_000_000,
     seconds: float = math.inf,
 ) -> float:
-    """Measure a disk's bandwidth by cold random reads of `size` bytes.
+    """Measure a disk's bandwidth by random reads of uncached blocks, in bytes a second.
 
-    The size is rounded up to 4 KiB.
-
-    Ends after `most_bytes` or `seconds`, or when every block has been read once: no block is in a
-    cache because of an earlier read.
+    `threads` threads read blocks of `size` bytes, rounded up to a multiple of 4 KiB. The
+    measurement ends after `most_bytes` or `seconds`, or when every block has been read once, so no
+    block is in a cache because of an earlier read. Raises OSError if a read fails.
     """
     size = -(-size // BLOCK) * BLOCK
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
@@ -143,9 +145,9 @@ def disk_bandwidth(
 
 @contextmanager
 def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Create a temporary file of random bytes in a folder, for disk measurements.
+    """Create a file of random bytes in a folder during the block, for disk measurements.
 
-    OutputError if it cannot be written.
+    Raises OutputError if the file cannot be written.
     """
     noise = np.random.default_rng(0).bytes(4 << 20)
     try:
@@ -161,7 +163,9 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
             yield Path(name)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(f"no room for a test file in {folder}: {error.strerror}") from error
+            raise OutputError(
+                f"no room for a test file of {nbytes >> 20} MiB in {folder}: {error.strerror}"
+            ) from error
         raise
     finally:
         with suppress(OSError):
@@ -169,11 +173,11 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def fit_link(reads: Reads) -> Link:
-    """Fit the cost model's link (bandwidth, latency, lanes) to measured disk reads.
+    """Fit the cost model of a link (bandwidth, latency, lanes) to measured disk reads.
 
-    bandwidth: the best one measured
-    latency: of a single thread's reads, the median time beyond that at the best bandwidth
-    lanes: the fewest threads that come within 5 % of the best, with the largest reads
+    bandwidth: the best measured bandwidth
+    latency: the median, over a single thread's reads, of their time beyond that at this bandwidth
+    lanes: the fewest threads that reach 95 % of the best bandwidth, with reads of the largest size
     """
     bandwidth = max(reads.values())
     largest = max(size for size, _ in reads)
@@ -184,7 +188,7 @@ def fit_link(reads: Reads) -> Link:
 
 
 def host_facts() -> dict[str, Any]:
-    """Describe the host of a measurement: its hardware, software and present load."""
+    """Return this machine's processor, memory, system, torch version and present load."""
     import torch
 
     info = ""

@@ -1,4 +1,7 @@
-"""Measurement of this machine, for the profile that the simulator reads."""
+"""Measurement of this machine's memory, disk, kernels and GPU, as a machine profile.
+
+`greenroom doctor` prints the profile; the simulator and the planner read it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ SUFFIXES = (".safetensors", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Sizes and durations of a machine's measurements: bytes, passes and seconds."""
+    """Sizes and durations of a machine's measurements: bytes, passes and seconds.
+
+    ram_bytes, ram_passes: bytes of memory that are read, and how often
+    file_bytes: size of the test file
+    read_s, kernel_s: seconds for each measurement of the disk and of a kernel
+    """
 
     ram_bytes: int
     ram_passes: int
@@ -43,7 +51,7 @@ Report = Callable[[str], None]
 
 
 def gpu_engines() -> list[Engine]:
-    """Return an engine for the GPU that a run would use; [] without a GPU."""
+    """Return a list with an engine for the first GPU; [] if there is no GPU."""
     return [Cuda(0)] if torch.cuda.is_available() else []
 
 
@@ -53,13 +61,14 @@ def measure_machine(
     report: Report = lambda _: None,
     devices: Sequence[Engine] = (),
 ) -> Machine:
-    """Measure this machine's memory, disk, kernels and given devices, as a profile.
+    """Measure this machine's memory, disk, CPU kernels and given GPUs, as a machine profile.
 
-    UsageError, OutputError.
+    path: a model's folder or file, which is read; or any other folder, in which a test file is
+        written, read and deleted (default: the folder of downloaded models)
+    report: called with the name of each measurement as it begins
 
-    path: a model's folder or file, which is read, or any other folder, where a file is written
-        and read back (default: the folder of downloaded models)
-    report: called with the name of each measurement as it begins"""
+    Raises UsageError for a wrong path or a full disk, OutputError if the test file cannot be
+    written, DeviceError if a GPU fails."""
     begin = time.perf_counter()
     facts = bandwidth.host_facts()
     cores = os.cpu_count() or 1
@@ -111,25 +120,30 @@ def measure_machine(
 
 @contextmanager
 def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple[list[Path], Path]]:
-    """Provide files for disk measurements during the block, and the path to report."""
+    """Provide files for disk measurements during the block, and the path to show for them.
+
+    The files are a model's weights, or a test file. Raises UsageError for a wrong path, a model of
+    less than 64 MiB or a full disk.
+    """
     if path is not None and not path.exists():
-        raise UsageError(f"--path {path}: no such file or folder")
+        raise UsageError(f"--path {path}: there is no such file or folder")
     files = model_files(path) if path is not None else []
     if files and path is not None:
         total = sum(file.stat().st_size for file in files)
         if total < LEAST_BYTES:
             raise UsageError(
-                f"--path {path} holds {total >> 20} MiB of weights: at least {LEAST_BYTES >> 20}"
-                " are needed to measure the disk; leave --path out to measure on a temporary file"
+                f"--path {path} has {total >> 20} MiB of weights: at least {LEAST_BYTES >> 20} MiB"
+                " are needed to measure the disk; leave out --path to measure with a test file"
             )
         yield files, path
         return
     folder = path or models_folder()
-    nbytes = min(nbytes, shutil.disk_usage(folder).free // 2)
+    free = shutil.disk_usage(folder).free
+    nbytes = min(nbytes, free // 2)
     if nbytes < LEAST_BYTES:
         raise UsageError(
-            f"{folder} has no room for a test file of {LEAST_BYTES >> 20} MiB: name another folder,"
-            " or a model to read, with --path"
+            f"the disk of {folder} has {free >> 20} MiB of free space: the disk test needs at least"
+            f" {2 * LEAST_BYTES >> 20} MiB; name another folder, or a model to read, with --path"
         )
     report(f"disk, writing a test file of {nbytes >> 20} MiB in {folder}")
     with bandwidth.noise_file(folder, nbytes) as file:
@@ -137,14 +151,20 @@ def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple
 
 
 def model_files(path: Path) -> list[Path]:
-    """List a model's weight files: the file itself, or those in a folder."""
+    """Return a model's weight files: the path itself if it is a file, else those in the folder.
+
+    Weight files have the suffix .safetensors or .gguf.
+    """
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
 def models_folder() -> Path:
-    """Return the folder of downloaded models, or its nearest parent that is writable."""
+    """Return the folder of downloaded models, or the nearest folder above that is writable.
+
+    Returns the working directory if there is none.
+    """
     folder = Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(StopIteration):
         return next(each for each in (folder, *folder.parents) if os.access(each, os.W_OK))

@@ -1,8 +1,8 @@
 """Measurements of a GPU: its link to host memory, its memory and matrix products.
 
-All of them use an `Engine`, so a CPU in place of a GPU is measured by the same code. Host memory is
-copied both pinned (registered with the device), as a run does if the system allows it, and
-pageable, which shows the gain of pinning.
+All measurements use an `Engine`, so the same code can measure a CPU in place of a GPU. Copies from
+host memory are measured both from pinned memory (registered with the device), which a run uses if
+the system allows it, and from pageable memory, which shows the gain of pinning.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from greenroom.runtime.measure.kernels import Steps, Work, table_of, typical
 SMALL = 64 << 10  # bytes of a copy that takes little more than the latency
 MEMORY = 256 << 20  # bytes that are copied within the device, more than any cache holds
 LANES = 2  # of the link to a device, as in a run
-STEP_LAUNCHES = 4  # experts or layers launched at once, so that their launches overlap
+STEP_LAUNCHES = 4  # experts or layers launched without a wait, so that their launches overlap
 
 
 def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
-    """Add a measured GPU, behind host memory, to a machine's profile.
+    """Measure a GPU, and return a machine profile to which the GPU is added.
 
-    DeviceError if it fails.
-
-    Each figure is measured for about `seconds`.
+    Each figure is measured for about `seconds`. Raises DeviceError if the GPU fails.
     """
     link, measured = link_of(engine, seconds)
     measured |= {
@@ -52,10 +50,10 @@ def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
 
 
 def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
-    """Measure a GPU's link to host memory, and its rates in bytes a second.
+    """Measure a GPU's link from host memory: a cost model, and rates in bytes a second.
 
-    `pinned` is None, and `unpinned` is the reason, if the device refuses to register memory; the
-    link is then that of `pageable` copies.
+    The rates are `pinned` and `pageable`. If the device refuses to pin memory, `pinned` is None,
+    `unpinned` is the reason, and the cost model is that of pageable copies.
     """
     source, target = torch.zeros(CHUNK_BYTES, dtype=torch.uint8), engine.empty(CHUNK_BYTES)
     pageable = CHUNK_BYTES / copy_time(engine, source, target, CHUNK_BYTES, seconds)
@@ -71,7 +69,7 @@ def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
 
 @contextmanager
 def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
-    """Pin host memory during the block; yield None, or the device's refusal."""
+    """Pin host memory during the block; yield None, or the reason why the device refuses."""
     refusal = engine.register(memory.data_ptr(), memory.nbytes)
     try:
         yield refusal
@@ -81,7 +79,7 @@ def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
 
 
 def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, seconds: float) -> float:
-    """Measure the seconds of one copy to the GPU, including the wait for it."""
+    """Measure the seconds of a copy of `nbytes` bytes from the host to a GPU."""
 
     def copy() -> None:
         with engine.copying(None):
@@ -91,14 +89,14 @@ def copy_time(engine: Engine, source: Tensor, target: Tensor, nbytes: int, secon
 
 
 def memory_rate(engine: Engine, seconds: float) -> float:
-    """Measure the bytes a second that a GPU reads and writes in its own memory."""
+    """Measure a GPU's memory bandwidth, in bytes read and written a second."""
     nbytes = min(MEMORY, engine.memory()[0] // 8)
     source, target = engine.empty(nbytes), engine.empty(nbytes)
     return 2 * nbytes / typical(with_wait(engine, lambda: target.copy_(source)), seconds)
 
 
 def with_wait(engine: Engine, work: Work) -> Work:
-    """Return a function that runs GPU work and waits until it is done."""
+    """Return a function that launches work on a GPU and waits for its end."""
 
     def work_and_wait() -> None:
         work()
@@ -108,9 +106,10 @@ def with_wait(engine: Engine, work: Work) -> Work:
 
 
 def expert_times(engine: Engine, seconds: float) -> Table:
-    """Measure the seconds of one bf16 SwiGLU expert on a GPU, by torch's products.
+    """Measure the seconds of one bf16 SwiGLU expert on a GPU, by size and tokens.
 
-    Steps use other experts.
+    The expert is computed by torch. Consecutive computations use different weights, so these come
+    from memory and not from a cache.
     """
 
     def expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -122,7 +121,10 @@ def expert_times(engine: Engine, seconds: float) -> Table:
 
 
 def dense_times(engine: Engine, seconds: float) -> Table:
-    """Measure the seconds of one bf16 linear layer without bias on a GPU."""
+    """Measure the seconds of one bf16 linear layer on a GPU, by size and tokens.
+
+    The layer has no bias.
+    """
     shapes = [(shape,) for shape in kernels.DENSE]
     return table_of((_steps(engine, shape, linear) for shape in shapes), seconds, STEP_LAUNCHES)
 
@@ -130,9 +132,10 @@ def dense_times(engine: Engine, seconds: float) -> Table:
 def _steps(
     engine: Engine, shapes: Sequence[tuple[int, int]], compute: Callable[..., Tensor]
 ) -> Steps:
-    """Make steps of STEP_LAUNCHES GPU computations, with weights of the given shapes.
+    """Return the bytes of one computation's weights, and a function that makes measured steps.
 
-    The weights are used in turn.
+    A step is four computations on a GPU with weights of the given shapes. Steps use several sets of
+    weights in turn.
     """
     nbytes = sum(2 * rows * columns for rows, columns in shapes)
     weights = [

@@ -1,6 +1,6 @@
-"""Times of this machine's CPU kernels for experts and dense layers.
+"""Measurements of this machine's CPU kernels for experts and dense layers.
 
-Weights are larger than all caches of the processor, so they come from memory, as in a running
+The weights are larger than all caches of the processor, so they come from memory, as in a running
 model. Times are medians of several calls.
 """
 
@@ -50,11 +50,10 @@ class SwiGLUExperts(nn.Module):
 
 
 def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False) -> LayerExperts:
-    """Make an MoE layer of resident bf16 experts, for measurements.
+    """Make an MoE layer of bf16 SwiGLU experts in host memory, for measurements.
 
-    Expert e lies in slot e.
-
-    All have the same small random weights: drawing them takes longer than any measurement.
+    Expert e is in slot e. All experts have the same small random weights, since random numbers for
+    each would take longer than any measurement. `inner` is the intermediate size.
     """
     up, down = (2 * inner, hidden), (hidden, inner)
     if transposed:
@@ -71,9 +70,9 @@ def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False
 def compute_step(
     chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Compute an MoE layer that `random_layer` made.
+    """Compute an MoE layer that `random_layer` made, with an expert kernel.
 
-    x [T, H], index and weights [T, K] -> [T, H]
+    x [tokens, hidden], index and weights [tokens, top_k] -> [tokens, hidden]
     """
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = chosen.begin(layer, x, routing, weights)
@@ -83,25 +82,25 @@ def compute_step(
 
 
 def expert_times(seconds: float) -> Table:
-    """Measure the seconds of one resident bf16 SwiGLU expert, by the compiled CPU kernel.
+    """Measure the seconds of one resident bf16 SwiGLU expert with the compiled CPU kernel.
 
-    Each step computes four experts.
+    The table is by expert size and tokens. Each measured call computes four experts.
     """
     return table_of(map(_expert_steps, SHAPES), seconds, EXPERTS_PER_STEP)
 
 
 def dense_times(seconds: float) -> Table:
-    """Measure the seconds of one bf16 linear layer on the CPU, compiled by Greenroom.
+    """Measure the seconds of one bf16 linear layer without bias with Greenroom's CPU kernel.
 
-    It has no bias.
+    The table is by layer size and tokens.
     """
     return table_of(map(_dense_steps, DENSE), seconds)
 
 
 def _expert_steps(shape: tuple[int, int]) -> Steps:
-    """Make steps in which all tokens choose the same four experts.
+    """Return an expert's bytes, and a function that makes measured steps of four experts.
 
-    Each step has other ones.
+    All tokens of a step choose the same four experts; consecutive steps use different experts.
     """
     hidden, inner = shape
     nbytes, chosen = 6 * hidden * inner, make_kernel("numba")
@@ -136,19 +135,16 @@ def _dense_steps(shape: tuple[int, int]) -> Steps:
 
 
 def _linear(width: int, height: int) -> nn.Linear:
-    """Make a linear layer of ones for measurements.
-
-    Random weights take longer to draw than to multiply.
-    """
+    """Make a linear layer of ones, since random weights take longer to draw than to multiply."""
     layer = nn.utils.skip_init(nn.Linear, width, height, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)
     return layer
 
 
 def typical(work: Work, seconds: float) -> float:
-    """Return the median time of a function's calls after the first.
+    """Return the median seconds of a function's calls, repeated for about `seconds`.
 
-    At least one call is timed.
+    The first call is not timed; at least one call is.
     """
     work()
     times: list[float] = []
@@ -162,11 +158,13 @@ def typical(work: Work, seconds: float) -> float:
 
 @torch.no_grad()
 def table_of(measured: Iterable[Steps], seconds: float, per_step: int = 1) -> Table:
-    """Measure one of a step's equal computations, as a table by bytes and tokens.
+    """Measure the seconds of a computation, as a table by bytes of weights and tokens.
 
-    The times are seconds; a step has `per_step` computations.
+    measured: (bytes of weights, function that makes a step for a number of tokens) for each size
+    seconds: about how long each entry is measured
+    per_step: number of equal computations in a step, by which the times are divided
 
-    Each entry is measured for about `seconds`. Noise is levelled: more tokens are never faster.
+    Noise is smoothed: a time for more tokens is never lower than that for fewer.
     """
     sizes, rows = [], []
     for nbytes, steps in measured:

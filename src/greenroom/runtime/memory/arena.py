@@ -1,7 +1,7 @@
-"""Memory in large pages, for weights that are read again and again.
+"""Tensors in large memory pages, for weights that are read again and again.
 
-A core that streams weights from pages of 4 KB also waits for their addresses: from pages of 2 MB
-the same matrix is read a tenth to a quarter faster (docs/log/).
+A core that reads weights from pages of 4 KiB also waits for address translation: from pages of 2
+MiB the same matrix is read a tenth to a quarter faster (docs/log/).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SPAN = 256 << 20  # bytes of address space that are reserved at a time
 
 
 class TensorArena:
-    """Allocator that places tensors side by side in large pages.
+    """Allocator that places tensors one after another in large memory pages.
 
-    Memory is taken as tensors are written, and freed with the last tensor of a span, so it suits
-    tensors of equal lifetime.
+    Address space is reserved in spans of 256 MiB. Memory is taken when tensors are written, and
+    freed with the last tensor of a span, so tensors should have equal lifetimes.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class TensorArena:
         self._used = 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialised tensor in large pages, like torch.empty.
+        """Allocate an uninitialised tensor in large pages, as torch.empty does in small ones.
 
-        DeviceError if there is no address space.
+        Raises DeviceError if there is not enough address space.
         """
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:

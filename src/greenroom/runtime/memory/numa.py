@@ -1,8 +1,8 @@
-"""Placement of host memory on the NUMA node of the device that reads it.
+"""Placement of host memory on the NUMA node of the device that reads the memory.
 
-On a machine with several NUMA nodes a device is attached to one of them; memory of another node
-comes over the link between them. Linux tells a device's node in /sys. Pages are requested there by
-`mbind`, as a preference: where a node is full they lie elsewhere.
+On a machine with several NUMA nodes a device is attached to one of them; reads of another node's
+memory cross the link between the nodes. Linux has each device's node in /sys. The node is set by
+`mbind` as a preference: if it is full, pages are allocated on another node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def nodes(sys: Path = SYS) -> list[int]:
-    """List this machine's NUMA nodes, ascending; [] where Linux does not name any."""
+    """Return the numbers of this machine's NUMA nodes, ascending; [] if Linux names none."""
     folders = (sys / "devices/system/node").glob("node*")
     return sorted(int(p.name[4:]) for p in folders if re.fullmatch(r"node\d+", p.name))
 
@@ -31,7 +31,7 @@ def nodes(sys: Path = SYS) -> list[int]:
 def node_of(pci: str, sys: Path = SYS) -> int | None:
     """Return the NUMA node that a PCI device is attached to; None if unknown.
 
-    The address has the form `0000:3b:00.0`.
+    `pci` is the device's address, as `0000:3b:00.0`.
     """
     try:
         node = int((sys / "bus/pci/devices" / pci.lower() / "numa_node").read_text())
@@ -41,13 +41,13 @@ def node_of(pci: str, sys: Path = SYS) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Prefer a NUMA node for a memory range's pages that are still untouched.
+    """Set the preferred NUMA node of a memory range's pages, before they are allocated.
 
     Returns None, or the reason why the system refuses.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
-        return f"the number of mbind is unknown for {platform.machine()}"
+        return f"the number of the system call mbind is unknown for {platform.machine()}"
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin >= end:
@@ -64,20 +64,19 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
 
 
 def place(address: int, parts: list[tuple[int, int | None]], sys: Path = SYS) -> None:
-    """Prefer NUMA nodes for consecutive parts of a memory reservation.
+    """Set the preferred NUMA nodes of consecutive parts of memory from `address` on.
 
-    Each part is (bytes, node).
-
-    Failures are logged as warnings. On a machine with one node nothing is done.
+    Each part is (bytes, node); the node is None if it is unknown. Failures are logged as warnings.
+    A machine with one node is left as it is.
     """
     if len(nodes(sys)) < 2:
         return
     for nbytes, node in parts:
-        reason = "the device does not tell its node"
+        reason = "the device's node is unknown"
         if nbytes and (node is None or (reason := prefer(address, nbytes, node) or "")):
             log.warning(
-                "host memory of a device could not be placed at its NUMA node (%s): copies may"
-                " cross the link between nodes",
+                "host memory could not be placed on the NUMA node of its GPU (%s): copies to the"
+                " GPU may be slower, since they may cross the link between nodes",
                 reason,
             )
         address += nbytes

@@ -21,17 +21,18 @@ _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def available_bytes() -> int:
-    """Return the bytes available to this process: the machine's or its cgroup's.
+    """Return the bytes of memory available to this process.
 
-    The smaller number counts.
+    This is the smallest of the machine's available memory and the free memory of the process's
+    cgroups.
     """
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms()])
 
 
 def _cgroup_rooms() -> list[int]:
-    """List the free bytes of each cgroup of this process, v1 and v2.
+    """Return the free bytes of each memory cgroup (v1 and v2) of this process.
 
-    Limit minus usage without page cache.
+    Free bytes are the limit minus the usage without page cache.
     """
     rooms = []
     with contextlib.suppress(OSError):
@@ -66,22 +67,25 @@ def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> lis
 def rss_bytes() -> int:
     """Return the bytes of memory that this process and its helper processes hold.
 
-    Budgets, the start-up line, the closing line and statistics all use this count. Pages of library
-    files count once, as this process maps them; of a helper process only private pages count. A
-    memory cgroup counts the same pages, and the page cache of unmapped files, which the kernel
-    reclaims where memory is short.
+    Helper processes are the living children. Of this process all resident pages count, also those
+    of mapped library files; of a helper process anonymous and shared-memory pages count. A memory
+    cgroup counts the same pages, and the page cache of unmapped files, which the kernel reclaims if
+    memory is short. Budgets, the start-up line, the closing line and statistics use this count.
     """
     return _status_bytes("self", "VmRSS") + _helpers_bytes()
 
 
 def peak_rss_bytes() -> int:
-    """Return this process's peak memory in bytes since its start, with its helper processes."""
+    """Return this process's peak memory in bytes since its start, with its helper processes.
+
+    A helper process (a living child) counts with its present memory.
+    """
     peak = _status_bytes("self", "VmHWM")
     return (peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB) + _helpers_bytes()
 
 
 def _helpers_bytes() -> int:
-    """Sum the private and shared-memory bytes of the living child processes."""
+    """Return the sum of anonymous and shared-memory bytes of the living child processes."""
     nbytes = 0
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -91,7 +95,7 @@ def _helpers_bytes() -> int:
 
 
 def _status_bytes(pid: str, name: str) -> int:
-    """Return a field of /proc/PID/status in bytes; 0 without the process or field."""
+    """Return a field of /proc/PID/status in bytes; 0 if there is no such process or field."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -102,27 +106,34 @@ def _status_bytes(pid: str, name: str) -> int:
 def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
     """Reserve address space, whose pages take memory only once they are written.
 
-    Pages have the smallest size, or with `large_pages` the largest that the system has. The space
-    is freed with its last view. DeviceError if there is not enough.
+    Pages have the system's normal size; with `large_pages` the system is asked for transparent huge
+    pages. The space is freed when its last view is deleted. Raises DeviceError if there is not
+    enough address space.
     """
     try:
         space = mmap.mmap(-1, max(nbytes, 1), flags=_PRIVATE | _NORESERVE)
     except (OSError, ValueError, OverflowError) as error:
-        raise DeviceError(f"no address space for {nbytes} bytes: {error}") from error
+        raise DeviceError(
+            f"no address space for {nbytes} bytes of memory ({error}): ask for less memory, or"
+            " raise the limit (ulimit -v)"
+        ) from error
     with contextlib.suppress(OSError, AttributeError):  # a kernel without them has none to refuse
         space.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return space
 
 
 def advise_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
-    """Request pages of 2 MiB for the aligned part of a memory reservation."""
+    """Ask the system for pages of 2 MiB in a part of reserved memory.
+
+    `start` and `nbytes` are multiples of 2 MiB; 0 bytes are left as they are.
+    """
     if nbytes:
         with contextlib.suppress(OSError, AttributeError):
             space.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
 
 def trim_heap() -> None:
-    """Return freed heap pages, which glibc would keep, to the operating system."""
+    """Return freed heap pages, which glibc caches, to the operating system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -137,8 +148,8 @@ def release_memory() -> None:
 def gc_paused() -> Iterator[None]:
     """Pause Python's garbage collector during the block.
 
-    While a model is built and kernels are compiled it takes a fifth of the time, since it visits a
-    million objects of the libraries again and again.
+    While a model is built and kernels are compiled, the collector takes a fifth of the time, since
+    it visits a million objects of the libraries again and again.
     """
     enabled = gc.isenabled()
     gc.disable()

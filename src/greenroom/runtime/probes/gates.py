@@ -1,6 +1,6 @@
-"""Calls of a model's routers outside of a forward pass, for predictors.
+"""Calls of a model's MoE routers outside of a forward pass, for expert predictors.
 
-See `core.predictor.Gates`.
+`RouterGates` implements the protocol `core.predictor.Gates`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from greenroom.runtime.probes.routers import Router
 
 
 class RouterGates:
-    """Ranks experts for hidden states by a model's own routers.
+    """Ranks experts for hidden states by a model's own MoE routers.
 
-    Linear routers are computed by a compiled product, others by calling them. PredictorError if a
-    router cannot be called outside of a forward pass.
+    A router with linear scores is computed by a compiled matrix product, another router by calling
+    it. Raises PredictorError if a router cannot be called outside of a forward pass.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
@@ -30,13 +30,14 @@ class RouterGates:
 
     @property
     def compiled(self) -> int:
-        """Number of a model's routers that are computed as compiled linear products."""
+        """Number of a model's routers that are computed by a compiled matrix product."""
         return sum(linear is not None for linear in self._linear)
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
         """Rank a layer's experts for hidden states by the layer's router, likeliest first.
 
-        [T, H] -> [T, width]; -1 where a router names fewer.
+        [tokens, hidden] -> [tokens, width]. Rows are filled with -1 if the router returns no scores
+        and chooses fewer experts.
         """
         if (linear := self._linear[layer]) is not None:
             ranked: Ids = top(linear.scores(inputs), width)
@@ -45,7 +46,10 @@ class RouterGates:
 
 
 def _checked_linear(router: Router) -> Linear | None:
-    """Find a router's linear formula, or None; PredictorError if the router cannot be called."""
+    """Return a linear formula of a router's scores; None if no formula fits.
+
+    Raises PredictorError if the router cannot be called outside of a forward pass.
+    """
     router.arguments()
     linear = find_linear(router)
     if linear is None:
@@ -54,15 +58,15 @@ def _checked_linear(router: Router) -> Linear | None:
 
 
 def _choose(router: Router) -> Ids:
-    """Return the experts that a router chooses for random inputs: [T, K].
+    """Return the experts that a router chooses for random inputs: [tokens, top_k].
 
-    PredictorError if the router cannot be called.
+    Raises PredictorError if the router cannot be called outside of a forward pass.
     """
     router.arguments()
     matrix = next((p for p in router.module.parameters() if p.dim() == 2), None)
     kind = type(router.module).__name__
     if matrix is None:
-        raise PredictorError(f"{kind} has no matrix, so the size of its inputs is unknown")
+        raise PredictorError(f"router {kind} has no matrix: the size of its inputs is unknown")
     hidden = torch.from_numpy(random_inputs(matrix.shape[1])).to(matrix.device, matrix.dtype)
     try:
         chosen: Ids = router(hidden)[1].cpu().numpy()
@@ -77,7 +81,7 @@ def _choose(router: Router) -> Ids:
 def top_k_of(router: Router) -> int:
     """Return the number of experts that a router chooses for each token.
 
-    PredictorError if the router cannot be called.
+    The router is called with random inputs. Raises PredictorError if the call fails.
     """
     return int(_choose(router).shape[1])
 

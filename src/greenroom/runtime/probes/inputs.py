@@ -14,9 +14,9 @@ from greenroom.runtime.probes.routers import Router
 
 
 class GateInputProbe:
-    """Forward pre-hooks that capture the latest input of each of a model's routers.
+    """Forward pre-hooks that capture the latest input of each of a model's MoE routers.
 
-    They capture until `detach`.
+    The hooks stay until `detach`.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
@@ -36,27 +36,38 @@ class GateInputProbe:
         return capture
 
     def take_tensor(self, layer: int) -> Tensor:
-        """Take a router's latest input out of the probe, as a tensor [T, H]."""
+        """Take a router's latest input out of the probe, as a tensor [tokens, hidden].
+
+        Raises ValueError if the router was not called since the previous input was taken.
+        """
         hidden, self._inputs[layer] = self._inputs[layer], None
         if hidden is None:
-            raise ValueError(f"no input of the router of layer {layer} was captured")
+            raise ValueError(
+                f"no input of the router of layer {layer} was captured: its forward was not called"
+            )
         hidden = hidden.detach()
         return hidden.reshape(-1, hidden.shape[-1])
 
     def take_if_captured(self, layer: int) -> Inputs | None:
-        """Take a router's latest input out of the probe; None if none was captured.
+        """Take a router's latest input out of the probe; None if the router was not called.
 
-        Nothing is captured if only the experts were called.
+        The experts of a layer may be called without its router.
         """
         return None if self._inputs[layer] is None else self.take_array(layer)
 
     def take_array(self, layer: int) -> Inputs:
-        """Take a router's latest input as a float32 NumPy array, for predictors."""
+        """Take a router's latest input as a float32 NumPy array [tokens, hidden].
+
+        Raises ValueError if the router was not called since the previous input was taken.
+        """
         values: Inputs = self.take_tensor(layer).to("cpu", torch.float32).numpy()
         return values
 
     def detach(self) -> None:
-        """Remove the probe's hooks from the model's routers; a second call does nothing."""
+        """Remove the hooks from a model's routers, and drop captured inputs.
+
+        A second call does nothing.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

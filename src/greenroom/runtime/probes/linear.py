@@ -1,7 +1,8 @@
-"""Routers with linear scores: recognised by trials, computed by one compiled product.
+"""MoE routers with linear scores: recognised by trials, computed by a compiled product.
 
-Nearly all routers rank by f(W x + b) + c with a monotone f, and some scale x before. The roles of a
-router's tensors, and f, are recognised by its results for random inputs.
+Nearly all routers rank experts by f(W x + b) + c, with hidden states x, a weight W, a bias b, a
+correction c and a monotone function f; some scale x before. Which tensor of a router is which, and
+the function, are recognised by the router's results for random inputs.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear formula of a router's scores: f(W (scale * x) + bias) + correction.
+    """Linear formula of an MoE router's scores: f(weight @ (scale * x) + bias) + correction.
 
-    `weight` shares the router's memory.
+    `function` is the name of f in `FUNCTIONS`. `weight` shares the memory of the router's matrix,
+    if this is contiguous and on the CPU.
     """
 
-    weight: Tensor  # [E, H] on the CPU, contiguous
-    scale: Floats | None = None  # [H]
-    bias: Floats | None = None  # [E]
+    weight: Tensor  # [experts, hidden] on the CPU, contiguous
+    scale: Floats | None = None  # [hidden]
+    bias: Floats | None = None  # [experts]
     function: str = "none"
-    correction: Floats | None = None  # [E]
+    correction: Floats | None = None  # [experts]
 
     def scores(self, inputs: Inputs) -> Floats:
-        """Compute the router's scores of all experts; a higher score is likelier.
+        """Compute a router's scores of all experts from hidden states.
 
-        [T, H] -> [T, E]
+        [tokens, hidden] -> [tokens, experts]. The experts with the highest scores are chosen.
         """
         x = inputs if self.scale is None else inputs * self.scale
         out = self._product(np.ascontiguousarray(x, np.float32))
@@ -86,16 +88,19 @@ class Linear:
 
 
 def _address(x: Floats) -> int:
-    """Return an array's address, faster than NumPy's own attribute.
+    """Return the address of an array's data, faster than `x.ctypes.data`.
 
-    That attribute takes longer than a layer's product.
+    That attribute takes longer than the matrix product of a router.
     """
     return torch.from_numpy(x).data_ptr() if x.flags.writeable else x.ctypes.data
 
 
 @torch.no_grad()
 def find_linear(router: Router) -> Linear | None:
-    """Find a linear formula of a router's scores by trials; None without one."""
+    """Find a linear formula of a router's scores by trials with random inputs.
+
+    Returns None if no formula chooses the same experts as the router for 99 % of the inputs.
+    """
     try:
         exact = _exact(router)
         forms = list(_forms(exact))
@@ -115,7 +120,7 @@ def find_linear(router: Router) -> Linear | None:
 
 
 def _exact(router: Router) -> Router:
-    """Copy a router in float32: its results have no ties, so they distinguish formulas."""
+    """Copy a router to float32: its scores then have no ties, so they distinguish formulas."""
     module = _copy_without_hooks(router.module)
     block: Any = nn.Module()
     for name, tensor in router.arguments().items():
@@ -147,7 +152,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _forms(router: Router) -> Iterator[Linear]:
-    """Yield every possible linear formula of a router's tensors, the simplest first."""
+    """Yield every linear formula that a router's tensors allow, the simplest first."""
     tensors = {**dict(router.module.named_parameters()), **dict(router.module.named_buffers())}
     tensors |= router.arguments()
     floats = [tensor.detach().cpu() for tensor in tensors.values() if tensor.is_floating_point()]
@@ -172,9 +177,9 @@ def _floats(vector: Tensor) -> Floats:
 
 
 def random_inputs(hidden: int) -> Inputs:
-    """Make reproducible random hidden states for router trials, at several scales.
+    """Make reproducible random hidden states [256, hidden] for trials of a router.
 
-    [ROWS, hidden]
+    The rows have three scales.
     """
     random = np.random.default_rng(0)
     x = random.standard_normal((ROWS, hidden)).astype(np.float32)

@@ -1,1 +1,1 @@
-"""Recording of which experts a model's routers choose, and training of predictors."""
+"""Recording of the experts that a model's routers choose, and training of predictors."""

@@ -1,4 +1,4 @@
-"""Predictions of experts, made alongside a running model for its routing trace."""
+"""Expert predictions that are made while a model's routing is recorded, and stored with it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, P
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, PredictorChoice, predictor
 
-NOTHING = -1  # no prediction; a trace stores the largest value of its type
+NOTHING = -1  # no prediction; a trace stores the largest value of its dtype instead
 
 Rows = NDArray[np.int64]
 
 
 def parse_predictors(text: str) -> list[PredictorChoice]:
-    """Parse `NAME[:distance],...` to expert predictors that can run alongside a model.
+    """Parse the expert predictors of `--predict NAME[:distance][,option=value...],NAME...`.
 
-    Options keep their commas: `markov:2,option=1,next-gate`. UsageError names a wrong predictor.
+    An item with `=` before any colon is an option of the predictor before. Raises UsageError for a
+    wrong or repeated predictor, and for one that works in replays of a trace only.
     """
     names: list[str] = []
     for part in text.split(","):
@@ -28,28 +29,29 @@ def parse_predictors(text: str) -> list[PredictorChoice]:
         else:
             names.append(part)
     if len(set(names)) < len(names):
-        raise UsageError(f"--predict {text}: a predictor is named twice")
+        raise UsageError(f"--predict {text} names a predictor twice: name each one once")
     choices = [predictor(name) for name in names]
     for choice in choices:
         if choice.kind is AUTO or "trace" in choice.kind.needs:
             raise UsageError(
-                f"--predict {choice.name}: works in replays of a trace only, not with a running"
-                " model"
+                f"--predict {choice.name}: predictor {choice.name} works in replays of a trace"
+                " only, not while a model runs"
             )
     return choices
 
 
 def distance_of(predictor: Predictor) -> int:
-    """Return how many layers ahead a predictor predicts; 0 for a whole pass."""
+    """Return how many layers ahead a predictor predicts; 0 if it predicts a whole pass at once."""
     return predictor.distance or 0
 
 
 class ForecastRecorder:
-    """Runs expert predictors alongside a model, and collects each pass's predictions.
+    """Runs expert predictors while a model runs, and collects each pass's predictions.
 
-    They equal those of a replay of the trace (tests/predictors/replay.py): a prediction counts if
-    made `distance` layers ahead or earlier; the last one replaces those before. Predictions at the
-    beginning of a pass count without a distance, and for passes of several tokens.
+    A replay of the recorded trace makes the same predictions. A prediction counts if it is made the
+    predictor's distance ahead of its layer or earlier; the last one for a layer replaces those
+    before. A prediction made at the start of a pass counts if the predictor has no distance, if the
+    pass has several tokens, and in the first pass of the trace.
     """
 
     def __init__(self, predictors: Mapping[str, Predictor], shape: Shape) -> None:
@@ -58,7 +60,7 @@ class ForecastRecorder:
         self._predicted: dict[str, Rows] = {}  # [T, L, width] of this pass
 
     def begin(self, at: PassStart) -> None:
-        """Begin to collect predictions of a forward pass."""
+        """Begin a forward pass: collect the predictions that are made at its start."""
         shape = (at.tokens, self._shape.layers, self._shape.width)
         announced = at.first == 0 or at.tokens > 1
         before, self._next_token = self._next_token, {}
@@ -73,7 +75,7 @@ class ForecastRecorder:
                 self._store(name, predictions, -1, 0)
 
     def layer(self, routing: LayerRouting) -> None:
-        """Show the expert predictors which experts a layer's router chose."""
+        """Show the predictors which experts a layer's router chose; collect their predictions."""
         for name, each in self._predictors.items():
             each.observe(routing)
             self._store(name, each.predict(routing.layer), routing.layer, distance_of(each))
@@ -96,9 +98,9 @@ class ForecastRecorder:
                 rows[:, :width] = prediction.experts[:, :width]
 
     def end(self) -> dict[str, Rows]:
-        """End the forward pass; return each predictor's predictions of its experts.
+        """End the forward pass; return its expert predictions by predictor name.
 
-        [T, L, width]
+        Each array is [tokens, layers, width], with -1 where an expert is not predicted.
         """
         predicted, self._predicted = self._predicted, {}
         return predicted

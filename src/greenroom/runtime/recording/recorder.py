@@ -1,8 +1,8 @@
-"""Recorder of the experts that a running model chooses, by hooks.
+"""Recorder of the experts that a running model's routers choose, by forward hooks.
 
-It sees the same passes as the driver (a pass begins where the layers begin again), so a replay of
-the trace in `runtime` order makes the cache requests of the run. Predictors may run alongside:
-their predictions are recorded, and nothing is fetched.
+The recorder counts forward passes as a run does: a pass begins with the first MoE layer. So a
+replay of the trace in `runtime` order makes the cache requests of the run. Expert predictors may be
+called too: their predictions are recorded, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts 
 
 
 class SegmentSink(Protocol):
-    """Protocol of a destination for recorded routing: a journal file, or memory.
+    """Protocol of a destination for recorded routing, such as a trace file's journal.
 
-    `tokens` is its present length.
+    `tokens` is the number of tokens that the destination contains.
     """
 
     header: Header
@@ -43,15 +43,16 @@ class SegmentSink(Protocol):
 
 
 class Recorder:
-    """Context manager that records the routing of requests to a journal, one by one.
+    """Context manager that records which experts a model's routers choose, request by request.
 
     modules: the experts modules, in the model's order
     embedding: the module whose input is the token ids
-    seed: draws the sample of tokens whose gate inputs are recorded
-    probe: captures gate inputs; without it they are the inputs of the experts
-    forecasts: of the predictors that the journal's header names
+    journal: the destination of the recording
+    seed: seed for the sample of tokens whose router inputs are recorded
+    probe: captures router inputs; without a probe the inputs of the experts are recorded instead
+    forecasts: runs the predictors that the journal's header names
 
-    Nothing is recorded outside of a `request`.
+    Routing is recorded only inside a `request` block.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Recorder:
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
-        """Record the block's routing as request `number`.
+        """Record the routing of all forward passes in the block as one request.
 
-        The request's first `prompt_tokens` tokens are prefill.
+        The request's first `prompt_tokens` tokens are recorded as prefill. If the block raises, the
+        complete passes are stored. Raises TraceError if a trace cannot store the routing.
         """
         self._number, self._label, self._prompt = number, label, prompt_tokens
         self._request_tokens, self._flushed = 0, time.monotonic()
@@ -132,8 +134,8 @@ class Recorder:
             self._end_pass()
         if layer != len(self._layers):
             raise TraceError(
-                f"a pass reached MoE layer {layer} after {len(self._layers)} others: a trace needs"
-                " every layer in every pass, in order"
+                f"a forward pass ran MoE layer {layer} after {len(self._layers)} others: routing"
+                " can only be recorded if every pass runs all MoE layers, in order"
             )
         if layer == 0:
             self._begin_pass(len(index))
@@ -165,10 +167,14 @@ class Recorder:
         layers, self._layers = self._layers, []
         if len(layers) != len(self._expert_counts):
             raise TraceError(
-                f"a pass used {len(layers)} of the {len(self._expert_counts)} MoE layers"
+                f"a forward pass used {len(layers)} of the {len(self._expert_counts)} MoE layers:"
+                " routing can only be recorded if every pass runs all MoE layers"
             )
         if len({layer["experts"].shape for layer in layers}) > 1:
-            raise TraceError("a pass has layers of different top-k, which a trace cannot store")
+            raise TraceError(
+                "the MoE layers of a forward pass chose different numbers of experts per token: a"
+                " trace cannot store different top-k"
+            )
         part = {name: np.stack([layer[name] for layer in layers], 1) for name in layers[0]}
         self._check(part["experts"])
         if self._forecasts is not None:
@@ -178,7 +184,8 @@ class Recorder:
         if self._header.token_ids:
             if len(self._ids) != tokens:
                 raise TraceError(
-                    "the token ids of a pass are unknown: its embedding got other tokens"
+                    f"the token ids of a forward pass are unknown: its embedding got"
+                    f" {len(self._ids)} ids for {tokens} tokens"
                 )
             part["token_ids"] = self._ids
         size = sum(array.nbytes for part in self._parts for array in part.values())
@@ -194,11 +201,12 @@ class Recorder:
         self.tokens += tokens
 
     def _check(self, experts: NDArray[np.uint16]) -> None:
-        """Check recorded routing now as `Trace` would later; raise TraceError."""
+        """Raise TraceError for recorded routing that `Trace` would refuse later."""
         rows = np.sort(experts, axis=2)
         if (rows[..., -1] >= self._expert_counts).any() or (rows[..., 1:] == rows[..., :-1]).any():
             raise TraceError(
-                "a token has no expert at some rank, or one twice: a trace cannot store it"
+                "a router chose an expert twice for one token, or an expert that the layer does not"
+                " have: a trace cannot store this"
             )
 
     def _flush(self, last: bool) -> None:

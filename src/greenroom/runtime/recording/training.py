@@ -1,9 +1,9 @@
-"""Training of the expert predictor `learned`, from a recording with router inputs.
+"""Training of the expert predictor `learned`, from a routing trace with router inputs.
 
-Each layer's network maps the gate's input `distance` layers before to the experts that the token
-used; for the first layers, the last gates' inputs to the experts of the next token. Inputs are
-standardised for training, which is folded into the weights afterwards. The loss is the binary cross
-entropy of each expert's use.
+Each layer's network maps the router's input `distance` layers before to the experts that the token
+used. For the first layers the networks map the inputs of the last layers' routers to the experts of
+the next token. Inputs are standardised for training; afterwards the standardisation is folded into
+the weights. The loss is the binary cross entropy of each expert's use.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ OnLayer = Callable[[int], None]
 
 
 class TrainingResult(NamedTuple):
-    """Result of training a predictor: its file's tensors, and their accuracy."""
+    """Result of training the predictor `learned`: the tensors of its file, and its accuracy."""
 
     tensors: dict[str, NDArray[Any]]
-    accuracy: dict[str, list[float]]  # predictor -> share by layer, on the held-out requests
-    tokens: int  # for training
-    held_out: int  # tokens for the test
+    accuracy: dict[str, list[float]]  # predictor -> accuracy of each layer on held-out requests
+    tokens: int  # number of tokens for training
+    held_out: int  # number of tokens for the test
 
 
 class TrainingPairs(NamedTuple):
-    """Training data of a layer's predictor network: router inputs, and target tokens."""
+    """Training data of one layer's predictor network: router inputs and the tokens to predict."""
 
-    source: int  # the layer whose gate inputs they are
-    rows: Ints  # [n] positions among the sampled tokens
-    tokens: Ints  # [n] whose experts are predicted
+    source: int  # the layer of the router whose inputs are used
+    rows: Ints  # [n] positions of the inputs among the sampled tokens
+    tokens: Ints  # [n] the tokens whose experts are predicted
 
 
 def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
-    """Make a predictor's training data for one layer at one prediction distance.
+    """Make the training data of the predictor `learned` for the layer `target`.
 
-    For the first layers the input is that of the last gates for the token before, if both tokens
-    belong to one request.
+    The input is that of the router `distance` layers before. For the first layers this is a router
+    at the end of the previous token, if both tokens belong to one request.
     """
     assert trace.gate_inputs is not None
     tokens = trace.gate_inputs.tokens
@@ -67,10 +67,11 @@ def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
 def train(
     trace: Trace, config: TrainConfig, device: torch.device, on_layer: OnLayer = lambda done: None
 ) -> TrainingResult:
-    """Train an expert predictor on most recorded requests, and test it on the others.
+    """Train the predictor `learned` on most recorded requests, and test it on the others.
 
-    `on_layer` is called with the number of finished layers. UsageError or TraceError if the trace
-    has no gate inputs, too few tokens or requests, or fewer layers than the distance.
+    `on_layer` is called with the number of finished layers. Raises UsageError if the trace has no
+    router inputs or fewer layers than the distance, TraceError if it has too few tokens or
+    requests.
     """
     held_out = _held_out(trace, config)
     tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
@@ -82,8 +83,9 @@ def train(
         now = int((~test).sum()), int(test.sum())
         if min(now) < LEAST_TOKENS:
             raise TraceError(
-                f"the recording has {now[0]} tokens for training and {now[1]} for the test: at"
-                f" least {LEAST_TOKENS} of each with gate inputs are needed"
+                f"the trace has router inputs of {now[0]} tokens for training and {now[1]} for the"
+                f" test: at least {LEAST_TOKENS} of each are needed; record more requests, or a"
+                " larger share with --gate-inputs"
             )
         counts = [max(n, most) for n, most in zip(now, counts, strict=True)]
         network, shares_of_layer = _train_layer(trace, target, pairs, test, config, device)
@@ -95,15 +97,18 @@ def train(
 
 
 def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
-    """Return a mask of the tokens whose request is held out for the test."""
+    """Return a mask [tokens] of the tokens whose request is held out for the test."""
     if trace.gate_inputs is None:
-        raise UsageError("the trace has no gate inputs: record it with --gate-inputs 1")
+        raise UsageError("the trace has no router inputs: record it with --gate-inputs 1")
     if config.distance > trace.layers:
         raise UsageError(
-            f"--distance {config.distance}: the model has {trace.layers} MoE layers only"
+            f"--distance {config.distance}: the model has {trace.layers} MoE layers only, so the"
+            f" distance can be at most {trace.layers}"
         )
     if trace.requests < 2:
-        raise TraceError("the recording has one request: training needs another one for the test")
+        raise TraceError(
+            "the trace has one request: record at least 2, since one is needed to test the training"
+        )
     order = np.random.default_rng(config.seed).permutation(trace.requests)
     number = min(trace.requests - 1, max(1, round(config.held_out * trace.requests)))
     chosen = np.zeros(trace.requests, bool)
@@ -119,7 +124,7 @@ def _train_layer(
     config: TrainConfig,
     device: torch.device,
 ) -> tuple[dict[str, Floats], dict[str, float]]:
-    """Train one layer's predictor network; return its tensors, and accuracy by predictor."""
+    """Train one layer's predictor network; return its tensors, and each predictor's accuracy."""
     assert trace.gate_inputs is not None
     x = np.ascontiguousarray(trace.gate_inputs.values[pairs.rows, pairs.source])
     used = trace.experts[pairs.tokens, target].astype(np.int64)
@@ -139,9 +144,9 @@ def _train_layer(
 
 
 def accuracy(predicted: NDArray[np.int64], used: NDArray[np.int64]) -> float:
-    """Compute the share of used experts that a predictor predicted.
+    """Compute the accuracy of a prediction: the share of used experts that were predicted.
 
-    used [T, K], predicted [T, k]
+    predicted [tokens, width], used [tokens, top_k]
     """
     return float((used[:, :, None] == predicted[:, None, :]).any(axis=2).mean())
 
@@ -183,7 +188,7 @@ def _fit(
 def result_metadata(
     trace: Trace, config: TrainConfig, trained: TrainingResult
 ) -> Mapping[str, Any]:
-    """Make the metadata of a trained predictor's file."""
+    """Return the metadata of a trained predictor's file: model, settings and accuracy."""
     return {
         "model": trace.meta.get("model", "not named"),
         "distance": config.distance,

@@ -1,4 +1,4 @@
-"""Cutting of an expert's matrices along the intermediate dimension, and joining of the segments."""
+"""Cutting of an expert's matrices into segments of intermediate channels, and joining them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from greenroom.core.layout import BLOCKS, PLAIN, Segment, SlotLayout, TensorSpec
 from greenroom.errors import UnsupportedModel
 
-BLOCK = 64  # channels: the down projection is summed in such blocks, so bits do not change
+BLOCK = 64  # channels: the down projection is summed in such blocks, so no bit changes
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """The way in which an experts module's experts are cut into segments.
+    """The way in which the experts of a layer are cut into segments of channels.
 
-    runs: 2 where the gate's channels are followed by those of up, else 1
+    transposed: plain matrices have the shape [inputs, outputs]
+    runs: 2 if one matrix holds the channels of the gate projection, then those of up; else 1
+    layout: the slot layout of an uncut expert
     """
 
     transposed: bool
@@ -28,27 +30,28 @@ class Cutting:
 
     @classmethod
     def of(cls, module: nn.Module, layout: SlotLayout) -> Cutting:
-        """Make the cutting of an experts module's experts, from their uncut layout."""
+        """Make the cutting of an experts module's experts, from the uncut slot layout."""
         return cls(bool(module.is_transposed), _runs(module), layout)
 
     @property
     def channels(self) -> int:
-        """Return the size of the uncut expert's intermediate dimension."""
+        """Return the size of an uncut expert's intermediate dimension."""
         rows, columns = self.layout.weight("down_proj").shape
         plain = self.layout.encodings.get("down_proj", PLAIN) == PLAIN
         return rows if plain and self.transposed else columns
 
     def segments(self, count: int, where: str) -> SlotLayout:
-        """Make the layout of experts cut into at most `count` segments of similar size.
+        """Make the slot layout of experts cut into at most `count` segments of similar size.
 
-        UnsupportedModel if they are too small to be cut.
+        Raises UnsupportedModel, which names the module `where`, if the experts are too small, or
+        if no cut fits their quantization scales.
         """
         unit, channels = self._unit(where), self.channels
         blocks = -(-channels // unit)
         if blocks < 2:
             raise UnsupportedModel(
-                f"{where}: its experts have {channels} intermediate channels, in blocks of {unit}:"
-                " too few to be cut into segments"
+                f"the experts of {where} have {channels} intermediate channels: an expert can be"
+                f" split only at multiples of {unit}, so they cannot be split"
             )
         count = min(count, blocks)
         ends = [min(round(k * blocks / count) * unit, channels) for k in range(count + 1)]
@@ -62,13 +65,13 @@ class Cutting:
         return SlotLayout(uncut.tensors, offset, uncut.encodings, uncut.dtype, tuple(segments))
 
     def _unit(self, where: str) -> int:
-        """Return the number of channels at whose multiples every expert tensor can be cut."""
+        """Return the least multiple of 64 channels at which every expert tensor can be cut."""
         for unit in range(BLOCK, self.channels + BLOCK, BLOCK):
             if all(self._divides(spec, unit) for spec in self.layout.tensors):
                 return unit
         raise UnsupportedModel(
-            f"{where}: the scales of its experts do not align with channels, so these cannot be cut"
-            " into segments"
+            f"the experts of {where} cannot be split: their quantization scales do not align with"
+            " the intermediate channels"
         )
 
     def _divides(self, spec: TensorSpec, unit: int) -> bool:
@@ -79,7 +82,7 @@ class Cutting:
         return unit >= self.channels or unit * per % self.channels == 0
 
     def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Cut channels `first` to `end` out of a tensor of the uncut expert."""
+        """Cut intermediate channels `first` to `end` out of a tensor of an uncut expert."""
         axis, runs = self._axis(spec), self._runs(spec)
         per = tensor.shape[axis] // runs
         a, b = (n * per // self.channels for n in (first, end))
@@ -87,7 +90,7 @@ class Cutting:
         return cuts[0] if runs == 1 else torch.cat(cuts, axis)
 
     def join(self, spec: TensorSpec, parts: Sequence[Tensor]) -> Tensor:
-        """Join an uncut expert's tensor from the tensors of its segments."""
+        """Join an uncut expert's tensor from the tensors of its segments, in their order."""
         axis, runs = self._axis(spec), self._runs(spec)
         each = [part.chunk(runs, axis) for part in parts]
         return torch.cat([part[run] for run in range(runs) for part in each], axis)

@@ -1,8 +1,8 @@
-"""Slots for experts in host memory: one anonymous reservation in equal slots.
+"""Slots for experts in host memory: one anonymous mapping, divided into equal slots.
 
-Address space is reserved for the largest capacity, and takes no memory until a slot is written. A
-smaller cache returns the pages of its last slots at once. A resize therefore changes no address,
-and kernels address slots by a base, a stride and slot numbers.
+Address space is reserved for the largest capacity; a page takes memory once it is written. A cache
+that shrinks returns the pages of its last slots to the system at once. So a resize changes no
+address, and kernels address a slot by a base address, a stride and the slot's number.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 
 
 class HostSlots(SlotPool):
-    """Slots for experts in host memory, of `stride` bytes each.
+    """Slots for experts in host memory, `stride` bytes each.
 
-    Slot s begins at `base + s * stride`.
+    Slot s begins at the address `base + s * stride`.
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class HostSlots(SlotPool):
     ) -> None:
         """Reserve host memory for the slots, or use the caller's.
 
-        `reserve` is the largest capacity that a resize may ask for (default: `capacity`);
-        `plane_joiner` joins experts that are stored as planes; slots in the caller's `memory` are
-        neither trimmed nor closed."""
+        reserve: the largest number of slots that `trim` accepts (default: `capacity`)
+        plane_joiner: joins the planes of nested experts
+        memory: the caller's memory; these slots must be neither trimmed nor closed
+
+        Raises DeviceError for 0 slots, and if there is not enough address space."""
         if capacity < 1 and memory is None:
-            raise DeviceError("a cache needs at least one slot")
+            raise DeviceError(f"the cache of experts has {capacity} slots: it needs at least 1")
         self.capacity, self.stride, self._plane_joiner = capacity, stride, plane_joiner
         self.reserve = max(capacity, reserve or 0)
         if memory is None:
@@ -64,9 +66,9 @@ class HostSlots(SlotPool):
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Write a chunk of an expert into a slot in host memory.
+        """Write a chunk of an expert into a slot in host memory (see `SlotPool.write`).
 
-        See `SlotPool.write`. The planes of a complete nested expert are joined.
+        The planes of a nested expert are joined after its last chunk.
         """
         target = self.bytes(slot)
         _copy(target, copies, data, start)
@@ -74,9 +76,9 @@ class HostSlots(SlotPool):
             self._plane_joiner.count_bytes(slot, target, copies, data.size)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy a low-precision copy's planes into the slot of its exact expert.
+        """Copy the planes of an expert's low-precision copy into the exact expert's slot.
 
-        The rest is read.
+        `copy` has the bytes of the copy's slot. The other planes have to be read from the store.
         """
         assert self._plane_joiner is not None
         _copy(self.bytes(slot), self._plane_joiner.from_copy(layer), copy, 0)
@@ -89,10 +91,13 @@ class HostSlots(SlotPool):
         self.bytes(target)[:] = self.bytes(source)
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots; the pages of dropped slots return to the system."""
+        """Set the number of slots, and return the pages of dropped slots to the system.
+
+        Raises DeviceError for a number beyond the reserved one.
+        """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache can have between 1 and {self.reserve} slots, not {capacity}"
+                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}"
             )
         if capacity < self.capacity:
             page = mmap.PAGESIZE
@@ -105,17 +110,14 @@ class HostSlots(SlotPool):
     def close(self) -> None:
         """Return the pages of all slots to the system now.
 
-        The address range is freed with its last view.
+        The address range is freed when its last view is deleted.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0
 
 
 def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-    """Write a chunk of an expert into a slot's bytes.
-
-    See `SlotPool.write`.
-    """
+    """Write a chunk of an expert into a slot's bytes (see `SlotPool.write`)."""
     for copy in copies:
         if not copy.contiguous:
             _transform(data, slot, copy)

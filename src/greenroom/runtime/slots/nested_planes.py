@@ -1,9 +1,10 @@
-"""Nested experts: int8 codes, stored as two planes of four bits and joined here.
+"""Nested experts: int8 codes that are stored as two 4-bit planes and joined in their slot.
 
-A nested int8 expert has codes 16 h + l: h is the code of its int4 copy, in steps of 16 scales, and
-l, from -8 to 7, is the remainder. Bytes arrive plane by plane, in any order: h goes to the first
-half of the memory for the codes, l to the second. The thread that delivers the last byte joins the
-planes in place; then the slot holds an ordinary int8 expert.
+A nested int8 expert has codes 16 h + l. The high half h, from -8 to 7, is the code of the expert's
+int4 copy, whose scale is 16 times the int8 scale; the low half l, from -8 to 7, is the remainder.
+The bytes of both planes arrive in any order: the plane of h goes to the first half of the memory
+for the codes, the plane of l to the second half. The thread that delivers the last byte joins the
+planes in place; then the slot contains an ordinary int8 expert.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlanes:
-    """Offsets and sizes of one matrix's codes and scales in a nested expert's slot."""
+    """Offsets and sizes in bytes of a nested int8 expert's matrix in its slot.
+
+    codes, nbytes: offset and size of the int8 codes
+    scale, scales: offset and size of the float16 scales
+    """
 
     codes: int
     nbytes: int
@@ -34,11 +39,13 @@ class MatrixPlanes:
 
 @dataclass(frozen=True)
 class NestedLayout:
-    """Slot layout of a layer's nested experts, stored as two planes of four bits.
+    """Slot layout of a layer's nested int8 experts, which are stored as two 4-bit planes.
 
-    planes: of each matrix
-    from_copy: copies from a low-precision copy's slot to its expert's, if only the rest is fetched
-    totals: expected bytes, by the copies with which an extent is read
+    planes: the planes of each matrix
+    from_copy: copies from the slot of the expert's int4 copy to the expert's slot, for experts of
+        which only the remainder is fetched
+    totals: bytes that complete an expert, by the copies that write an extent (a byte range of a
+        file) to the slot: both planes, or only the remainder
     """
 
     planes: tuple[MatrixPlanes, ...]
@@ -47,27 +54,27 @@ class NestedLayout:
 
 
 class PlaneJoiner:
-    """Joins a nested expert's planes once the last missing byte is in its slot.
+    """Joins the two 4-bit planes of a nested int8 expert after its last chunk.
 
-    Thread-safe for different slots, and for different chunks of one.
+    Thread-safe for different slots, and for different chunks of one slot.
     """
 
     def __init__(self, nestings: Sequence[NestedLayout]) -> None:
-        """Take the slot layouts of the nested experts, by layer.
-
-        `nestings` has one layout for each layer.
-        """
+        """Make a joiner for nested experts; `nestings` has one slot layout for each layer."""
         self._nestings = nestings
         self._by_copies = {c: (each, n) for each in nestings for c, n in each.totals.items()}
         self._missing: dict[int, int] = {}  # slot -> missing bytes
         self._lock = threading.Lock()
 
     def from_copy(self, layer: int) -> tuple[Copy, ...]:
-        """List the copies from a low-precision copy's slot to its exact expert's slot."""
+        """Return the copies from the slot of an int4 copy to its int8 expert's slot."""
         return self._nestings[layer].from_copy
 
     def count_bytes(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
-        """Count bytes that arrived in a slot; join the expert's planes after the last."""
+        """Count bytes that arrived in a slot; join the nested expert's planes after the last.
+
+        `copies` are those of the extent that the bytes belong to; `memory` is the slot.
+        """
         nesting, total = self._by_copies[copies]
         with self._lock:
             missing = self._missing[slot] = self._missing.get(slot, total) - nbytes
@@ -77,15 +84,15 @@ class PlaneJoiner:
             join(memory, nesting.planes)
 
     def clear(self, slot: int) -> None:
-        """Forget the bytes counted in a slot, before another expert is read into it."""
+        """Forget the bytes counted in a slot, before another expert is read into the slot."""
         with self._lock:
             self._missing.pop(slot, None)
 
 
 def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
-    """Join an expert's 4-bit planes to int8 codes in place, and divide its scales.
+    """Join an expert's two 4-bit planes to int8 codes in its slot.
 
-    The scales are the low-precision copy's.
+    Its scales, which were those of its int4 copy, are divided by 16.
     """
     for each in planes:
         codes = slot[each.codes : each.codes + each.nbytes]
@@ -96,9 +103,9 @@ def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
 
 @jit
 def _join(codes: Bytes, high: Bytes) -> None:
-    """Join the planes; the lower one is the second half of `codes` [n], read before overwritten."""
+    """Join the plane `high` and the low plane, the second half of `codes`, in place."""
     half = high.size
     for i in range(half):
-        h, low = high[i], codes[half + i]
+        h, low = high[i], codes[half + i]  # read before this byte is overwritten
         codes[2 * i] = ((h & 15) << 4) - 128 + (low & 15) - 8
         codes[2 * i + 1] = (h & 240) - 128 + (low >> 4) - 8

@@ -1,4 +1,4 @@
-"""Tables of resident experts' slots, whose addresses compiled code receives."""
+"""Tables in which compiled code finds the cache slots of resident experts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from greenroom.core.cache.all_resident import AllResident
 from greenroom.core.pieces import Ints
 from greenroom.core.scheduler.scheduler import Scheduler
 
-# Arguments of compiled code, int64 each: a layer's first expert; the addresses of four tables: each
-# expert's slot in the cache, the step of its last use, its number of requests, and the tier's slot
-# of each slot of the cache; the number of this step.
+# Arguments of compiled code, int64 each: the id of a layer's first expert; the addresses of four
+# tables (each expert's slot in the cache, the step of its last use, its number of requests, and the
+# memory slot of each slot of the cache); the number of this step.
 SlotTables: TypeAlias = "array[int]"
 
 
 class ResidentTables:
-    """Tables with which compiled code finds the slots of resident experts.
+    """Tables in which compiled code finds the cache slots of resident experts.
 
-    `request_counts` has the number of requests of each expert.
+    `request_counts` has the number of requests of each expert; compiled code adds to these numbers.
     """
 
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
@@ -28,12 +28,14 @@ class ResidentTables:
         self._tables: SlotTables
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Look up consecutive layers' chosen experts in the slot tables, while all are resident.
+        """Serve consecutive MoE layers from `layer` on, while all chosen experts are resident.
 
-        `find(tables)` looks up the slots of the experts, records their use in the tables, which
-        are those of the first step, and returns each step's number of experts, up to the first
-        step with an expert that is not resident. Returns the number of steps served; None, and no
-        record, if the scheduler has to decide. See `AllResident.step`.
+        `find(tables)` gets the tables of the first layer. It looks up the slots of the chosen
+        experts, records their use in the tables, and returns the number of experts of each layer,
+        up to the first layer with an expert that is not resident.
+
+        Returns the number of layers served; None, without a call of `find`, if the scheduler has to
+        decide (see `AllResident`).
         """
         if (path := self._scheduler.all_resident_path) is None:
             return None

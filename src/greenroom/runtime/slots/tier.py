@@ -1,4 +1,4 @@
-"""Memory tiers that experts are computed from: pools of equal slots."""
+"""Memory that experts are computed from: pools of equal slots on the host or on devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from greenroom.errors import DeviceError
 
 
 class Slots(Protocol):
-    """Protocol of slots for experts, as kernels see them: addresses and tensors.
+    """Protocol of memory slots for experts, as kernels see them: addresses and tensors.
 
-    A slot has `stride` bytes; in host memory slots are consecutive.
+    A slot has `stride` bytes. In host memory slots are consecutive.
     """
 
     stride: int
@@ -28,10 +28,13 @@ class Slots(Protocol):
 
 
 class SlotPool(Slots):
-    """A pool of `capacity` equal slots in one memory; alone it is a tier."""
+    """A pool of `capacity` equal slots for experts in one memory.
+
+    A `Tier` is a single pool or a `MultiPoolTier`.
+    """
 
     capacity: int
-    # Called with the slots of each group on devices that compute it asynchronously.
+    # On a device that computes asynchronously: called with the slots of each launched expert group.
     mark_computed: Callable[[Sequence[int]], None] | None = None
 
     @property
@@ -39,38 +42,46 @@ class SlotPool(Slots):
         return (self,)
 
     def at(self, slot: int) -> tuple[SlotPool, int]:
-        """Return the pool that holds a tier's slot, and the slot's number there."""
+        """Return the pool that contains a slot, and the slot's number in the pool."""
         return self, slot
 
     def bytes(self, slot: int) -> Any:
         """Return a slot's bytes: [stride] uint8.
 
-        A NumPy array in host memory, a tensor on a device.
+        Returns a NumPy array for host memory, and a tensor for a device.
         """
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
         """Write a chunk of an expert into a slot.
 
-        `data` are the bytes of an extent from `start` on.
-
-        `copies` say where an extent's bytes go in the slot.
+        An expert is stored in extents, byte ranges of files. `data` are an extent's bytes from
+        `start` on; `copies` define where the bytes of the extent go in the slot.
         """
 
     def clear(self, slot: int) -> None:
-        """Prepare a slot, before another expert is written into it."""
+        """Prepare a slot, before another expert is written into the slot."""
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another slot."""
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy the bytes shared by a low-precision copy and its expert to the expert's slot."""
-        raise AssertionError("experts here contain no copy")
+        """Copy the bytes that an expert shares with its low-precision copy to its slot.
+
+        Only slots in host memory that join nested experts support this.
+        """
+        raise AssertionError("these slots cannot join nested experts: use HostSlots")
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots; the memory of dropped slots is freed."""
+        """Set the number of slots, and free the memory of dropped slots.
+
+        Raises DeviceError if the memory has no room for added slots.
+        """
 
     def fitting_capacity(self, capacity: int) -> int:
-        """Return the largest number of slots that needs no more memory than `capacity` slots."""
+        """Return how many slots fit in the memory of `capacity` slots: at most `capacity`.
+
+        The number is lower if a pool frees memory only in larger units.
+        """
         return capacity
 
     def close(self) -> None:
@@ -80,9 +91,8 @@ class SlotPool(Slots):
 def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
     """Return the part of a contiguous copy that lies in a range of an extent.
 
-    The range is bytes `start .. start + nbytes`.
-
-    Returns its ranges within these bytes and within the slot; None if there is no overlap.
+    The range has `nbytes` bytes from byte `start` of the extent on. Returns two slices: the part
+    within this range, and the part within the slot. Returns None if there is no overlap.
     """
     begin, end = max(copy.source, start), min(copy.source + copy.nbytes, start + nbytes)
     if begin >= end:
@@ -92,7 +102,7 @@ def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
 
 
 def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
-    """Group indices into `slots` by the pool that each slot belongs to."""
+    """Group the indices of `slots` by the pool of each slot: slot s is in pool s % pools."""
     indices: dict[int, list[int]] = {}
     for i, slot in enumerate(slots):
         indices.setdefault(slot % pools, []).append(i)
@@ -100,10 +110,11 @@ def group_by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
 
 
 class MultiPoolTier:
-    """A memory tier of several slot pools, of different sizes or on different devices.
+    """Memory for experts that consists of several slot pools, for example one a device.
 
-    With n pools, slot s is number s // n of pool s % n. `sizes(capacity)` is the number of slots in
-    each pool of a cache with room for `capacity` experts.
+    Pools may have slots of different sizes. With n pools, slot s of the tier is slot s // n of pool
+    s % n. `sizes(capacity)` returns the number of slots of each pool of a cache for `capacity`
+    experts.
     """
 
     def __init__(
@@ -126,7 +137,10 @@ class MultiPoolTier:
                 mark([slots[i] // len(self.pools) for i in places])
 
     def trim(self, capacity: int) -> None:
-        """Resize all slot pools to hold `capacity` experts, or none if one fails."""
+        """Resize all slot pools for a cache of `capacity` experts.
+
+        Raises DeviceError if a device has no room; then pools that have grown shrink again.
+        """
         before = [pool.capacity for pool in self.pools]
         try:
             for pool, size in zip(self.pools, self._sizes(capacity), strict=True):

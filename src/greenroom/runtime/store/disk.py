@@ -1,8 +1,8 @@
 """The disk store, which reads experts from the checkpoint's own files.
 
-Reads are direct (O_DIRECT) into an aligned staging buffer, so that no second copy of the experts
-in the page cache exceeds the budget. Where the file system refuses direct reads they are buffered,
-and the pages are dropped from the page cache at once.
+Reads are direct (O_DIRECT) into an aligned staging buffer, so the page cache does not store a
+second copy of the experts beyond the memory budget. If the file system refuses direct reads, reads
+are buffered, and the pages are dropped from the page cache at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ CHUNK_BYTES = 4 << 20  # 1 to 4 MiB reach the disk's speed and keep a new demand
 
 
 class Chunk(NamedTuple):
-    """One read of an expert: bytes `start .. start + length` of an extent."""
+    """One read of an expert: `length` bytes of an extent from byte `start` of the extent on.
+
+    An extent is a contiguous byte range of a checkpoint's file.
+    """
 
     extent: Extent
     start: int
@@ -32,9 +35,10 @@ class Chunk(NamedTuple):
 
 
 def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
-    """Cut an extent (a contiguous range of a file) into chunks of similar size.
+    """Cut an extent (a contiguous byte range of a file) into chunks of similar size.
 
-    An extent to be transformed is one chunk.
+    Chunks have at most about `chunk_bytes`. An extent that is transposed or cast on its way into a
+    slot is one chunk.
     """
     parts = -(-extent.length // chunk_bytes) if extent.divisible else 1
     size = -(-extent.length // parts // BLOCK) * BLOCK if parts > 1 else extent.length
@@ -45,9 +49,10 @@ def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
 
 
 def open_direct(path: str) -> int:
-    """Open a file for direct reads (O_DIRECT); OSError if the file system refuses.
+    """Open a file for direct reads (O_DIRECT), and return its descriptor.
 
-    Some file systems accept O_DIRECT when opening and refuse the read, so one is tried.
+    One block is read, since some file systems accept O_DIRECT in open and refuse it in the read.
+    Raises OSError if the file system refuses.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -60,10 +65,11 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A page-aligned read buffer that grows to its largest request, or given memory.
+    """A read buffer aligned for direct reads, which grows to its largest request.
 
-    Its own memory lies in pages of 2 MiB where the system has them: the disk then writes to a few
-    long runs of memory and not to a thousand short ones, up to twice as fast (docs/log/).
+    The buffer lies in pages of 2 MiB if the system has them: the disk then writes to a few long
+    runs of memory instead of a thousand short ones, up to twice as fast (docs/log/). Alternatively
+    `memory` is the caller's.
     """
 
     def __init__(
@@ -75,10 +81,7 @@ class Staging:
             self.array, self.view = memory, memoryview(memory)  # type: ignore[arg-type]
 
     def _allocate(self, nbytes: int) -> None:
-        """Reserve a read buffer in large pages.
-
-        The remainder after the last large page lies in small pages.
-        """
+        """Reserve a read buffer in large pages; the rest after the last one has small pages."""
         nbytes = -(-nbytes // BLOCK) * BLOCK
         space = reserve_memory(nbytes + LARGE_PAGE)
         at = -np.frombuffer(space, np.uint8).ctypes.data % LARGE_PAGE
@@ -87,7 +90,7 @@ class Staging:
         self.array = np.frombuffer(self.view, np.uint8)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return the buffer's first `nbytes` bytes, a multiple of the block size."""
+        """Return the first `nbytes` bytes of the buffer, which grows if it is smaller."""
         if nbytes > len(self.view):
             self._allocate(nbytes)
         return self.view[:nbytes]
@@ -96,17 +99,18 @@ class Staging:
 class DiskStore:
     """Reader of a checkpoint's experts in chunks; thread-safe with one buffer a thread.
 
-    A file that changes while it is open ends all reading: an expert must not mix two states of a
-    checkpoint. The file's stamp is compared after each chunk (one fstat for a read of up to
-    CHUNK_BYTES), so no chunk is returned that was read after a change.
+    If a file is overwritten while it is open, this and all later reads raise CheckpointChanged,
+    since an expert must not mix two states of a checkpoint. The file's size and modification time
+    are compared after each chunk, so no chunk is returned that was read after a change.
     """
 
     def __init__(
         self, catalog: Catalog, *, chunk_bytes: int = CHUNK_BYTES, direct: str = "auto"
     ) -> None:
-        """Open the checkpoint's files for reads of experts.
+        """Open the checkpoint files that a catalog names.
 
-        `direct`: "on" or "off", or "auto" for buffered reads where direct ones fail.
+        `direct` is "on" or "off", or "auto": buffered reads if the file system refuses direct ones.
+        Raises CheckpointError if a file cannot be opened.
         """
         self.catalog, self.chunk_bytes = catalog, chunk_bytes
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
@@ -136,7 +140,7 @@ class DiskStore:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
     def _reopen_buffered(self) -> None:
-        """Reopen the files that are open for direct reads for buffered reads instead."""
+        """Reopen the files that are open for direct reads, now for buffered reads."""
         self.direct = False
         for i, fd in enumerate(self._files):
             os.close(fd)
@@ -152,12 +156,11 @@ class DiskStore:
         return chunks
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """Read a chunk of an expert into a staging buffer, and return its view.
+        """Read a chunk of an expert into a staging buffer, and return the chunk's bytes.
 
-        The view is [length] uint8, valid until the buffer's next use.
-
-        StoreError if the disk fails; CheckpointChanged if a file changed since it was opened, then
-        by every later read too.
+        The bytes are a view of the buffer, [length] uint8, valid until the buffer's next use.
+        Raises StoreError if the disk fails or the file is too short, CheckpointChanged if a file
+        changed since it was opened; then every later read raises CheckpointChanged too.
         """
         if self._changed is not None:
             raise CheckpointChanged(self._changed)
@@ -178,12 +181,17 @@ class DiskStore:
                 os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
             same = stamp_of(fd) == stamp
         except OSError as error:
-            raise StoreError(f"cannot read {path} at byte {begin}: {error.strerror}") from error
+            raise StoreError(
+                f"cannot read an expert from {path}, byte {begin} on: {error.strerror}"
+            ) from error
         if not same:
             self._changed = f"{path} changed while it was in use: load the model again"
             raise CheckpointChanged(self._changed)
         if first + done < end:
-            raise StoreError(f"{path} is truncated: it ends before byte {end}")
+            raise StoreError(
+                f"{path} is truncated: an expert ends at byte {end}, after the end of the file;"
+                " download or copy the file again"
+            )
         return staging.array[begin - first : end - first]
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Detection of changes to a checkpoint's files while a model uses them.
 
-A `Stamp` is compared, never interpreted. An open file that is overwritten or truncated gets another
-size or modification time. An open file whose path is replaced by another file (a rename) keeps its
-bytes and its stamp, and can still be read.
+A file's stamp consists of its device, inode, size and modification time. An open file that is
+overwritten or truncated gets another stamp. An open file whose path is given to another file by a
+rename keeps its bytes and its stamp, and can still be read.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ Stamp = tuple[int, ...]  # device, inode, size and modification time
 
 
 def stamp_of(file: str | int) -> Stamp:
-    """Return a file's stamp, by which a later change is detected.
+    """Return a file's stamp: its device, inode, size and modification time (ns).
 
-    The argument is a path (links are followed) or an open file. OSError.
+    `file` is a path (links are followed) or a file descriptor. Raises OSError if there is no such
+    file.
     """
     stat = os.stat(file)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Stamps:
-    """Stamps of a checkpoint's files, by which later changes are detected."""
+    """Size and modification time of each of a checkpoint's files, to detect later changes."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
-        """Record the stamps of a checkpoint's files.
+        """Record the size and modification time of each file.
 
-        CheckpointError if a file cannot be found.
+        Raises CheckpointError if a file cannot be found.
         """
         self._of = {path: _stamp(path) for path in paths}
 
     def check(self, when: str) -> None:
         """Raise CheckpointChanged if a file of the checkpoint was changed or replaced.
 
-        `when` completes the message: "since the model was loaded".
+        `when` completes the message, as in "since the model was loaded". Raises CheckpointError if
+        a file is gone.
         """
         for path, before in self._of.items():
             if _stamp(path) != before:

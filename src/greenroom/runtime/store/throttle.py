@@ -1,4 +1,4 @@
-"""Throttle: makes transfers take as long as over a link of a given bandwidth."""
+"""Throttle: delays transfers as a link of a given bandwidth would."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_OVERSLEPT = 0.001  # seconds; a later wake-up means that the thread was not
 class Throttle:
     """A simulated link that carries one chunk after another at `bandwidth` bytes a second.
 
-    Thread-safe. The throttle keeps its own clock: a chunk is due when it and all chunks before it
-    have been carried, and its thread sleeps until then. Sleeps last too long; the excess is
-    subtracted from the time of the thread's next request, so that the clock does not drift and a
-    single thread reaches the bandwidth too. `bandwidth` may be set while nothing is carried.
+    The throttle is thread-safe. A thread sleeps until its chunk, and all chunks requested before,
+    would have been carried. Sleeps last too long; the excess, up to a millisecond, is subtracted
+    from the time of the thread's next request, so a single thread reaches the bandwidth too.
+    `bandwidth` may be set while no chunk is carried.
     """
 
     def __init__(self, bandwidth: float = float("inf")) -> None:
@@ -23,10 +23,10 @@ class Throttle:
         self._free = 0.0  # time at which the last chunk has been carried
 
     def carry(self, nbytes: int, early: float = 0.0) -> None:
-        """Sleep until the simulated link has carried the bytes, or `early` seconds less.
+        """Sleep until the simulated link would have carried `nbytes` bytes.
 
-        Work that the caller does in these seconds (copying the bytes) then counts as part of the
-        transfer, as with a link that writes while it carries.
+        The sleep ends `early` seconds before. In this time the caller copies the bytes, which so
+        counts as part of the transfer, as with a link that writes while it carries.
         """
         if self.bandwidth == float("inf"):
             return
@@ -37,7 +37,7 @@ class Throttle:
         self._local.overslept = self._sleep_until(due)
 
     def _sleep_until(self, due: float) -> float:
-        """Sleep until a time; return the seconds slept too long, 0 without a sleep."""
+        """Sleep until a time; return the seconds slept too long, or 0 if there was no sleep."""
         left, slept = due - time.perf_counter(), False
         while left > 0:
             time.sleep(left)
