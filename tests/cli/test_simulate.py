@@ -306,7 +306,7 @@ TIMED = {
         " does not have its predictions: record them with `greenroom trace record --predict"
         " next-gate:2`",
     ),
-    "no predictions": (("--prefetch", "recorded"), "needs a trace with predictions"),
+    "no predictions": (("--prefetch", "recorded"), "recorded needs a trace with predictions"),
     "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
     "no protection": (
         ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),

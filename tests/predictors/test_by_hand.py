@@ -142,7 +142,9 @@ def test_the_oracle_cannot_run_where_the_trace_ends():
     it = predictor("oracle").build(
         PredictorSetup(TWO, routed_experts=np.zeros((3, 2, 1), np.uint8))
     )
-    with pytest.raises(UsageError, match="oracle has 3 tokens, but token 3 was asked for"):
+    with pytest.raises(
+        UsageError, match="oracle has predictions for 3 tokens, but a pass ends at token 3"
+    ):
         it.begin(PassStart(0, 2, 2, True))
 
 
@@ -178,7 +180,7 @@ def test_recorded_takes_the_predictions_that_are_named():
     both = {"one": one, "two": two}
     assert guesses("recorded:of=two", [[[0], [0]]], predictions=both)[0] == (0, -1, 0, [[2]])
     assert guesses("recorded", [[[0], [0]]], predictions={"one": one})[0] == (0, -1, 0, [[1]])
-    with pytest.raises(UsageError, match=r"several predictions: choose one with of=one\|two"):
+    with pytest.raises(UsageError, match=r"several predictors: choose one, recorded:of=one\|two"):
         guesses("recorded", [[[0], [0]]], predictions=both)
     with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
         guesses("recorded:of=three", [[[0], [0]]], predictions=both)

@@ -67,17 +67,26 @@ def test_bfloat16_is_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ({}, "it has no valid distance"),
-        ({**tensors(), "distance": np.array([0])}, "it has no valid distance"),
-        ({**tensors(), "distance": np.array([4])}, "it has no valid distance"),
-        (tensors(shape=Shape((6, 4), 2)), "layer 2 is incomplete"),
-        (tensors(shape=Shape((6, 4, 8), 2)), "for another model: layer 2 has 7 experts"),
-        (tensors(shape=Shape((6, 4, 7, 7), 2)), "for another model: this one has 3 MoE layers"),
-        ({**tensors(), "1.up.bias": np.zeros(HIDDEN)}, "layer 1 is incomplete"),
-        ({**tensors(), "1.up.bias": np.zeros(4, np.float32)}, "layer 1 has 4 experts"),
+        ({}, "tensor `distance` is not a number from 1 to 3"),
+        ({**tensors(), "distance": np.array([0])}, "tensor `distance` is not a number from 1 to 3"),
+        ({**tensors(), "distance": np.array([4])}, "tensor `distance` is not a number from 1 to 3"),
+        (tensors(shape=Shape((6, 4), 2)), "no complete network for MoE layer 2"),
+        (
+            tensors(shape=Shape((6, 4, 8), 2)),
+            "for another model: its network for MoE layer 2 does not predict 7 experts",
+        ),
+        (
+            tensors(shape=Shape((6, 4, 7, 7), 2)),
+            "for another model: it has networks for more than 3 MoE layers",
+        ),
+        ({**tensors(), "1.up.bias": np.zeros(HIDDEN)}, "no complete network for MoE layer 1"),
+        (
+            {**tensors(), "1.up.bias": np.zeros(4, np.float32)},
+            "MoE layer 1 does not predict 4 experts",
+        ),
         (
             {**tensors(), "1.up.weight": np.zeros((HIDDEN, 3), np.float32)},
-            "layers of different hidden sizes",
+            "networks have different input sizes",
         ),
     ],
 )

@@ -21,7 +21,7 @@ def test_the_table_has_every_predictor_by_its_name():
 
 def test_auto_is_for_the_driver_to_decide():
     assert predictor("auto").kind is AUTO
-    with pytest.raises(UsageError, match="its driver chooses"):
+    with pytest.raises(UsageError, match="works with a model or a trace only"):
         predictor("auto").build(PredictorSetup(SHAPE))
 
 
@@ -40,20 +40,35 @@ def test_distance_and_options_follow_the_name():
     [
         ("marcov", r"unknown predictor 'marcov': choose one of auto, off, none, .*markov"),
         ("", r"unknown predictor ''"),
-        ("markov:0", r"the distance of markov must be a whole number from 1: '0'"),
-        ("markov:-1", r"the distance of markov must be a whole number from 1: '-1'"),
-        ("markov:1.5", r"the distance of markov must be a whole number from 1: '1.5'"),
-        ("markov:far", r"the distance of markov must be a whole number from 1: 'far'"),
-        ("markov:", r"a distance or options must follow the colon: 'markov:'"),
-        ("markov:,a=1", r"a distance or options must follow the colon of predictor markov: ',a=1'"),
-        ("token:2", r"predictor token has no distance to choose: '2'"),
-        ("off:2", r"predictor none has no distance to choose: '2'"),
-        ("auto:2", r"predictor auto has no distance to choose: '2'"),
-        ("markov:1,2", r"predictor markov has no options: '2'"),
-        ("markov:a=1", r"predictor markov has no options: 'a=1'"),
+        ("markov:0", r"distance of predictor markov is '0': it must be a number of layers"),
+        (
+            "markov:-1",
+            r"distance of predictor markov is '-1': it must be a number of layers",
+        ),
+        (
+            "markov:1.5",
+            r"distance of predictor markov is '1.5': it must be a number of layers",
+        ),
+        (
+            "markov:far",
+            r"distance of predictor markov is 'far': it must be a number of layers",
+        ),
+        ("markov:", r"nothing follows the colon in predictor 'markov:'"),
+        ("markov:,a=1", r"must follow the colon of predictor markov, not ',a=1'"),
+        ("token:2", r"predictor token has no distance to choose: leave out '2'"),
+        ("off:2", r"predictor none has no distance to choose: leave out '2'"),
+        ("auto:2", r"predictor auto has no distance to choose: leave out '2'"),
+        ("markov:1,2", r"predictor markov has no options: leave out '2'"),
+        ("markov:a=1", r"predictor markov has no options: leave out 'a=1'"),
         ("noisy-oracle:1,noise=1", r"unknown option of noisy-oracle 'noise': choose one of accu"),
-        ("noisy-oracle:1,accuracy", r"options of noisy-oracle are given once, as name=value"),
-        ("noisy-oracle:accuracy=1,accuracy=0", r"given once, as name=value: 'accuracy=0'"),
+        (
+            "noisy-oracle:1,accuracy",
+            r"give each option of predictor noisy-oracle once, as name=value",
+        ),
+        (
+            "noisy-oracle:accuracy=1,accuracy=0",
+            r"'accuracy=0': give each option of predictor noisy-oracle once",
+        ),
         ("noisy-oracle:accuracy=2", r"accuracy of noisy-oracle must be between -1 and 1, got 2"),
         ("popularity:half-life=0", r"half-life of popularity must be between 0.1 and"),
     ],
@@ -71,8 +86,8 @@ def test_what_cannot_be_right_is_one_clear_line(text, message):
     [
         ("oracle", r"predictor oracle needs the complete trace beforehand"),
         ("noisy-oracle", r"predictor noisy-oracle needs the complete trace beforehand"),
-        ("recorded", r"predictor recorded needs a trace with predictions: this one has none"),
-        ("pregated", r"predictor pregated needs a model with routers, or a trace"),
+        ("recorded", r"predictor recorded needs a trace with predictions: record the trace"),
+        ("pregated", r"predictor pregated needs a model's routers or a trace"),
     ],
 )
 def test_what_cannot_be_had_is_one_clear_line(text, message):

@@ -65,7 +65,9 @@ def test_what_it_needs() -> None:
     assert PREDICTORS["next-gate"].needs == {"inputs", "gates"}
     with pytest.raises(UsageError, match="needs the model's routers"):
         predictor("next-gate").build(PredictorSetup(SHAPE))
-    with pytest.raises(UsageError, match="has 3 MoE layers: predictors cannot look 4 ahead"):
+    with pytest.raises(
+        UsageError, match="has 3 MoE layers, so a predictor cannot predict 4 layers ahead"
+    ):
         predictor("next-gate:4").build(PredictorSetup(SHAPE, gates=Gates()))
 
 

@@ -1,7 +1,8 @@
-"""Table of expert predictors, each in its own module.
+"""Table of expert predictors, which predict the experts of a model's next layers.
 
-choice = predictor("markov:2")
-choice.build(PredictorSetup(shape))
+A predictor is chosen by its text and built for a model's shape:
+
+    predictor("markov:2").build(PredictorSetup(shape))
 """
 
 from __future__ import annotations
@@ -36,26 +37,28 @@ AUTOMATIC = ("next-gate", "markov")  # `auto` is the first that the model, or th
 
 
 def _undecided(setup: PredictorSetup) -> Predictor:
-    raise UsageError("predictor auto cannot be built: its driver chooses a predictor")
+    raise UsageError("predictor auto works with a model or a trace only: name another predictor")
 
 
 AUTO = PredictorKind("auto", _undecided, "what pays on this machine with this model")
 
 
 def predictor(text: str) -> PredictorChoice:
-    """Parse a predictor's name with options: `NAME[:distance][,option=value...]`.
+    """Parse the choice of an expert predictor: `NAME[:[distance][,option=value...]]`.
 
-    Options follow the colon or the distance.
-
-    `off` is `none`. For `auto` (`kind is AUTO`) the driver chooses a predictor. UnknownName lists
-    the valid names; UsageError says which distance or option is wrong.
+    An option may directly follow the colon. `off` means `none`; `auto` has the kind `AUTO`, for
+    which the caller chooses a predictor. Raises UnknownName for an unknown predictor or option,
+    UsageError for a wrong distance or value.
     """
     name, colon, options = text.partition(":")
     kinds = {AUTO.name: AUTO, OFF: none, **PREDICTORS}
     if name not in kinds:
         raise UnknownName("predictor", name, kinds)
     if colon and not options:
-        raise UsageError(f"a distance or options must follow the colon: {text!r}")
+        raise UsageError(
+            f"nothing follows the colon in predictor {text!r}: add a distance or name=value, or"
+            " leave out the colon"
+        )
     return kinds[name].choose(options)
 
 

@@ -1,17 +1,18 @@
-"""eamc: experts used by similar prompts (MoE-Infinity, 4.3 to 4.5; B.1 for a full collection).
+"""eamc: predicts the experts that similar past prompts used (MoE-Infinity, sections 4.3 to 4.5).
 
 An EAM (expert activation matrix) counts the tokens routed to each expert; the collection (EAMC)
-holds the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (`iteration`,
-figure 5 of the paper), or of this request so far (`request`), is matched with the collection. pEAM
-is the sum of the EAMs at the smallest cosine distance. Expert e of a layer i > l has the likelihood
+contains the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (option
+`matching=iteration`, figure 5 of the paper), or of this request so far (`matching=request`), is
+compared with the collection. pEAM is the sum of the EAMs at the smallest cosine distance. In a
+model of L layers, expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
 Layers l + 1 .. l + distance are predicted, the layer with the likeliest expert first; layers are
-counted on into the next pass. While the collection is empty, the current EAM stands for pEAM.
-Prefill and decode (4.3) have an EAM and a collection each. An EAM is added when the next request
-begins; in a full collection it replaces the nearest one. The policy in policies/moe_infinity.py
-evicts by the same pEAM, with one EAM a request.
+counted on into the next pass. While the collection is empty, the current EAM is used as pEAM.
+Prefill and decode have an EAM and a collection each (4.3). An EAM is added to the collection when
+the next request begins; in a full collection it replaces the nearest one (B.1). The policy in
+policies/moe_infinity.py evicts by the same pEAM, with one EAM a request.
 """
 
 from __future__ import annotations
@@ -33,23 +34,27 @@ from greenroom.predictors.none import NullPredictor
 class Collection(NamedTuple):
     """Collection of the expert activation matrices (EAMs) of past prompts, and the current one.
 
-    P experts; C places, of which the first `size` are in use.
+    Arrays are for P experts of the model and C matrices, of which the first `size` are in use.
     """
 
     counts: Ids  # [P, C]
-    dots: Ids  # [C] dot products with `eam`
-    squares: Ids  # [C] squared lengths
+    dots: Ids  # [C] dot products of the matrices with `eam`
+    squares: Ids  # [C] squared lengths of the matrices
     size: Ids  # [1]
     request: Ids  # [P] the EAM of this request
-    eam: Ids  # [P] the EAM that is matched
+    eam: Ids  # [P] the EAM that is compared with the collection
 
     def reset_eam(self) -> None:
-        """Reset the current expert activation matrix, which is matched with past prompts."""
+        """Set the current expert activation matrix to zero, with its dot products."""
         self.dots[:] = 0
         self.eam[:] = 0
 
     def store_request(self) -> None:
-        """Store the expert activation matrix of a finished request, and begin a new matrix."""
+        """Add a finished request's expert activation matrix, and begin a new one.
+
+        In a full collection it replaces the matrix at the smallest cosine distance. A matrix
+        without counts is not added.
+        """
         if not self.request.any():
             return
         place = int(self.size[0])
@@ -64,7 +69,10 @@ class Collection(NamedTuple):
 
 
 def empty_collection(pieces: int, capacity: int) -> Collection:
-    """Create an empty collection of expert activation matrices."""
+    """Create an empty collection for `capacity` expert activation matrices.
+
+    `pieces` is the number of experts of the model.
+    """
     counts, row = np.zeros((pieces, capacity), np.int64), np.zeros(pieces, np.int64)
     place = np.zeros(capacity, np.int64)
     return Collection(counts, place, place + 1, np.zeros(1, np.int64), row, row.copy())
@@ -72,9 +80,12 @@ def empty_collection(pieces: int, capacity: int) -> Collection:
 
 @jit
 def count(collection: Collection, experts: Ids, begin: int) -> None:
-    """Count the experts that tokens used in a layer, in the current activation matrix.
+    """Count the experts that tokens used in a layer in the current activation matrix.
 
-    `experts` is [T, K]; the layer's pieces begin at `begin`.
+    experts: ids within the layer, [tokens, top_k]
+    begin: the model-wide id of the layer's first expert
+
+    The matrix's dot products with those of the collection are updated.
     """
     for token in range(experts.shape[0]):
         for rank in range(experts.shape[1]):
@@ -87,11 +98,13 @@ def count(collection: Collection, experts: Ids, begin: int) -> None:
 
 @jit
 def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> None:
-    """Score the experts of the next layers by the most similar past prompt.
+    """Write scores for the next layers' experts, by the most similar past prompts.
 
-    Writes `scores` [distance, E]: likelihoods of the layers after `layer` under pEAM.
+    layer: the layer that was routed last; the layers after it are scored
+    begin: the model-wide id of each layer's first expert, and the number of experts
+    scores: [distance, experts] likelihoods, as the module's docstring defines them
 
-    Cosines are compared by dot ** 2 / square, which ranks alike.
+    Cosines are compared by dot ** 2 / square, which gives the same order.
     """
     layers, size = begin.size - 1, collection.size[0]
     similarity, most = np.empty(size), -1.0

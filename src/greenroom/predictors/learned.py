@@ -1,15 +1,16 @@
-"""learned: a small network for each layer, trained offline (ProMoE, section 4.4).
+"""learned: predicts experts by a small network for each layer, trained offline (ProMoE, 4.4).
 
     scores[l] = down[l] relu(up[l] x + b[l]) + c[l]
 
-where x is the gate input of layer l - distance: of the same token, or for the first layers of the
-token before it. `greenroom train-predictor` trains the networks; the tensors of its file are
+x is the input of the router of layer l - distance: for the same token, or in the first layers for
+the token before. `greenroom train-predictor` trains the networks. The tensors of its file are
 
-    distance [1]; for each layer N: N.up.weight [hidden, H], N.up.bias [hidden],
-    N.down.weight [experts, hidden], N.down.bias [experts]
+    distance [1]; for each layer N: N.up.weight [width, hidden], N.up.bias [width],
+    N.down.weight [experts, width], N.down.bias [experts]
 
-The time of one token is that of reading `up`, which is held in bfloat16: half the memory, and a
-quarter less time than float32 after experts have displaced it from the processor's cache.
+The time for one token is that of reading `up`, which is stored in bfloat16: this takes half the
+memory of float32, and a quarter less time after experts have displaced it from the processor's
+cache.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ FEW = 4  # tokens; for more, NumPy multiplies
 
 
 class Network(NamedTuple):
-    """Small neural network (MLP) that predicts the experts of one layer."""
+    """Small neural network (MLP with one hidden layer) that predicts the experts of one layer."""
 
-    up: BFloat16  # [hidden, H]
-    up_bias: Floats  # [hidden]
-    down: Floats  # [E, hidden]
-    down_bias: Floats  # [E]
+    up: BFloat16  # [width, hidden], with the model's hidden size
+    up_bias: Floats  # [width]
+    down: Floats  # [experts, width]
+    down_bias: Floats  # [experts]
 
 
 def to_bfloat16(values: Floats) -> BFloat16:
-    """Round float32 to the nearest bfloat16, ties to even."""
+    """Round float32 values to the nearest bfloat16, ties to even, as uint16 bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     near = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     rounded: BFloat16 = near.astype(np.uint16)
@@ -50,15 +51,15 @@ def to_bfloat16(values: Floats) -> BFloat16:
 
 
 def to_float32(values: BFloat16) -> Floats:
-    """Convert bfloat16 to float32, exactly."""
+    """Convert bfloat16 values (uint16 bits) to float32, exactly."""
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
 @jit(fastmath=True)  # sums in any order, so that they are vectorised
 def forward(x: Inputs, network: Network, scores: Floats) -> None:
-    """Compute an MLP's scores [T, E] of a layer's experts from hidden states [T, H].
+    """Write an MLP's scores [tokens, experts] for hidden states x [tokens, hidden].
 
-    A row of `up` is widened in the processor's L1 cache.
+    Each row of `up` is converted to float32 just before it is used, in the processor's L1 cache.
     """
     up, up_bias, down, down_bias = network
     hidden = np.empty(up.shape[0], np.float32)
@@ -80,15 +81,15 @@ def forward(x: Inputs, network: Network, scores: Floats) -> None:
 
 
 class LearnedPredictor(InputPredictor):
-    """Predictor `learned`: trained networks from a file, which do not change at run time."""
+    """Predictor `learned`: trained networks from a file, which do not learn at run time."""
 
     name = "learned"
 
     def __init__(self, setup: PredictorSetup) -> None:
         if setup.tensors is None:
             raise UsageError(
-                "predictor learned needs a file of `greenroom train-predictor`, and runs only with"
-                " the model that it was trained for"
+                "predictor learned needs a file of `greenroom train-predictor`, and works only with"
+                " the model for which it was trained"
             )
         super().__init__(setup)
         self._networks, self._ahead = networks_of(setup.tensors, setup.shape)
@@ -109,13 +110,17 @@ class LearnedPredictor(InputPredictor):
 
 
 def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list[Network], int]:
-    """Build a predictor's networks, one for each layer, from a file's tensors.
+    """Build the networks of the predictor `learned`, one for each layer, from a file's tensors.
 
-    Returns (networks, distance). PredictorError where the tensors do not fit.
+    Returns (networks, distance). Raises PredictorError if tensors are missing or do not fit the
+    model.
     """
     distance = tensors.get("distance", np.empty(0))
     if distance.shape != (1,) or not 1 <= int(distance[0]) <= shape.layers:
-        raise PredictorError("the learned predictor is damaged: it has no valid distance")
+        raise PredictorError(
+            "the file of the learned predictor is damaged or for another model: its tensor"
+            f" `distance` is not a number from 1 to {shape.layers}"
+        )
     networks = []
     for layer, experts in enumerate(shape.experts_per_layer):
         parts = [
@@ -123,21 +128,28 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
             for name in ("up.weight", "up.bias", "down.weight", "down.bias")
         ]
         if any(part is None or part.dtype != np.float32 for part in parts):
-            raise PredictorError(f"the learned predictor is damaged: layer {layer} is incomplete")
+            raise PredictorError(
+                "the file of the learned predictor is damaged or for another model: it has no"
+                f" complete network for MoE layer {layer}"
+            )
         up, up_bias, down, down_bias = (np.ascontiguousarray(part) for part in parts)
         hidden = len(up_bias)
         shapes = (up.shape[:1], up_bias.shape, down.shape, down_bias.shape)
         if up.ndim != 2 or shapes != ((hidden,), (hidden,), (experts, hidden), (experts,)):
             raise PredictorError(
-                f"the learned predictor is for another model: layer {layer} has {experts} experts"
+                "the learned predictor is for another model: its network for MoE layer"
+                f" {layer} does not predict {experts} experts"
             )
         networks.append(Network(to_bfloat16(up), up_bias, down, down_bias))
     if f"{shape.layers}.up.bias" in tensors:
         raise PredictorError(
-            f"the learned predictor is for another model: this one has {shape.layers} MoE layers"
+            "the learned predictor is for another model: it has networks for more than"
+            f" {shape.layers} MoE layers"
         )
     if len({network.up.shape[1] for network in networks}) > 1:
-        raise PredictorError("the learned predictor is damaged: layers of different hidden sizes")
+        raise PredictorError(
+            "the file of the learned predictor is damaged: its networks have different input sizes"
+        )
     return networks, int(distance[0])
 
 

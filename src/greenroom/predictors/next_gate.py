@@ -1,9 +1,9 @@
-"""next-gate: applies the router of a layer ahead to the inputs of the present layer.
+"""next-gate: predicts experts by the router of a later layer, fed with this layer's inputs.
 
-A layer adds little to the residual stream, so the input of layer l's gate is close to the input of
-layer l + distance's gate. Mixtral offloading (Eliseev and Mazur), MoEpic 3.2 and Fate use this;
-ProMoE 4.3 calls it skip-based. Beyond the last layer the routers of the first layers are applied to
-the states of the token before: predictions are worse there.
+A layer adds little to the residual stream, so the input of layer l's router is close to that of
+layer l + distance. Mixtral offloading (Eliseev and Mazur), MoEpic (3.2) and Fate use this; ProMoE
+(4.3) calls it skip-based. Beyond the last layer, the routers of the first layers are applied to the
+hidden states of this token to predict the next one: these predictions are worse.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from greenroom.predictors.none import NullPredictor
 
 
 class InputPredictor(NullPredictor):
-    """Base of predictors that rank experts some layers ahead by one layer's hidden states.
+    """Base of predictors that rank a later layer's experts by this layer's router inputs.
 
-    For layers of the next pass the inputs are those of this pass's last token.
+    Experts of the next pass are ranked by the inputs of this pass's last token.
     """
 
     _inputs: Inputs | None = None
@@ -39,19 +39,19 @@ class InputPredictor(NullPredictor):
 
     @abstractmethod
     def _rank(self, target: int, rows: Inputs) -> Ids:
-        """Rank a layer's experts by hidden states, likeliest first: [T, H] -> [T, width]."""
+        """Rank a layer's experts by hidden states: [tokens, hidden] -> [tokens, width]."""
 
 
 class NextGatePredictor(InputPredictor):
-    """Predictor `next-gate`: applies the model's routers to the inputs of earlier layers."""
+    """Predictor `next-gate`: applies a model's routers to the router inputs of earlier layers."""
 
     name = "next-gate"
 
     def __init__(self, setup: PredictorSetup) -> None:
         if setup.gates is None:
             raise UsageError(
-                "predictor next-gate needs the model's routers, which a trace does not have"
-                " (record its predictions with the trace, and replay `recorded`)"
+                "predictor next-gate needs the model's routers, which a trace does not have: record"
+                " the trace with --predict next-gate, and choose the predictor `recorded`"
             )
         super().__init__(setup)
         self._gates = setup.gates

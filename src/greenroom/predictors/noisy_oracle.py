@@ -1,16 +1,16 @@
-"""noisy-oracle: the true experts with random errors, to study prefetching at any accuracy.
+"""noisy-oracle: predicts the true experts with random errors, at any chosen accuracy.
 
-Each expert that will be used is predicted with the probability `accuracy`. Otherwise another expert
-of the layer replaces it, drawn uniformly from those that the token does not use and that are not
-predicted yet (none, where there are no more). So the expected accuracy is the configured one, at
-every distance and in every layer.
+It serves to study prefetching. Each expert that will be used is predicted with the probability
+`accuracy`. Otherwise another expert of the layer replaces it, drawn uniformly from those that the
+token does not use and that are not predicted yet (-1 if there are no more). So the expected
+accuracy is the chosen one, at every distance and in every layer.
 
-Without `accuracy=`, it is that of distance d in ProMoE (section 4.2 and figure 8a, DeepSeek-V2),
-whose text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
-prediction (next gates applied to earlier inputs), and 54 % for the token's id. Between them we
-interpolate by a constant factor a layer: 0.905 * (0.545 / 0.905) ** ((d - 1) / 7). Beyond that we
-use 54 %, since the paper says that skip-based prediction falls below the token's. The figure's
-curve of the learned predictor is higher; the text gives no number for it: use `accuracy=`.
+The default accuracy is that of ProMoE at the distance d (section 4.2 and figure 8a, DeepSeek-V2).
+The paper's text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
+prediction (later routers applied to earlier inputs), and 54 % for prediction by the token's id. For
+other d we use 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and at least 54 %, since the paper says
+that skip-based prediction falls below prediction by the token's id. The figure's curve of the
+learned predictor is higher, but the text gives no number for it: use the option `accuracy=`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,21 @@ NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token'
 
 
 def promoe_accuracy(distance: int) -> float:
-    """Return the accuracy of ProMoE's predictor at a distance (figure 8a, interpolated)."""
+    """Return the accuracy of skip-based expert prediction at a distance, by ProMoE's figure 8a.
+
+    Values between the published ones are interpolated; the result is at least 0.54.
+    """
     between: float = NEAR * (FAR / NEAR) ** ((distance - 1) / 7)
     return max(between, TOKEN)
 
 
 @jit
 def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, predicted: Any) -> None:
-    """Replace some of the true experts by wrong ones, for a predictor of given accuracy.
+    """Write the experts of a trace with random errors, as predictions of a given accuracy.
 
-    Writes `predicted` [tokens, layers, top_k]; `sizes` [layers] are numbers of experts.
+    truth, predicted: [tokens, layers, top_k] expert ids; in `predicted`, -1 means none
+    sizes: [layers] number of experts of each layer
+    accuracy: probability that an expert is predicted
     """
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
@@ -66,6 +71,7 @@ def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, pred
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
+    """Build the predictor `noisy-oracle`; UsageError if the setup has no trace."""
     routed = true_routing(setup, "noisy-oracle")
     accuracy = float(setup.options["accuracy"])
     if accuracy == PAPER:
@@ -85,7 +91,7 @@ noisy_oracle = PredictorKind(
     distance=1,
     options=(
         PolicyOption(
-            "accuracy", PAPER, "share that is right; -1: ProMoE's figure 8 at the distance", -1, 1
+            "accuracy", PAPER, "share of right predictions; -1: that of ProMoE's figure 8a", -1, 1
         ),
     ),
 )

@@ -18,7 +18,7 @@ class NullPredictor:
     distance: int | None
 
     def __init__(self, setup: PredictorSetup) -> None:
-        """Set the prediction distance; UsageError where the model has fewer layers."""
+        """Set the prediction distance; raise UsageError if the model has fewer layers."""
         self._shape, self._ahead = setup.shape, setup.ahead
         self.distance = setup.distance
 
@@ -36,7 +36,10 @@ class NullPredictor:
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         if state:
-            raise ValueError(f"predictor {self.name} has no state, got {', '.join(state)}")
+            raise ValueError(
+                f"predictor {self.name} learns nothing: it has no state to restore, but got"
+                f" {', '.join(state)}"
+            )
 
 
 none = PredictorKind("none", NullPredictor, "nothing is prefetched")

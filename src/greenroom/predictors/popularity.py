@@ -1,8 +1,9 @@
-"""popularity: predicts the experts of a layer that recent tokens used most. A simple baseline.
+"""popularity: predicts the experts of a layer that recent tokens used most, a simple baseline.
 
-    count[l][e] = sum over tokens of 0.5 ** (age / half-life)   where expert e was used
+    count[l][e] = sum over the tokens that used expert e in layer l of 0.5 ** (age / half-life)
 
-The routing of the pass itself is not used: the distance only sets when a prediction is made.
+The age of a token is the number of tokens after it. A layer's prediction does not depend on the
+routing of other layers: the distance only decides when the prediction is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from greenroom.predictors.helpers.learner import (
 
 @jit
 def count(counts: Floats, experts: Ids, decay: float) -> None:
-    """Add the experts [T, K] that tokens used to a layer's counts [E]."""
+    """Add the experts [tokens, top_k] that tokens used to a layer's counts [experts].
+
+    All counts are multiplied by `decay` before each token.
+    """
     for token in range(experts.shape[0]):
         for expert in range(counts.size):
             counts[expert] *= decay
@@ -34,7 +38,7 @@ def count(counts: Floats, experts: Ids, decay: float) -> None:
 
 
 class PopularityPredictor(Learner):
-    """Predictor `popularity`: decaying counts of each layer's experts."""
+    """Predictor `popularity`: counts of each layer's experts, which decay with every token."""
 
     name = "popularity"
 
@@ -65,7 +69,7 @@ class PopularityPredictor(Learner):
 popularity = PredictorKind(
     "popularity",
     PopularityPredictor,
-    "the experts that were used most of late",
+    "the experts that recent tokens used most",
     distance=1,
     options=(PolicyOption("half-life", 16.0, "tokens after which a use counts half", 0.1, 1e9),),
 )

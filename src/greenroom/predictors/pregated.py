@@ -1,9 +1,9 @@
-"""pregated: each router chooses the next layer's experts (Pre-gated MoE, Hwang et al., 2024).
+"""pregated: predicts by routers trained to choose the next layer's experts (Hwang et al., 2024).
 
-A pre-gated model is trained so that layer l's router, given the input of layer l, chooses the
-experts of layer l + 1. Its routers, called as `Gates`, predict these without an error. The first
-layer of a token has no router before it, and is not predicted. In a replay the trace's routing
-stands for the routers.
+A pre-gated model is trained so that a router, given the input of layer l, chooses the experts of
+layer l + 1. This predictor calls that router as the router of layer l + 1 (`Gates.rank`), so its
+predictions have no errors. The first layer has no layer before it, and is not predicted. In a
+replay of a trace, the recorded experts are predicted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from greenroom.predictors.recorded import ReplayPredictor
 
 
 class PregatedPredictor(NextGatePredictor):
-    """Predictor `pregated`: the next layer's router, applied to the present layer's inputs."""
+    """Predictor `pregated`: the next layer's router, applied to this layer's router inputs."""
 
     name = "pregated"
 
@@ -31,11 +31,12 @@ class PregatedPredictor(NextGatePredictor):
 
 
 def build(setup: PredictorSetup) -> Predictor:
+    """Build the predictor `pregated`; UsageError if the setup has neither routers nor a trace."""
     setup = replace(setup, distance=1)
     if setup.gates is not None:
         return PregatedPredictor(setup)
     if setup.routed_experts is None:
-        raise UsageError("predictor pregated needs a model with routers, or a trace")
+        raise UsageError("predictor pregated needs a model's routers or a trace, and has neither")
     return ReplayPredictor("pregated", setup.routed_experts, NO_ID, setup)
 
 

@@ -1,9 +1,9 @@
 """recorded: predictions stored in a trace, replayed at the layers where they were made.
 
-The prediction for layer l of token t is made `distance` layers before it. For the first layers of a
-pass that is in the pass before, and only for the pass's first token. In a pass of several tokens,
-and in the first pass of all, the first layers are predicted when the pass begins. With distance 0
-all layers are predicted when a pass begins.
+The prediction for a layer is made `distance` layers before the layer. For the first layers of a
+pass this is in the pass before, and only for the pass's first token; in a pass of several tokens,
+and in the first pass of the trace, they are predicted when the pass begins. With distance 0 all
+layers are predicted when a pass begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from greenroom.predictors.none import NullPredictor
 
 
 class ReplayPredictor(NullPredictor):
-    """Predictor that replays stored predictions [tokens, layers, width]; `nothing` means none."""
+    """Predictor that replays stored predictions, [tokens, layers, width] expert ids.
+
+    The id `nothing` means that there is no further prediction.
+    """
 
     def __init__(self, name: str, rows: NDArray[Any], nothing: int, setup: PredictorSetup) -> None:
         super().__init__(setup)
@@ -32,8 +35,9 @@ class ReplayPredictor(NullPredictor):
     def begin(self, at: PassStart) -> None:
         if at.first + at.tokens > len(self._rows):
             raise UsageError(
-                f"{self.name} has {len(self._rows)} tokens,"
-                f" but token {at.first + at.tokens - 1} was asked for: this is another run"
+                f"predictor {self.name} has predictions for {len(self._rows)} tokens, but a pass"
+                f" ends at token {at.first + at.tokens - 1}, counted from 0: replay the trace that"
+                " they belong to"
             )
         self._predicts_first_layers = at.tokens > 1 or self._at.tokens == 0
         self._at = at
@@ -65,22 +69,31 @@ class ReplayPredictor(NullPredictor):
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
-    """Build a predictor that replays a trace's stored predictions of the given name.
+    """Build a predictor that replays the predictions stored in a trace.
 
-    Without a name, the trace must have one set of predictions.
+    The option `of` names the predictor that made them; it may be left out if the trace has
+    predictions of only one. Raises UsageError if the trace has no predictions or several,
+    UnknownName for a wrong name.
     """
     predictions, name = setup.predictions, str(setup.options["of"])
     if not predictions:
-        raise UsageError("predictor recorded needs a trace with predictions: this one has none")
+        raise UsageError(
+            "predictor recorded needs a trace with predictions: record the trace with --predict"
+        )
     if not name and len(predictions) > 1:
         names = "|".join(predictions)
-        raise UsageError(f"the trace has several predictions: choose one with of={names}")
+        raise UsageError(
+            f"the trace has predictions of several predictors: choose one, recorded:of={names}"
+        )
     name = name or next(iter(predictions))
     if name not in predictions:
         raise UnknownName("prediction of the trace", name, predictions)
     rows, distance = predictions[name].experts, int(predictions[name].distance)
     if not 0 <= distance <= setup.shape.layers:
-        raise UsageError(f"prediction {name} has distance {distance}: the trace is damaged")
+        raise UsageError(
+            f"the trace is damaged: its predictions of {name} have distance {distance}, not 0 to"
+            f" {setup.shape.layers}"
+        )
     nothing = int(np.iinfo(rows.dtype).max)
     return ReplayPredictor("recorded", rows, nothing, replace(setup, distance=distance or None))
 
@@ -90,5 +103,5 @@ recorded = PredictorKind(
     build,
     "another predictor's predictions, recorded with the trace",
     frozenset({"trace"}),
-    options=(PolicyOption("of", "", "the predictor, where the trace has several"),),
+    options=(PolicyOption("of", "", "the predictor to replay, if the trace has several"),),
 )

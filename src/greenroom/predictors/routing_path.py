@@ -1,24 +1,24 @@
 """routing-path: predicts a token's experts in all layers early, and corrects them later.
 
-After ExpertFlow (2024: "a lightweight predictor to accurately forecast routing paths before
-computation begins", with "real-time error correction"; only its abstract is known to us, and the
-predictor is our own reading of it: linear, and learned online from the routing alone).
+The idea is that of ExpertFlow (2024): "a lightweight predictor to accurately forecast routing paths
+before computation begins", with "real-time error correction". We know only the paper's abstract;
+this predictor is our own reading of it: linear, and learned online from the routing only.
 
-Each expert e of each layer l has two logits:
+Each expert e of each layer l has two logits, at the prediction distance d:
 
     early[l][e]  = bias[l][e] + by_id[id][l][e] + sum of last[l][f][e]  over the experts f that the
                                                     token before used in l
     passed[l][e] = early[l][e] + sum of link[m][l][f][e]  over the experts f that were used in
                                                     layer l - d - m, m = 0, 1, 2
 
-where layers before the first are those of the token before. `early` ranks the experts of all layers
-when a pass begins (`passed` those of layers below d, which wait for no other layer). After layer
-l - d, `passed` ranks those of layer l: the correction. The first layers of the next pass are
-predicted in the same way, before its token's id is known.
+Layers before the first are those of the token before. When a pass begins, `early` ranks the experts
+of all layers except the first d. `passed` ranks those, since no later layer of the pass corrects
+them. After layer l - d, `passed` ranks the experts of layer l again: this is the correction. The
+first layers of the next pass are predicted in the same way, before the id of its token is known.
 
-When a layer's routing is observed, both logits take a step of stochastic gradient descent on the
-logistic loss, each on its own error: `link` along the error of `passed`, all other weights along
-that of `early`. So each is as good as it can be without the other (stagewise, as in boosting).
+When a layer's routing is observed, the weights of both logits take a step of stochastic gradient
+descent on the logistic loss: `link` by the error of `passed`, all other weights by the error of
+`early`. So the two models are fitted stagewise, as in boosting.
 """
 
 from __future__ import annotations
@@ -41,22 +41,25 @@ LEARNED_TOKENS = 64  # the last ones of a pass: learning from a long prompt take
 
 
 class PathModel(NamedTuple):
-    """Learned weights of the routing-path predictor, and its pass of T tokens.
+    """Learned weights of the predictor `routing-path`, and the experts of its current pass.
 
-    L layers; E experts in the largest layer."""
+    Shapes are for T tokens, L layers, E experts in the largest layer and top-k K."""
 
     bias: Floats  # [L, E], -inf where a layer has no such expert
     last: Floats  # [L, E, E]
     link: Floats  # [LINKS, L, E, E]
     by_id: Floats  # [places, L, E]
     path: Ids  # [T + 1, L, K]: row 0 is the token before the pass
-    places: Ids  # [T] in `known`, or -1
+    places: Ids  # [T] row of each token's id in `by_id`, or -1
     distance: int
 
 
 @jit
 def add(row: Ids, table: Floats, logits: Floats) -> None:
-    """Add a weight table's rows [E, E] for experts [K] to logits; -1 is unknown."""
+    """Add a weight table's rows for the experts in `row` to logits [experts].
+
+    The table is [experts, experts]. `row` [top_k] contains expert ids; -1 means unknown.
+    """
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -66,7 +69,10 @@ def add(row: Ids, table: Floats, logits: Floats) -> None:
 
 @jit
 def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
-    """Move a weight table's rows [E, E] for experts [K] along a gradient step [E]."""
+    """Add a gradient step [experts] to a weight table's rows for some experts.
+
+    The step is multiplied by `rate`. `row` [top_k] contains the experts; -1 means unknown.
+    """
     for i in range(row.size):
         if row[i] >= 0:
             weights = table[row[i]]
@@ -76,9 +82,11 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 @jit
 def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: Floats) -> None:
-    """Compute a token's logits [E] of a layer's experts, in both of the predictor's forms.
+    """Write a token's logits [experts] for a layer: before and after its correction.
 
-    Row T + 1, which the path does not have, is the token after the pass.
+    `early` are the logits at the start of a pass, `passed` those corrected by earlier layers (see
+    the module's docstring). `token` is a row of `model.path`, or one row beyond its end for the
+    token after the pass.
     """
     path, layers = model.path, model.path.shape[1]
     place = model.places[token - 1] if token <= model.places.size else -1
@@ -97,7 +105,10 @@ def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: F
 
 @jit
 def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Floats) -> None:
-    """Score a layer's experts, [rows, E], for the tokens from row `first` on."""
+    """Write scores [rows, experts] of a layer's experts, for tokens from row `first` on.
+
+    `corrected`: by the logits that earlier layers have corrected.
+    """
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):
         if corrected:
@@ -108,7 +119,7 @@ def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Flo
 
 @jit
 def score_all(model: PathModel, scores: Floats) -> None:
-    """Score the experts of all layers at a pass's start, [L * T, E]."""
+    """Write scores [layers * tokens, experts] of all layers' experts, at a pass's start."""
     tokens = model.places.size
     for layer in range(model.path.shape[1]):
         rows = scores[layer * tokens : (layer + 1) * tokens]
@@ -117,7 +128,10 @@ def score_all(model: PathModel, scores: Floats) -> None:
 
 @jit
 def replace_by_error(logits: Floats, used: Ids) -> None:
-    """Replace logits [E] by their error: the negative gradient of the logistic loss."""
+    """Replace logits [experts] by their errors, the negative gradient of the logistic loss.
+
+    `used` are the ids of the experts that the token used.
+    """
     for expert in range(logits.size):
         logits[expert] = -1 / (1 + exp(-logits[expert]))
     for i in range(used.size):
@@ -126,7 +140,10 @@ def replace_by_error(logits: Floats, used: Ids) -> None:
 
 @jit
 def learn(model: PathModel, first: int, layer: int) -> None:
-    """Learn from the experts that a pass's tokens used in a layer."""
+    """Update the weights by the experts that a pass's tokens, from row `first` on, used.
+
+    The step is one of gradient descent for the weights of `layer`.
+    """
     size, layers, path = model.bias.shape[1], model.path.shape[1], model.path
     early, passed = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(first, path.shape[0]):
@@ -149,7 +166,10 @@ def learn(model: PathModel, first: int, layer: int) -> None:
 
 
 def initial_bias(shape: Shape) -> Floats:
-    """Return the initial bias [L, E] of logits, with all experts equally likely."""
+    """Return the initial bias of logits, [layers, experts], with which all experts are equal.
+
+    It is -inf for experts that a layer does not have.
+    """
     bias = np.full((shape.layers, max(shape.experts_per_layer)), -np.inf, np.float32)
     for layer, experts in enumerate(shape.experts_per_layer):
         bias[layer, :experts] = -log(max(experts / shape.top_k - 1, 0.01))
@@ -157,7 +177,7 @@ def initial_bias(shape: Shape) -> Floats:
 
 
 class RoutingPathPredictor(PathLearner):
-    """Predictor `routing-path`: linear logits of all layers, learned online."""
+    """Predictor `routing-path`: linear logits of all layers' experts, learned online."""
 
     name = "routing-path"
     _token_table: TokenTable

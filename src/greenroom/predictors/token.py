@@ -1,12 +1,15 @@
-"""token: the experts that an input token's id used most often (ProMoE, section 4.2, token-based,
-after Xue et al., 2024, and Jiang et al., 2024).
+"""token: predicts the experts that tokens with the same id used most often.
+
+This is the token-based prediction of ProMoE (section 4.2), after Xue et al. (2024) and Jiang et al.
+(2024):
 
     score[l][e] = count[id][l][e] + share[l][e]
 
 All layers are predicted before a pass begins, and none of the next pass. The paper counts in a
 recording made beforehand; here the counts are learned while the model runs, and may be saved
-between runs. `share` is how often any token uses the expert: it decides for unknown ids and between
-equal counts. The table of ids is bounded (predictors/helpers/token_table.py).
+between runs. `share` is how often any token used expert e, divided by that number for the layer's
+most used expert: it decides for unknown ids and between equal counts. The table of ids is bounded
+(predictors/helpers/token_table.py).
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ Counts = NDArray[np.uint16]
 
 @jit
 def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids) -> None:
-    """Count the experts [T, K] that tokens used in a layer, by token id.
+    """Count the experts that tokens used in a layer, by token id and overall.
 
-    The tokens are at these places [T] of the table (-1: id unknown).
+    table: [rows, layers, experts] counts by token id; halved when one reaches 60,000
+    overall: [layers, experts] counts of all tokens
+    places: [tokens] row of each token's id in the table; -1 if the id is unknown
+    experts: [tokens, top_k] ids within the layer
     """
     for token in range(experts.shape[0]):
         place = places[token]
@@ -50,7 +56,10 @@ def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids)
 
 @jit
 def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
-    """Score the experts of all layers, [L * T, E], by the tokens' ids."""
+    """Write scores [layers * tokens, experts] of all layers' experts, by the tokens' ids.
+
+    See `count` for the other arguments.
+    """
     layers, experts = overall.shape
     for layer in range(layers):
         most = max(np.float32(1), overall[layer].max())
@@ -63,7 +72,7 @@ def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
 
 
 class TokenPredictor(Learner):
-    """Predictor `token`: counts of experts by token id."""
+    """Predictor `token`: counts of each layer's experts by token id, learned online."""
 
     name = "token"
     _token_table: TokenTable

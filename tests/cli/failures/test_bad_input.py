@@ -154,9 +154,15 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--mem", "1GiB"), "unrecognized arguments: --mem"),
         (("--json", "--live"), "--live: not allowed with argument --json"),
         (("--prefetch", "tomorrow"), "unknown predictor 'tomorrow': choose one of auto, .*markov"),
-        (("--prefetch", "token:2"), "predictor token has no distance to choose: '2'"),
-        (("--prefetch", "markov:0"), "distance of markov must be a whole number from 1: '0'"),
-        (("--prefetch", "markov:9"), "the model has 2 MoE layers: predictors cannot look 9 ahead"),
+        (("--prefetch", "token:2"), "predictor token has no distance to choose: leave out '2'"),
+        (
+            ("--prefetch", "markov:0"),
+            "the distance of predictor markov is '0': it must be a number of layers",
+        ),
+        (
+            ("--prefetch", "markov:9"),
+            "the model has 2 MoE layers, so a predictor cannot predict 9 layers ahead",
+        ),
         (("--prefetch", "oracle"), "predictor oracle needs a recorded trace"),
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
         (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),

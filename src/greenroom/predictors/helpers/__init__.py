@@ -1,1 +1,1 @@
-"""Parts that expert predictors share: kinds, saved states, the token table and compilation."""
+"""Code that expert predictors share: command-line choice, saved states, a table by token id."""

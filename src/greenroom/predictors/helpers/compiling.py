@@ -8,14 +8,15 @@ from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.helpers.kind import PredictorChoice, PredictorSetup
 
-LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more call compiled functions of their own
+LEARNS_FROM_ROUTING = {"token_ids"}  # needs of the kinds whose own compiled functions are called
 
 
 def compile_predictor(choice: PredictorChoice) -> None:
-    """Compile a predictor's functions by running a second predictor over invented routing.
+    """Compile an expert predictor's Numba functions, by running it on invented routing.
 
-    Machine code depends on types only, so a few experts are enough. Kinds that need routers, files
-    or traces compile only the ranking.
+    Another predictor of the same kind is run. Machine code depends on types only, so a few experts
+    are enough. For a predictor that needs router inputs, a file or a trace, only the ranking of
+    experts is compiled.
     """
     scores = np.zeros((1, 1), np.float32)
     top(scores, 1)

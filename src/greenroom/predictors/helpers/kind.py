@@ -1,4 +1,4 @@
-"""Kinds of expert predictors, the user's choice of one, and the arguments to build it."""
+"""Kinds of expert predictors, a user's choice of one, and the arguments to build it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Need = Literal["token_ids", "inputs", "gates", "file", "trace"]
 
 @dataclass(frozen=True)
 class PredictorSetup:
-    """Arguments to build an expert predictor; a kind's unneeded arguments may be left out."""
+    """Arguments to build an expert predictor.
+
+    A kind of predictor uses only some arguments (`PredictorKind.needs`); the others may be left
+    out. The distance and the options are set by `PredictorChoice.build`.
+    """
 
     shape: Shape
     seed: int = 0
@@ -27,20 +31,20 @@ class PredictorSetup:
     routed_experts: NDArray[Any] | None = None  # the trace's, [tokens, layers, top_k]
     predictions: Mapping[str, Any] = field(default_factory=dict)  # the trace's predictions
     tensors: Mapping[str, NDArray[Any]] | None = None  # the tensors of a predictor's file
-    distance: int | None = None  # it and the options are set by `PredictorChoice.build`
+    distance: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ahead(self) -> int:
-        """Return the prediction distance in layers, 0 without one; check it against the model.
+        """Return how many layers ahead a predictor predicts; 0 if it has no distance.
 
-        UsageError where the model has fewer layers.
+        Raises UsageError if the model has fewer layers.
         """
         distance = self.distance or 0
         if distance > self.shape.layers:
             raise UsageError(
-                f"the model has {self.shape.layers} MoE layers:"
-                f" predictors cannot look {distance} ahead"
+                f"the model has {self.shape.layers} MoE layers, so a predictor cannot predict"
+                f" {distance} layers ahead: choose a distance of at most {self.shape.layers}"
             )
         return distance
 
@@ -52,8 +56,9 @@ Builder = Callable[[PredictorSetup], Predictor]
 class PredictorKind:
     """Kind of expert predictor: its name, its constructor and the arguments it needs.
 
-    `distance` is the default; None where it cannot be chosen: the predictor predicts complete
-    passes before they begin, or its recording or file has a distance.
+    `distance` is the default number of layers to predict ahead. None means that a user cannot
+    choose the distance: the predictor predicts complete passes before they begin, or the distance
+    is stored in its trace or file.
     """
 
     name: str
@@ -64,9 +69,9 @@ class PredictorKind:
     options: tuple[PolicyOption, ...] = ()
 
     def choose(self, text: str = "") -> PredictorChoice:
-        """Parse the distance and options of a predictor of this kind. UsageError for wrong ones.
+        """Parse a distance and options: the text `[distance][,option=value...]`.
 
-        The text is `[distance][,option=value...]`.
+        Raises UsageError for a wrong distance or value, UnknownName for an unknown option.
         """
         first, *items = text.split(",") if text else [""]
         options = {option.name: option for option in self.options}
@@ -77,17 +82,20 @@ class PredictorKind:
             items = [first, *items]
         elif items:
             raise UsageError(
-                f"a distance or options must follow the colon of predictor {self.name}: {text!r}"
+                f"a distance or name=value must follow the colon of predictor {self.name}, not"
+                f" {text!r}"
             )
         values: dict[str, Any] = {}
         for item in items:
             name, equals, value = item.partition("=")
             if name not in options:
                 if not options:
-                    raise UsageError(f"predictor {self.name} has no options: {item!r}")
+                    raise UsageError(f"predictor {self.name} has no options: leave out {item!r}")
                 raise UnknownName(f"option of {self.name}", name, options)
             if not equals or name in values:
-                raise UsageError(f"options of {self.name} are given once, as name=value: {item!r}")
+                raise UsageError(
+                    f"{item!r}: give each option of predictor {self.name} once, as name=value"
+                )
             values[name] = options[name].parse(self.name, value)
         defaults = {name: option.default for name, option in options.items()}
         return PredictorChoice(
@@ -96,15 +104,21 @@ class PredictorKind:
 
     def _distance(self, text: str) -> int:
         if self.distance is None:
-            raise UsageError(f"predictor {self.name} has no distance to choose: {text!r}")
+            raise UsageError(f"predictor {self.name} has no distance to choose: leave out {text!r}")
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"the distance of {self.name} must be a whole number from 1: {text!r}")
+            raise UsageError(
+                f"the distance of predictor {self.name} is {text!r}: it must be a number of layers,"
+                " from 1"
+            )
         return int(text)
 
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """User's choice of a predictor: a kind with distance and options; `name` is the text."""
+    """A user's choice of an expert predictor: a kind with a distance and options.
+
+    `name` is the user's text, such as `markov:2`.
+    """
 
     kind: PredictorKind
     name: str
@@ -112,5 +126,8 @@ class PredictorChoice:
     options: Mapping[str, Any]
 
     def build(self, setup: PredictorSetup) -> Predictor:
-        """Build the chosen predictor. UsageError where the setup lacks an argument."""
+        """Build the chosen expert predictor.
+
+        Raises UsageError if the setup lacks an argument that the kind needs.
+        """
         return self.kind.build(replace(setup, distance=self.distance, options=self.options))

@@ -1,4 +1,4 @@
-"""Base classes of predictors that learn from routing: saved states and the pass's experts."""
+"""Base classes of the expert predictors that learn from routing while a model runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Learner(NullPredictor):
-    """Learning predictor whose saved state is its arrays and a table of token ids."""
+    """Base of expert predictors whose saved state is learned arrays.
+
+    The state may include a table by token id, and the distance for which it is valid.
+    """
 
     _of_distance = False  # whether the state is valid for one distance only
     _token_table: TokenTable | None = None
 
     @abstractmethod
     def _arrays(self) -> Arrays:
-        """Return a predictor's learned arrays themselves, not copies."""
+        """Return a predictor's learned arrays by name; they are not copied."""
 
     def state(self) -> Arrays:
         state = {name: array.copy() for name, array in self._arrays().items()}
@@ -39,7 +42,9 @@ class Learner(NullPredictor):
         if self._of_distance:
             distance = state.get("distance")
             if distance is None or distance.tolist() != [self._ahead]:
-                raise ValueError(f"distance is {distance}, not [{self._ahead}]")
+                raise ValueError(
+                    f"the saved distance of the predictor is {distance}, not [{self._ahead}]"
+                )
         for name, array in self._arrays().items():
             fill(name, state, array)
         if self._token_table is not None:
@@ -47,9 +52,10 @@ class Learner(NullPredictor):
 
 
 class PathLearner(Learner):
-    """Learning predictor that records the experts of the pass's tokens in all layers.
+    """Base of learning predictors that use a forward pass's experts in all layers.
 
-    `_path` [T + 1, layers, top_k]: row 0 is the token before the pass; -1 is unknown.
+    `_path` [tokens + 1, layers, top_k] contains the experts that the tokens used: row 0 those of
+    the token before the pass, -1 if unknown.
     """
 
     _of_distance = True
@@ -62,7 +68,7 @@ class PathLearner(Learner):
     def begin(self, at: PassStart) -> None:
         before = self._path[-1]
         self._path = np.full((at.tokens + 1, *before.shape), -1, np.int64)
-        if at.request == self._request:  # another request's last token says nothing
+        if at.request == self._request:  # a token of another request does not predict this one
             self._path[0] = before
         self._request = at.request
 
@@ -70,18 +76,24 @@ class PathLearner(Learner):
 def predictions_of_pass(
     scores: Floats, layers: int, width: int, above: float
 ) -> list[LayerPrediction]:
-    """Rank the experts of all layers by scores [layers * T, E]."""
+    """Return predictions for all layers of a pass, from scores [layers * tokens, experts].
+
+    Each token gets `width` experts, with the highest scores of those above `above`.
+    """
     experts = top(scores, width, above)
     return [LayerPrediction(i, rows) for i, rows in enumerate(experts.reshape(layers, -1, width))]
 
 
 def repeat_for_tokens(prediction: LayerPrediction, layers: int, tokens: int) -> LayerPrediction:
-    """Repeat a one-row prediction for all tokens, unless the prediction is for the next pass."""
+    """Repeat a prediction of one row for all tokens of the pass.
+
+    A prediction for the next pass keeps its single row.
+    """
     if prediction.layer >= layers or tokens == 1:
         return prediction
     return LayerPrediction(prediction.layer, np.repeat(prediction.experts, tokens, axis=0))
 
 
 def as_contiguous(experts: Ids) -> Ids:
-    """Copy expert ids to the memory layout of compiled functions, unless they have it."""
+    """Return expert ids as a contiguous int64 array, which compiled functions need."""
     return np.ascontiguousarray(experts, np.int64)

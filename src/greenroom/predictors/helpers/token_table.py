@@ -1,4 +1,4 @@
-"""A bounded table of learned values by token id; the id unseen the longest is replaced."""
+"""A bounded table of learned values by token id; the least recently used id is replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ MOST_IDS, MOST_BYTES = 4096, 16 << 20
 
 
 class TokenTable:
-    """Table of learned rows by token id: `rows` [places, ...]; new rows are zero."""
+    """Table with a row of learned values for each of the most recent token ids.
+
+    `rows` [places, ...] has at most 4,096 rows and 16 MiB. If the table is full, a new id gets the
+    row of the id that was used longest ago, filled with zeros.
+    """
 
     def __init__(self, row: tuple[int, ...], dtype: Any) -> None:
         size = int(np.prod(row)) * np.dtype(dtype).itemsize
@@ -26,9 +30,9 @@ class TokenTable:
         self._pass = 0
 
     def of(self, ids: Ids | None, tokens: int) -> Ids:
-        """Return the table rows [tokens] of a pass's token ids.
+        """Return the row numbers [tokens] of a pass's token ids; add new ids.
 
-        -1 where ids are unknown, or where all places have other ids of the same pass.
+        A number is -1 if the ids are unknown, or if all rows belong to other ids of the same pass.
         """
         self._pass += 1
         places = np.full(tokens, -1, np.int64)
@@ -63,14 +67,17 @@ class TokenTable:
             fill(name, state, array[:used])
         self._place = {id_: place for place, id_ in enumerate(self._id[:used].tolist())}
         if len(self._place) != used:
-            raise ValueError("ids are not distinct")
+            raise ValueError("the saved token ids are not distinct")
         self._pass = int(self._met[:used].max(initial=0))
 
 
 def fill(name: str, state: Mapping[str, NDArray[Any]], array: NDArray[Any]) -> None:
-    """Fill an array from a predictor's saved state. ValueError for an unfit array."""
+    """Fill an array with the one of that name in a predictor's saved state.
+
+    Raises ValueError if the saved array is missing or has another shape or dtype.
+    """
     saved = state.get(name)
     if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
         text = "missing" if saved is None else f"{saved.dtype}{list(saved.shape)}"
-        raise ValueError(f"{name} is {text}, not {array.dtype}{list(array.shape)}")
+        raise ValueError(f"the saved array {name} is {text}, not {array.dtype}{list(array.shape)}")
     array[...] = saved

@@ -146,8 +146,6 @@ class Driver:
     ) -> None:
         """Fetch and compute the experts that one MoE layer's tokens chose.
 
-        The experts are computed in groups as they arrive, each expert once.
-
         compute: called with (experts, slots) of a group; if experts are split into two segments,
             with (experts, slots, part) for the top segments, then for the bottom segments
         experts: ids within the layer, ascending, int64
@@ -157,8 +155,8 @@ class Driver:
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
 
-        Raises StoreError if an expert cannot be read, DeviceError if the device refuses it, and
-        what `compute` raises. The cache stays usable afterwards."""
+        Raises StoreError if an expert cannot be read, DeviceError if the device refuses it. The
+        cache stays usable afterwards, also after an exception in `compute`."""
         if experts.size == 0:
             return
         first = self.pieces.offsets[layer]

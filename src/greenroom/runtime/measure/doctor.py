@@ -67,8 +67,7 @@ def measure_machine(
         written, read and deleted (default: the folder of downloaded models)
     report: called with the name of each measurement as it begins
 
-    Raises UsageError for a wrong path or a full disk, OutputError if the test file cannot be
-    written, DeviceError if a GPU fails."""
+    Raises UsageError for a wrong path or a full disk, OutputError if a file cannot be written."""
     begin = time.perf_counter()
     facts = bandwidth.host_facts()
     cores = os.cpu_count() or 1
