@@ -1,4 +1,4 @@
-"""What the predictors that learn should score, in plain NumPy: the slow, obvious versions."""
+"""Slow, obvious versions of the learning predictors' scores, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class PlainMarkov:
                 for f in self.path[after, target]:
                     self.pairs[source, e, f] += 1
 
-    def scores(self, layer: int, seen: list[int]) -> np.ndarray:
+    def scores(self, layer: int, used: list[int]) -> np.ndarray:
         target = (layer + self.distance) % self.shape.layers
         most = max(self.shape.experts_per_layer)
         experts = self.shape.experts_per_layer[target]
         counts = np.array(
             [[self.pairs[layer, e, f] + 0.1 for f in range(experts)] for e in range(most)]
         )
-        together = np.log(counts[seen]).sum(axis=0)
-        return together - (len(seen) - 1) * np.log(counts.sum(axis=0))
+        joint = np.log(counts[used]).sum(axis=0)
+        return joint - (len(used) - 1) * np.log(counts.sum(axis=0))
 
 
 class PlainEamc:
@@ -61,7 +61,7 @@ class PlainEamc:
 
     def __init__(self, shape: Shape, capacity: int, by_request: bool) -> None:
         self.shape, self.capacity, self.by_request = shape, capacity, by_request
-        self.kept: dict[bool, list[np.ndarray]] = {True: [], False: []}
+        self.collections: dict[bool, list[np.ndarray]] = {True: [], False: []}
         self.growing = {part: self._empty() for part in (True, False)}
         self.matched = {part: self._empty() for part in (True, False)}
         self.request = -1
@@ -81,17 +81,17 @@ class PlainEamc:
         self.request = at.request
 
     def _keep(self, part: bool) -> None:
-        kept = self.kept[part]
-        if len(kept) < self.capacity:
-            kept.append(self.growing[part])
+        collection = self.collections[part]
+        if len(collection) < self.capacity:
+            collection.append(self.growing[part])
         else:
-            kept[int(np.argmax(self._cosines(self.growing[part], part)))] = self.growing[part]
+            collection[int(np.argmax(self._cosines(self.growing[part], part)))] = self.growing[part]
 
     def _cosines(self, eam: np.ndarray, part: bool) -> list[float]:
         # Rounded, so that equal cosines are found equal.
         return [
             round(float((eam * other).sum() ** 2 / (other * other).sum()), 9)
-            for other in self.kept[part]
+            for other in self.collections[part]
         ]
 
     def observe(self, at: PassStart, layer: int, experts: list[list[int]]) -> None:
@@ -100,11 +100,11 @@ class PlainEamc:
                 eam[layer, row] += 1
 
     def scores(self, at: PassStart, layer: int, target: int) -> np.ndarray:
-        layers, kept = self.shape.layers, self.kept[at.prefill]
+        layers, collection = self.shape.layers, self.collections[at.prefill]
         eam = self.matched[at.prefill]
-        if kept:
+        if collection:
             cosines = self._cosines(eam, at.prefill)
-            nearest = [e for e, c in zip(kept, cosines, strict=True) if c == max(cosines)]
+            nearest = [e for e, c in zip(collection, cosines, strict=True) if c == max(cosines)]
             eam = np.sum(nearest, axis=0)
         row = eam[target % layers]
         return row / max(row.sum(), 1) * (1 - (target - layer) / layers)
@@ -136,7 +136,7 @@ class PlainPath:
         return self.weights[key]
 
     def _keys(self, token: int, layer: int) -> tuple[list[tuple], list[tuple]]:
-        """What the early logits are made of, and what is added to them."""
+        """Return the keys of the weights of the early logits, and of their corrections."""
 
         def used(at: int, source: int) -> list[int]:
             same = self.request.get(at) == self.request.get(token, self.now)

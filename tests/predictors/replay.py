@@ -1,4 +1,4 @@
-"""Run a predictor over a trace's arrays: what it would have said, and how often it was right.
+"""Run a predictor over a trace's arrays; collect its predictions and their accuracy.
 
 The predictor learns as it goes, as it would in a run. Accuracy is the share of the experts used
 that were among the top-k predicted.
@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
 
 
 def passes(routing: Routing) -> Iterator[PassStart]:
-    """What a run is told before each pass of a trace."""
+    """Yield the start of each pass of a trace."""
     starts = routing.pass_starts
     request = np.searchsorted(routing.request_starts, starts[:-1], side="right") - 1
     for i, first in enumerate(starts[:-1].tolist()):
@@ -47,15 +47,16 @@ def passes(routing: Routing) -> Iterator[PassStart]:
 
 
 def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
-    """What the predictor says of each layer, at least its distance before.
+    """Collect a predictor's predictions for each layer, made at least its distance before.
 
-    Of several such guesses the last one counts. What is said when a pass begins counts where no
-    distance is asked for, and for passes of several tokens: before, one of them was known at most.
+    Of several such predictions for a layer the last one counts. Those made when a pass begins count
+    if the predictor has no distance, in the first pass, and in passes of several tokens: of these
+    only the first token can be predicted in the pass before.
     """
     tokens, layers, _ = routing.experts.shape
     kind = np.uint8 if max(shape.experts_per_layer) <= 255 else np.uint16
     nothing = int(np.iinfo(kind).max)
-    made = np.full((tokens, layers, shape.width), nothing, kind)
+    predicted = np.full((tokens, layers, shape.width), nothing, kind)
     distance = predictor.distance or 0
     for at in passes(routing):
         announced = at.first == 0 or at.tokens > 1
@@ -64,19 +65,21 @@ def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
             if layer >= 0:
                 inside = routing.experts[at.first : at.first + at.tokens, layer]
                 predictor.observe(LayerRouting(layer, inside.astype(np.int64)))
-            for guess in predictor.predict(layer):
-                in_time = announced if layer < 0 else guess.layer - layer >= distance
+            for prediction in predictor.predict(layer):
+                in_time = announced if layer < 0 else prediction.layer - layer >= distance
                 if in_time or not distance:
-                    _write(made, guess, at, nothing)
-    return Predicted(made, distance)
+                    _write(predicted, prediction, at, nothing)
+    return Predicted(predicted, distance)
 
 
-def _write(made: NDArray[Any], guess: LayerPrediction, at: PassStart, nothing: int) -> None:
-    layers, most = made.shape[1:]
-    ids = guess.experts[:, :most]
-    first = at.first if guess.layer < layers else at.first + at.tokens
-    if first < len(made):
-        rows = made[first : first + len(ids), guess.layer % layers]
+def _write(
+    predicted: NDArray[Any], prediction: LayerPrediction, at: PassStart, nothing: int
+) -> None:
+    layers, most = predicted.shape[1:]
+    ids = prediction.experts[:, :most]
+    first = at.first if prediction.layer < layers else at.first + at.tokens
+    if first < len(predicted):
+        rows = predicted[first : first + len(ids), prediction.layer % layers]
         rows[:, : ids.shape[1]] = np.where(ids < 0, nothing, ids)
         rows[:, ids.shape[1] :] = nothing
 
@@ -90,7 +93,7 @@ def accuracy(predicted: NDArray[Any], experts: NDArray[Any], since: int = 0) -> 
     hits = np.zeros(experts.shape[1], np.int64)
     nothing = np.iinfo(predicted.dtype).max
     for rank in range(min(top_k, predicted.shape[2])):
-        guess = predicted[since:, :, rank, None]
-        hits += ((guess == experts[since:]) & (guess != nothing)).sum(axis=(0, 2))
+        prediction = predicted[since:, :, rank, None]
+        hits += ((prediction == experts[since:]) & (prediction != nothing)).sum(axis=(0, 2))
     shares: NDArray[np.float64] = hits / max(1, (len(experts) - since) * top_k)
     return shares

@@ -1,4 +1,4 @@
-"""Small routing to run predictors over, and a plain driver that says what they are told and say."""
+"""Small routing to run predictors over, and a plain driver that yields their predictions."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class FakeGates:
         return (first[:, None] + np.arange(width)) % experts
 
 
-def said(
+def run_predictor(
     predictor: Predictor, routing: Routing, since: int = 0, until: int | None = None
 ) -> Iterator[tuple[PassStart, int, list[LayerPrediction]]]:
-    """(pass, layer, guesses) of the passes that begin in `since` .. `until` (tokens)."""
+    """Yield (pass, layer, predictions) for the passes that begin at tokens `since` to `until`."""
     for at in passes(routing):
         if at.first < since or (until is not None and at.first >= until):
             continue
@@ -83,10 +83,10 @@ def said(
             yield at, layer, predictor.predict(layer)
 
 
-def flat(told: Iterator[tuple[PassStart, int, list[LayerPrediction]]]) -> list[Any]:
-    """What was said, to be compared."""
+def flatten(events: Iterator[tuple[PassStart, int, list[LayerPrediction]]]) -> list[Any]:
+    """Flatten the predictions of `run_predictor` to a list that can be compared."""
     return [
         (at.first, layer, guess.layer, guess.experts.tolist())
-        for at, layer, guesses in told
+        for at, layer, guesses in events
         for guess in guesses
     ]

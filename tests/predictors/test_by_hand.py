@@ -11,126 +11,128 @@ from greenroom.predictors import PredictorSetup, predictor
 from greenroom.predictors.helpers import token_table
 from greenroom.predictors.noisy_oracle import promoe_accuracy
 from tests.predictors.replay import Predicted, accuracy, replay
-from tests.predictors.small import SHAPE, FakeGates, decode, said
+from tests.predictors.small import SHAPE, FakeGates, decode, run_predictor
 
 TWO = Shape((4, 4), 1)  # guesses name two experts
 
 
-def guesses(text: str, experts, ids=None, shape: Shape = TWO, **setting):
-    """[(token, after layer, layer, rows)] of all that is said about decode passes."""
-    it = predictor(text).build(PredictorSetup(shape, **setting))
+def predictions_of(text: str, experts, ids=None, shape: Shape = TWO, **setting):
+    """Return (token, after layer, layer, rows) of all predictions in decode passes."""
+    tested = predictor(text).build(PredictorSetup(shape, **setting))
     return [
-        (at.first, layer, guess.layer, guess.experts.tolist())
-        for at, layer, told in said(it, decode(experts, ids))
-        for guess in told
+        (at.first, layer, prediction.layer, prediction.experts.tolist())
+        for at, layer, predicted in run_predictor(tested, decode(experts, ids))
+        for prediction in predicted
     ]
 
 
 def test_popularity_counts_with_decay():
     """Half-life 1: after 0 0 1 in layer 0, expert 0 counts 1/2 + 1/4 and expert 1 counts 1."""
     experts = [[[0], [3]], [[0], [3]], [[1], [3]]]
-    told = guesses("popularity:1,half-life=1", experts)
-    assert told[0] == (0, 0, 1, [[-1, -1]])
-    assert told[1] == (0, 1, 2, [[0, -1]])
-    assert told[-2:] == [(2, 0, 1, [[3, -1]]), (2, 1, 2, [[1, 0]])]
-    longer = guesses("popularity:1,half-life=100", experts)
+    predicted = predictions_of("popularity:1,half-life=1", experts)
+    assert predicted[0] == (0, 0, 1, [[-1, -1]])
+    assert predicted[1] == (0, 1, 2, [[0, -1]])
+    assert predicted[-2:] == [(2, 0, 1, [[3, -1]]), (2, 1, 2, [[1, 0]])]
+    longer = predictions_of("popularity:1,half-life=100", experts)
     assert longer[-1] == (2, 1, 2, [[0, 1]])
 
 
-def test_token_names_what_its_id_used_most():
+def test_token_predicts_the_experts_that_its_id_used_most():
     experts = [[[0], [1]], [[2], [3]], [[0], [2]], [[0], [2]], [[3], [3]], [[1], [1]]]
-    told = guesses("token", experts, [7, 8, 7, 7, 7, 9])
-    assert {layer for _, layer, _, _ in told} == {-1}
-    assert told[:2] == [(0, -1, 0, [[-1, -1]]), (0, -1, 1, [[-1, -1]])]
-    assert told[2:4] == [(1, -1, 0, [[0, -1]]), (1, -1, 1, [[1, -1]])]  # not known: popularity
+    predicted = predictions_of("token", experts, [7, 8, 7, 7, 7, 9])
+    assert {layer for _, layer, _, _ in predicted} == {-1}
+    assert predicted[:2] == [(0, -1, 0, [[-1, -1]]), (0, -1, 1, [[-1, -1]])]
+    assert predicted[2:4] == [(1, -1, 0, [[0, -1]]), (1, -1, 1, [[1, -1]])]  # not known: popularity
     # 7 used 0, 0, 0 in layer 0 and 1, 2, 2 in layer 1; second comes what is popular
-    assert told[8:10] == [(4, -1, 0, [[0, 2]]), (4, -1, 1, [[2, 1]])]
+    assert predicted[8:10] == [(4, -1, 0, [[0, 2]]), (4, -1, 1, [[2, 1]])]
     # 9 is new: overall 0 three times, then 2 and 3 once each; 2 twice, 3 twice
-    assert told[10:] == [(5, -1, 0, [[0, 2]]), (5, -1, 1, [[2, 3]])]
+    assert predicted[10:] == [(5, -1, 0, [[0, 2]]), (5, -1, 1, [[2, 3]])]
 
 
-def test_token_without_ids_knows_popularity():
-    told = guesses("token", [[[0], [1]], [[0], [1]], [[2], [1]]])
-    assert told[4:] == [(2, -1, 0, [[0, -1]]), (2, -1, 1, [[1, -1]])]
+def test_token_without_ids_predicts_by_popularity():
+    predicted = predictions_of("token", [[[0], [1]], [[0], [1]], [[2], [1]]])
+    assert predicted[4:] == [(2, -1, 0, [[0, -1]]), (2, -1, 1, [[1, -1]])]
 
 
-def test_tokens_not_met_for_longest_leave(monkeypatch):
+def test_the_least_recent_token_id_is_replaced(monkeypatch):
     monkeypatch.setattr(token_table, "MOST_BYTES", 2 * TWO.layers * 4 * 2)
-    it = predictor("token").build(PredictorSetup(TWO))
+    tested = predictor("token").build(PredictorSetup(TWO))
     used = {5: 0, 6: 1, 7: 2}
 
-    def meet(id_: int) -> int:
-        it.begin(PassStart(0, 0, 1, False, np.array([id_])))
-        first = it.predict(-1)[0].experts[0, 0]
+    def use(id_: int) -> int:
+        tested.begin(PassStart(0, 0, 1, False, np.array([id_])))
+        first = tested.predict(-1)[0].experts[0, 0]
         for layer in range(2):
-            it.observe(LayerRouting(layer, np.array([[used[id_]]])))
+            tested.observe(LayerRouting(layer, np.array([[used[id_]]])))
         return int(first)
 
-    meet(5), meet(6), meet(5), meet(5)
-    assert meet(6) == 1  # though 0 is more popular
-    assert meet(7) == 0  # new: 5 leaves
-    assert meet(6) == 1
-    assert meet(7) == 2
-    assert it.state()["ids"].tolist() == [7, 6]
+    use(5), use(6), use(5), use(5)
+    assert use(6) == 1  # though 0 is more popular
+    assert use(7) == 0  # new: 5 leaves
+    assert use(6) == 1
+    assert use(7) == 2
+    assert tested.state()["ids"].tolist() == [7, 6]
     # a pass with more ids than there is room for learns of the first
-    it.begin(PassStart(0, 0, 3, True, np.array([5, 6, 7])))
-    it.predict(-1)
-    it.observe(LayerRouting(0, np.array([[3], [1], [2]])))
-    assert sorted(it.state()["ids"].tolist()) == [5, 6]
+    tested.begin(PassStart(0, 0, 3, True, np.array([5, 6, 7])))
+    tested.predict(-1)
+    tested.observe(LayerRouting(0, np.array([[3], [1], [2]])))
+    assert sorted(tested.state()["ids"].tolist()) == [5, 6]
 
 
-def test_markov_names_what_followed():
+def test_markov_predicts_the_experts_that_followed():
     """Layer 0's expert 0 was followed by 1, 1, 2 in layer 1; expert 3 by 0."""
     experts = [[[0], [1]], [[0], [1]], [[3], [0]], [[0], [2]], [[0], [3]], [[3], [1]]]
-    told = guesses("markov", experts)
-    inside = {first: rows for first, layer, _, rows in told if layer == 0}
+    predicted = predictions_of("markov", experts)
+    inside = {first: rows for first, layer, _, rows in predicted if layer == 0}
     assert inside[4] == [[1, 2]]
     assert inside[5] == [[0, 1]]  # the others have the same count: the lowest id
     # beyond the last layer: the next token's first. 1 was followed by 0, then by 3; 0 by 0
-    after = {first: (layer, rows) for first, when, layer, rows in told if when == 1}
+    after = {first: (layer, rows) for first, when, layer, rows in predicted if when == 1}
     assert after[1] == (2, [[0, 1]])
     assert after[5] == (2, [[0, 3]])
 
 
-def test_markov_puts_counts_together_as_if_independent():
+def test_markov_combines_counts_as_if_independent():
     """top-2: 0 was followed by {0, 1} and 1 by {0, 2}; log counts with a prior of 0.1."""
     shape = Shape((4, 4), 2)
     experts = [[[0, 2], [0, 1]], [[1, 3], [0, 2]], [[0, 1], [3, 2]]]
-    it = predictor("markov").build(PredictorSetup(shape))
-    told = [g for at, layer, g in said(it, decode(experts)) if (at.first, layer) == (2, 0)]
+    tested = predictor("markov").build(PredictorSetup(shape))
+    predicted = [
+        g for at, layer, g in run_predictor(tested, decode(experts)) if (at.first, layer) == (2, 0)
+    ]
     pair, once, never = np.log(1.1), np.log(1.1), np.log(0.1)
     total = np.log([4.4, 2.4, 2.4, 0.4])  # each token counts once for both that it used before
     scores = [once + pair, once + never, never + once, 2 * never] - total
-    assert told[0][0].experts.tolist() == [np.argsort(-scores, kind="stable").tolist()]
+    assert predicted[0][0].experts.tolist() == [np.argsort(-scores, kind="stable").tolist()]
 
 
 def test_markov_learns_within_a_prompt_but_not_across_requests():
-    it = predictor("markov").build(PredictorSetup(TWO))
-    it.begin(PassStart(0, 0, 3, True))
-    it.observe(LayerRouting(0, np.array([[0], [1], [2]])))
-    assert it.predict(0)[0].experts.shape == (3, 2)
-    it.observe(LayerRouting(1, np.array([[3], [3], [0]])))
-    next_first = it.predict(1)[0]
+    tested = predictor("markov").build(PredictorSetup(TWO))
+    tested.begin(PassStart(0, 0, 3, True))
+    tested.observe(LayerRouting(0, np.array([[0], [1], [2]])))
+    assert tested.predict(0)[0].experts.shape == (3, 2)
+    tested.observe(LayerRouting(1, np.array([[3], [3], [0]])))
+    next_first = tested.predict(1)[0]
     assert next_first.layer == 2
     assert next_first.experts.shape == (1, 2)
-    pairs = np.exp(it.state()["pairs"]).round(1)
+    pairs = np.exp(tested.state()["pairs"]).round(1)
     assert pairs[1, 3] == pytest.approx([0.1, 1.1, 1.1, 0.1])  # token 0 -> 1, token 1 -> 2
     assert pairs[0].sum() == pytest.approx(16 * 0.1 + 3)
-    it.begin(PassStart(1, 3, 1, False))
-    it.observe(LayerRouting(0, np.array([[3]])))
-    assert (np.exp(it.state()["pairs"])[1, 0].round(1) == 0.1).all()
+    tested.begin(PassStart(1, 3, 1, False))
+    tested.observe(LayerRouting(0, np.array([[3]])))
+    assert (np.exp(tested.state()["pairs"])[1, 0].round(1) == 0.1).all()
 
 
 def test_the_oracle_looks_into_the_next_pass():
     experts = [[[0], [1]], [[2], [3]]]
     routed = np.array(experts, np.uint8)
-    assert guesses("oracle:1", experts, routed_experts=routed) == [
+    assert predictions_of("oracle:1", experts, routed_experts=routed) == [
         (0, -1, 0, [[0]]),  # nothing was before the first pass
         (0, 0, 1, [[1]]),
         (0, 1, 2, [[2]]),
         (1, 0, 1, [[3]]),
     ]
-    assert guesses("oracle:2", experts, routed_experts=routed) == [
+    assert predictions_of("oracle:2", experts, routed_experts=routed) == [
         (0, -1, 0, [[0]]),
         (0, -1, 1, [[1]]),
         (0, 0, 2, [[2]]),
@@ -138,152 +140,163 @@ def test_the_oracle_looks_into_the_next_pass():
     ]
 
 
-def test_the_oracle_cannot_run_where_the_trace_ends():
-    it = predictor("oracle").build(
+def test_the_oracle_cannot_predict_beyond_the_trace():
+    tested = predictor("oracle").build(
         PredictorSetup(TWO, routed_experts=np.zeros((3, 2, 1), np.uint8))
     )
     with pytest.raises(
         UsageError, match="oracle has predictions for 3 tokens, but a pass ends at token 3"
     ):
-        it.begin(PassStart(0, 2, 2, True))
+        tested.begin(PassStart(0, 2, 2, True))
 
 
 def test_the_256th_expert_is_an_expert_to_the_oracle_and_nothing_in_a_recording():
     shape = Shape((256,), 1)
     routed = np.full((1, 1, 1), 255, np.uint8)
-    assert guesses("oracle", routed, shape=shape, routed_experts=routed) == [(0, -1, 0, [[255]])]
+    assert predictions_of("oracle", routed, shape=shape, routed_experts=routed) == [
+        (0, -1, 0, [[255]])
+    ]
     recorded = {"x": Predicted(routed, 1)}
-    assert guesses("recorded", routed, shape=shape, predictions=recorded) == [(0, -1, 0, [[-1]])]
+    assert predictions_of("recorded", routed, shape=shape, predictions=recorded) == [
+        (0, -1, 0, [[-1]])
+    ]
 
 
-def test_noise_takes_from_those_that_are_not_used():
+def test_wrong_predictions_are_unused_experts():
     routed = np.tile(np.array([[[0, 1]]], np.uint8), (50, 1, 1))
     shape = Shape((3,), 2)
-    told = guesses("noisy-oracle:accuracy=0", routed, shape=shape, routed_experts=routed)
-    assert all(rows in ([[2, -1]], [[-1, 2]]) for *_, rows in told)
-    assert len(told) == 50
+    predicted = predictions_of(
+        "noisy-oracle:accuracy=0", routed, shape=shape, routed_experts=routed
+    )
+    assert all(rows in ([[2, -1]], [[-1, 2]]) for *_, rows in predicted)
+    assert len(predicted) == 50
 
 
-def test_accuracies_of_promoe():
+def test_the_default_accuracy_is_that_of_promoe():
     assert promoe_accuracy(1) == pytest.approx(0.905)
     assert promoe_accuracy(8) == pytest.approx(0.545)
     assert promoe_accuracy(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
     assert promoe_accuracy(20) == 0.54
     routed = np.random.default_rng(0).integers(0, 4, (20_000, 2, 1)).astype(np.uint8)
-    it = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed_experts=routed))
-    told = replay(it, decode(routed), TWO)
-    assert accuracy(told.experts, routed) == pytest.approx(promoe_accuracy(2), abs=0.015)
+    tested = predictor("noisy-oracle:2").build(PredictorSetup(TWO, routed_experts=routed))
+    predicted = replay(tested, decode(routed), TWO)
+    assert accuracy(predicted.experts, routed) == pytest.approx(promoe_accuracy(2), abs=0.015)
 
 
-def test_recorded_takes_the_predictions_that_are_named():
+def test_recorded_replays_the_chosen_predictions():
     one, two = (Predicted(np.full((1, 2, 1), i, np.uint8), 1) for i in (1, 2))
     both = {"one": one, "two": two}
-    assert guesses("recorded:of=two", [[[0], [0]]], predictions=both)[0] == (0, -1, 0, [[2]])
-    assert guesses("recorded", [[[0], [0]]], predictions={"one": one})[0] == (0, -1, 0, [[1]])
+    assert predictions_of("recorded:of=two", [[[0], [0]]], predictions=both)[0] == (0, -1, 0, [[2]])
+    assert predictions_of("recorded", [[[0], [0]]], predictions={"one": one})[0] == (
+        0,
+        -1,
+        0,
+        [[1]],
+    )
     with pytest.raises(UsageError, match=r"several predictors: choose one, recorded:of=one\|two"):
-        guesses("recorded", [[[0], [0]]], predictions=both)
+        predictions_of("recorded", [[[0], [0]]], predictions=both)
     with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
-        guesses("recorded:of=three", [[[0], [0]]], predictions=both)
+        predictions_of("recorded:of=three", [[[0], [0]]], predictions=both)
 
 
-def test_pregated_asks_the_router_of_the_layer_before():
-    it = predictor("pregated").build(PredictorSetup(SHAPE, gates=FakeGates()))
+def test_pregated_predicts_by_the_inputs_of_the_layer_before():
+    tested = predictor("pregated").build(PredictorSetup(SHAPE, gates=FakeGates()))
     inputs = np.ones((2, 3), np.float32)
-    it.begin(PassStart(0, 0, 2, True))
-    assert it.predict(-1) == []
-    it.observe(LayerRouting(0, np.zeros((2, 2), np.int64), None, inputs))
-    (told,) = it.predict(0)
-    assert isinstance(told, LayerPrediction)
-    assert told.layer == 1
-    assert (told.experts == FakeGates().rank(1, inputs, 2)).all()
-    it.observe(LayerRouting(2, np.zeros((2, 2), np.int64), None, inputs))
-    assert it.predict(2) == []
+    tested.begin(PassStart(0, 0, 2, True))
+    assert tested.predict(-1) == []
+    tested.observe(LayerRouting(0, np.zeros((2, 2), np.int64), None, inputs))
+    (predicted,) = tested.predict(0)
+    assert isinstance(predicted, LayerPrediction)
+    assert predicted.layer == 1
+    assert (predicted.experts == FakeGates().rank(1, inputs, 2)).all()
+    tested.observe(LayerRouting(2, np.zeros((2, 2), np.int64), None, inputs))
+    assert tested.predict(2) == []
 
 
 def test_pregated_is_the_oracle_of_one_layer_where_a_trace_is_replayed():
     experts = [[[0], [1]], [[2], [3]]]
     routed = np.array(experts, np.uint8)
-    assert guesses("pregated", experts, routed_experts=routed) == guesses(
+    assert predictions_of("pregated", experts, routed_experts=routed) == predictions_of(
         "oracle:1", experts, routed_experts=routed
     )
 
 
-def test_accuracy_counts_the_top_k_alone():
+def test_accuracy_counts_only_the_top_k():
     experts = np.array([[[0, 1]], [[0, 1]]], np.uint8)
     predicted = np.array([[[1, 2, 0, 3]], [[255, 255, 0, 1]]], np.uint8)
     assert accuracy(predicted, experts).tolist() == [0.25]
     assert accuracy(predicted, experts, since=1).tolist() == [0.0]
 
 
-def test_eamc_gives_the_likelihoods_of_the_nearest_past_request():
+def test_eamc_predicts_the_experts_of_the_nearest_past_request():
     """Requests used layers like 0 1 and 3 2 (answers of two tokens); this one begins like the
     second."""
-    it = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4), 1)))
-    told = {}
+    tested = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4), 1)))
+    predicted = {}
     for request, path in enumerate([[0, 1, 0], [3, 2, 0], [3, 0, 0]]):
         for token in range(2):
-            it.begin(PassStart(request, 2 * request + token, 1, False))
-            assert it.predict(-1) == []
+            tested.begin(PassStart(request, 2 * request + token, 1, False))
+            assert tested.predict(-1) == []
             for layer, expert in enumerate(path if token == 0 else [path[0], path[1], 1]):
-                it.observe(LayerRouting(layer, np.array([[expert]])))
-                told[request, token, layer] = [
-                    (g.layer, g.experts.tolist()) for g in it.predict(layer)
+                tested.observe(LayerRouting(layer, np.array([[expert]])))
+                predicted[request, token, layer] = [
+                    (g.layer, g.experts.tolist()) for g in tested.predict(layer)
                 ]
     # nothing collected: this pass's own EAM, so that the layers of the next pass alone are known
-    assert told[0, 0, 0] == [(1, [[-1, -1]]), (2, [[-1, -1]])]
-    assert told[0, 0, 2] == [(3, [[0, -1]]), (4, [[1, -1]])]
+    assert predicted[0, 0, 0] == [(1, [[-1, -1]]), (2, [[-1, -1]])]
+    assert predicted[0, 0, 2] == [(3, [[0, -1]]), (4, [[1, -1]])]
     # one collected: it is the nearest, whatever comes. Layer 2 used 0 and 1 once each
-    assert told[1, 0, 0] == [(1, [[1, -1]]), (2, [[0, 1]])]
+    assert predicted[1, 0, 0] == [(1, [[1, -1]]), (2, [[0, 1]])]
     # of two, the second is nearer once layer 0 chose 3
-    assert told[2, 0, 0] == [(1, [[2, -1]]), (2, [[0, 1]])]
+    assert predicted[2, 0, 0] == [(1, [[2, -1]]), (2, [[0, 1]])]
 
 
 def test_eamc_orders_layers_by_likelihood_and_proximity():
     """Layer 1 is even between four, layer 2 certain: 1/4 * (1 - 1/4) < 1 * (1 - 2/4)."""
-    it = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))
+    tested = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))
     for token in range(4):
-        it.begin(PassStart(0, token, 1, False))
+        tested.begin(PassStart(0, token, 1, False))
         for layer, expert in enumerate([0, token, 2, 0]):
-            it.observe(LayerRouting(layer, np.array([[expert]])))
-    it.begin(PassStart(1, 4, 1, False))
-    it.observe(LayerRouting(0, np.array([[0]])))
-    assert [(g.layer, g.experts.tolist()) for g in it.predict(0)] == [
+            tested.observe(LayerRouting(layer, np.array([[expert]])))
+    tested.begin(PassStart(1, 4, 1, False))
+    tested.observe(LayerRouting(0, np.array([[0]])))
+    assert [(g.layer, g.experts.tolist()) for g in tested.predict(0)] == [
         (2, [[2, -1]]),
         (1, [[0, 1]]),
     ]
 
 
-def test_eamc_keeps_prompts_and_answers_apart():
-    it = predictor("eamc:1").build(PredictorSetup(TWO))
+def test_eamc_has_separate_collections_for_prefill_and_decode():
+    tested = predictor("eamc:1").build(PredictorSetup(TWO))
 
     def run(request: int, prefill: bool, experts: list[int]) -> list[int]:
         rows = len(experts)
-        it.begin(PassStart(request, 0, rows, prefill))
-        it.observe(LayerRouting(0, np.array(experts)[:, None]))
-        told = it.predict(0)[0].experts
-        assert (told == told[0]).all()
-        assert len(told) == rows
-        it.observe(LayerRouting(1, np.array(experts)[:, None]))
-        return told[0].tolist()
+        tested.begin(PassStart(request, 0, rows, prefill))
+        tested.observe(LayerRouting(0, np.array(experts)[:, None]))
+        predicted = tested.predict(0)[0].experts
+        assert (predicted == predicted[0]).all()
+        assert len(predicted) == rows
+        tested.observe(LayerRouting(1, np.array(experts)[:, None]))
+        return predicted[0].tolist()
 
     run(0, True, [0, 0, 1])
     run(0, False, [3])
     run(1, False, [3])
     assert run(1, True, [0, 1]) == [0, 1]  # the prompt's: 0 twice, 1 once
     assert run(1, False, [0]) == [3, -1]  # the answer's
-    state = it.state()
+    state = tested.state()
     assert state["prefill.collection"].tolist() == [[2, 1, 0, 0, 2, 1, 0, 0]]
     assert state["decode.collection"].tolist() == [[0, 0, 0, 1, 0, 0, 0, 1]]
     assert state["decode.request"].tolist() == [1, 0, 0, 1, 1, 0, 0, 1]
 
 
-def test_a_full_collection_replaces_the_nearest():
-    it = predictor("eamc:1,capacity=2").build(PredictorSetup(TWO))
+def test_a_full_collection_replaces_the_nearest_matrix():
+    tested = predictor("eamc:1,capacity=2").build(PredictorSetup(TWO))
     for request, experts in enumerate([[0, 0], [3, 3], [3, 2], [1, 1]]):
-        it.begin(PassStart(request, request, 1, False))
+        tested.begin(PassStart(request, request, 1, False))
         for layer, expert in enumerate(experts):
-            it.observe(LayerRouting(layer, np.array([[expert]])))
-    assert it.state()["decode.collection"].tolist() == [
+            tested.observe(LayerRouting(layer, np.array([[expert]])))
+    assert tested.state()["decode.collection"].tolist() == [
         [1, 0, 0, 0, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0, 1, 0],
     ]
@@ -291,57 +304,59 @@ def test_a_full_collection_replaces_the_nearest():
 
 def test_matching_by_request_remembers_earlier_passes():
     """The pass alone is equally near to both; the request so far is nearer to the first."""
-    told = {}
+    predicted = {}
     for matching in ("iteration", "request"):
-        it = predictor(f"eamc:1,matching={matching}").build(PredictorSetup(TWO))
+        tested = predictor(f"eamc:1,matching={matching}").build(PredictorSetup(TWO))
         for request, passes in enumerate([[(0, 1), (2, 1)], [(3, 2), (2, 2)], [(0, 0), (2, 0)]]):
             for token, path in enumerate(passes):
-                it.begin(PassStart(request, token, 1, False))
-                it.observe(LayerRouting(0, np.array([[path[0]]])))
-                told[matching] = it.predict(0)[0].experts.tolist()
-                it.observe(LayerRouting(1, np.array([[path[1]]])))
-    assert told == {"iteration": [[1, 2]], "request": [[1, -1]]}
+                tested.begin(PassStart(request, token, 1, False))
+                tested.observe(LayerRouting(0, np.array([[path[0]]])))
+                predicted[matching] = tested.predict(0)[0].experts.tolist()
+                tested.observe(LayerRouting(1, np.array([[path[1]]])))
+    assert predicted == {"iteration": [[1, 2]], "request": [[1, -1]]}
 
 
 def test_routing_path_takes_the_steps_of_its_formulas():
     """Two layers of four, top-1: the first layer's logits after one and two tokens, by hand."""
-    it = predictor("routing-path:1").build(PredictorSetup(TWO))
+    tested = predictor("routing-path:1").build(PredictorSetup(TWO))
     even = -np.log(3.0)  # three in four are not used
     step = np.array([0.0, 1, 0, 0]) - 0.25  # token 0 used 1 in layer 0
-    it.begin(PassStart(0, 0, 1, False, np.array([7])))
-    it.observe(LayerRouting(0, np.array([[1]])))
-    bias, known = even + 0.03 * step, 2.0 * step
-    assert it.state()["bias"][0] == pytest.approx(bias, abs=1e-6)
-    assert it.state()["rows"][0, 0] == pytest.approx(known, abs=1e-6)
-    assert not it.state()["last"].any()  # no token came before
-    assert not it.state()["link"].any()
-    it.observe(LayerRouting(1, np.array([[3]])))
-    assert it.state()["link"][0, 1, 1] == pytest.approx(0.1 * ([0, 0, 0, 1] - np.full(4, 0.25)))
+    tested.begin(PassStart(0, 0, 1, False, np.array([7])))
+    tested.observe(LayerRouting(0, np.array([[1]])))
+    bias, by_id = even + 0.03 * step, 2.0 * step
+    assert tested.state()["bias"][0] == pytest.approx(bias, abs=1e-6)
+    assert tested.state()["rows"][0, 0] == pytest.approx(by_id, abs=1e-6)
+    assert not tested.state()["last"].any()  # no token came before
+    assert not tested.state()["link"].any()
+    tested.observe(LayerRouting(1, np.array([[3]])))
+    assert tested.state()["link"][0, 1, 1] == pytest.approx(0.1 * ([0, 0, 0, 1] - np.full(4, 0.25)))
     # the next token, of the same id, uses 2: what was expected, and how wrong it was
-    it.begin(PassStart(0, 1, 1, False, np.array([7])))
-    assert it.predict(-1)[0].experts.tolist() == [[1, 0]]
-    it.observe(LayerRouting(0, np.array([[2]])))
-    error = np.array([0.0, 0, 1, 0]) - 1 / (1 + np.exp(-(bias + known)))
-    assert it.state()["last"][0, 1] == pytest.approx(0.1 * error, abs=1e-6)
-    assert it.state()["rows"][0, 0] == pytest.approx(known + 2 * error, abs=1e-6)
-    assert it.state()["link"][0, 0, 3] == pytest.approx(0.1 * error, abs=1e-6)  # m = 0: layer 1
-    assert it.state()["link"][1, 0, 1] == pytest.approx(0.1 * error, abs=1e-6)  # m = 1: layer 0
-    assert not it.state()["link"][2, 0].any()  # m = 2: a layer of the token before that
+    tested.begin(PassStart(0, 1, 1, False, np.array([7])))
+    assert tested.predict(-1)[0].experts.tolist() == [[1, 0]]
+    tested.observe(LayerRouting(0, np.array([[2]])))
+    error = np.array([0.0, 0, 1, 0]) - 1 / (1 + np.exp(-(bias + by_id)))
+    assert tested.state()["last"][0, 1] == pytest.approx(0.1 * error, abs=1e-6)
+    assert tested.state()["rows"][0, 0] == pytest.approx(by_id + 2 * error, abs=1e-6)
+    assert tested.state()["link"][0, 0, 3] == pytest.approx(0.1 * error, abs=1e-6)  # m = 0: layer 1
+    assert tested.state()["link"][1, 0, 1] == pytest.approx(0.1 * error, abs=1e-6)  # m = 1: layer 0
+    assert not tested.state()["link"][2, 0].any()  # m = 2: a layer of the token before that
 
 
-def test_routing_path_learns_what_follows_from_what():
-    """Layer 1 repeats layer 0; layer 0 is told by the token's id alone."""
+def test_routing_path_learns_which_experts_follow_from_layers_and_ids():
+    """Layer 1 repeats layer 0, whose experts depend only on the token's id."""
     random = np.random.default_rng(0)
     ids = random.integers(0, 4, 300)
     routed = np.stack([ids, ids], axis=1)[..., None].astype(np.uint8)
-    told = replay(
+    predicted = replay(
         predictor("routing-path:1").build(PredictorSetup(TWO)), decode(routed, ids.tolist()), TWO
     )
-    first, second = accuracy(told.experts, routed, 150)
+    first, second = accuracy(predicted.experts, routed, 150)
     assert second == 1.0
     assert first < 0.5  # a layer before, the id is not known yet
-    it = predictor("routing-path:1").build(PredictorSetup(TWO))
+    tested = predictor("routing-path:1").build(PredictorSetup(TWO))
     early = [
-        g[0].experts[0, 0] for _, layer, g in said(it, decode(routed, ids.tolist())) if layer < 0
+        g[0].experts[0, 0]
+        for _, layer, g in run_predictor(tested, decode(routed, ids.tolist()))
+        if layer < 0
     ]
     assert early[150:] == ids[150:].tolist()

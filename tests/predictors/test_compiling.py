@@ -1,4 +1,4 @@
-"""After `compile_predictor`, predicting makes no more machine code ready."""
+"""After `compile_predictor`, predictions compile and load no more machine code."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from numba.core.dispatcher import Dispatcher
 
 from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
 from greenroom.predictors.helpers.compiling import LEARNS_FROM_ROUTING, compile_predictor
-from tests.predictors.small import SHAPE, routing, said
+from tests.predictors.small import SHAPE, routing, run_predictor
 
-OWN = sorted(
+NAMES = sorted(
     name
     for name, kind in PREDICTORS.items()
     if not kind.needs - LEARNS_FROM_ROUTING and name != "none"
 )
 
 
-def ready() -> int:
-    """Compiled or loaded versions of all of Numba's functions in this process."""
+def compiled_versions() -> int:
+    """Count the compiled or loaded versions of all Numba functions in this process."""
     return sum(len(each.overloads) for each in gc.get_objects() if isinstance(each, Dispatcher))
 
 
-def late() -> dict[str, int]:
-    """For each predictor: versions that its first predictions made ready."""
-    found = {}
-    for name in OWN:
+def late_compilations() -> dict[str, int]:
+    """Count the versions that each predictor's first predictions compile or load."""
+    late = {}
+    for name in NAMES:
         compile_predictor(predictor(name))
-        before = ready()
-        for _ in said(predictor(name).build(PredictorSetup(SHAPE)), routing(tokens=20)):
+        before = compiled_versions()
+        for _ in run_predictor(predictor(name).build(PredictorSetup(SHAPE)), routing(tokens=20)):
             pass
-        found[name] = ready() - before
-    return found
+        late[name] = compiled_versions() - before
+    return late
 
 
 def test_nothing_is_compiled_in_the_first_token() -> None:
-    """In a process of its own: other tests may have made everything ready here."""
+    """Run in a new process, since other tests may have compiled the functions in this one."""
     code = (
-        "import json; from tests.predictors.test_compiling import late; print(json.dumps(late()))"
+        "import json; from tests.predictors.test_compiling import late_compilations;"
+        " print(json.dumps(late_compilations()))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == dict.fromkeys(OWN, 0)
-    assert len(OWN) >= 4
+    assert json.loads(run.stdout) == dict.fromkeys(NAMES, 0)
+    assert len(NAMES) >= 4

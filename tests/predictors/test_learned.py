@@ -17,55 +17,55 @@ IDS = np.zeros((1, 2), np.int64)
 
 def tensors(seed: int = 0, distance: int = 1, shape: Shape = SHAPE) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
-    made = {"distance": np.array([distance])}
+    arrays = {"distance": np.array([distance])}
     for layer, experts in enumerate(shape.experts_per_layer):
         sizes = {"up.weight": (HIDDEN, WIDTH), "up.bias": (HIDDEN,)}
         sizes |= {"down.weight": (experts, HIDDEN), "down.bias": (experts,)}
         for name, size in sizes.items():
-            made[f"{layer}.{name}"] = random.standard_normal(size).astype(np.float32)
-    return made
+            arrays[f"{layer}.{name}"] = random.standard_normal(size).astype(np.float32)
+    return arrays
 
 
-def begins(tokens: int = 1) -> PassStart:
+def start(tokens: int = 1) -> PassStart:
     return PassStart(request=0, first=0, tokens=tokens, prefill=False)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> None:
-    made = tensors(distance=distance)
-    it = predictor("learned").build(PredictorSetup(SHAPE, tensors=made))
-    assert it.distance == distance
-    it.begin(begins(tokens))
-    assert it.predict(-1) == []
+    arrays = tensors(distance=distance)
+    tested = predictor("learned").build(PredictorSetup(SHAPE, tensors=arrays))
+    assert tested.distance == distance
+    tested.begin(start(tokens))
+    assert tested.predict(-1) == []
     random = np.random.default_rng(1)
     for layer in range(3):
         x = random.standard_normal((tokens, WIDTH)).astype(np.float32)
-        it.observe(LayerRouting(layer, IDS, None, x))
-        (guess,) = it.predict(layer)
-        assert guess.layer == layer + distance
-        target = guess.layer % 3
-        rows = x if guess.layer < 3 else x[-1:]
-        up = to_float32(to_bfloat16(made[f"{target}.up.weight"]))
-        hidden = np.maximum(rows @ up.T + made[f"{target}.up.bias"], 0)
-        scores = hidden @ made[f"{target}.down.weight"].T + made[f"{target}.down.bias"]
-        wanted = np.argsort(-scores, axis=1)[:, : SHAPE.width]
-        assert guess.experts.tolist() == wanted.tolist()
-    it.begin(begins())
-    assert it.predict(-1) == []
+        tested.observe(LayerRouting(layer, IDS, None, x))
+        (prediction,) = tested.predict(layer)
+        assert prediction.layer == layer + distance
+        target = prediction.layer % 3
+        rows = x if prediction.layer < 3 else x[-1:]
+        up = to_float32(to_bfloat16(arrays[f"{target}.up.weight"]))
+        hidden = np.maximum(rows @ up.T + arrays[f"{target}.up.bias"], 0)
+        scores = hidden @ arrays[f"{target}.down.weight"].T + arrays[f"{target}.down.bias"]
+        expected = np.argsort(-scores, axis=1)[:, : SHAPE.width]
+        assert prediction.experts.tolist() == expected.tolist()
+    tested.begin(start())
+    assert tested.predict(-1) == []
 
 
-def test_bfloat16_is_the_nearest() -> None:
+def test_bfloat16_rounding_is_to_the_nearest() -> None:
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(0)
     values = np.concatenate([random.standard_normal(1000), [0, -0.0, 1.00390625, 1.01171875, 3e38]])
     values = values.astype(np.float32).reshape(3, -1)
-    wanted = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(to_float32(to_bfloat16(values)), wanted)
+    expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(to_float32(to_bfloat16(values)), expected)
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("arrays", "message"),
     [
         ({}, "tensor `distance` is not a number from 1 to 3"),
         ({**tensors(), "distance": np.array([0])}, "tensor `distance` is not a number from 1 to 3"),
@@ -90,13 +90,13 @@ def test_bfloat16_is_the_nearest() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(made: dict, words: str) -> None:
-    with pytest.raises(PredictorError, match=words) as error:
-        predictor("learned").build(PredictorSetup(SHAPE, tensors=made))
+def test_tensors_that_do_not_fit_are_refused_in_one_line(arrays: dict, message: str) -> None:
+    with pytest.raises(PredictorError, match=message) as error:
+        predictor("learned").build(PredictorSetup(SHAPE, tensors=arrays))
     assert "\n" not in str(error.value)
 
 
-def test_what_it_needs() -> None:
+def test_it_needs_a_file_and_has_no_distance_to_choose() -> None:
     assert PREDICTORS["learned"].needs == {"inputs", "file"}
     with pytest.raises(UsageError, match="needs a file of `greenroom train-predictor`"):
         predictor("learned").build(PredictorSetup(SHAPE))

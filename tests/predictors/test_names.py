@@ -19,7 +19,7 @@ def test_the_table_has_every_predictor_by_its_name():
     assert predictor("off").kind is predictor("none").kind is PREDICTORS["none"]
 
 
-def test_auto_is_for_the_driver_to_decide():
+def test_auto_cannot_be_built():
     assert predictor("auto").kind is AUTO
     with pytest.raises(UsageError, match="works with a model or a trace only"):
         predictor("auto").build(PredictorSetup(SHAPE))
@@ -73,7 +73,7 @@ def test_distance_and_options_follow_the_name():
         ("popularity:half-life=0", r"half-life of popularity must be between 0.1 and"),
     ],
 )
-def test_what_cannot_be_right_is_one_clear_line(text, message):
+def test_a_wrong_choice_is_refused_in_one_line(text, message):
     with pytest.raises(UsageError, match=message) as caught:
         predictor(text)
     assert "\n" not in str(caught.value)
@@ -90,7 +90,7 @@ def test_what_cannot_be_right_is_one_clear_line(text, message):
         ("pregated", r"predictor pregated needs a model's routers or a trace"),
     ],
 )
-def test_what_cannot_be_had_is_one_clear_line(text, message):
+def test_a_missing_argument_is_refused_in_one_line(text, message):
     with pytest.raises(UsageError, match=message) as caught:
         predictor(text).build(PredictorSetup(Shape((4, 4), 2)))
     assert "\n" not in str(caught.value)

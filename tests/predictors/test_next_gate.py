@@ -1,4 +1,4 @@
-"""next-gate, with routers that say what they were asked."""
+"""next-gate, with routers that record their calls."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ class Gates:
     """Routers whose ranking is the layer, then the first hidden state, then nothing much."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def rank(self, layer: int, inputs: Inputs, width: int) -> Ids:
-        self.asked.append((layer, len(inputs)))
+        self.calls.append((layer, len(inputs)))
         ranked = np.tile(np.arange(width), (len(inputs), 1))
         ranked[:, 0], ranked[:, 1] = layer, inputs[:, 0]
         return ranked
 
 
-def seen(layer: int, *states: float) -> LayerRouting:
+def routing_of(layer: int, *states: float) -> LayerRouting:
     return LayerRouting(layer, IDS, None, np.array([[state, 0.0] for state in states], np.float32))
 
 
-def begins(tokens: int = 1) -> PassStart:
+def start(tokens: int = 1) -> PassStart:
     return PassStart(request=0, first=0, tokens=tokens, prefill=False)
 
 
 @pytest.mark.parametrize(("distance", "targets"), [(1, [1, 2, 3]), (2, [2, 3, 4]), (3, [3, 4, 5])])
-def test_asks_the_router_that_lies_ahead(distance: int, targets: list[int]) -> None:
+def test_next_gate_calls_the_router_of_the_layer_ahead(distance: int, targets: list[int]) -> None:
     gates = Gates()
-    asks = predictor(f"next-gate:{distance}").build(PredictorSetup(SHAPE, gates=gates))
-    assert asks.distance == distance
-    asks.begin(begins(2))
-    assert asks.predict(-1) == []
+    tested = predictor(f"next-gate:{distance}").build(PredictorSetup(SHAPE, gates=gates))
+    assert tested.distance == distance
+    tested.begin(start(2))
+    assert tested.predict(-1) == []
     for layer, target in enumerate(targets):
-        asks.observe(seen(layer, 10 + layer, 20 + layer))
-        (guess,) = asks.predict(layer)
-        assert guess.layer == target
+        tested.observe(routing_of(layer, 10 + layer, 20 + layer))
+        (prediction,) = tested.predict(layer)
+        assert prediction.layer == target
         states = [10 + layer, 20 + layer] if target < 3 else [20 + layer]  # the last token's
-        assert guess.experts[:, :2].tolist() == [[target % 3, state] for state in states]
-        assert guess.experts.shape[1] == SHAPE.width
-    assert [layer for layer, _ in gates.asked] == [target % 3 for target in targets]
+        assert prediction.experts[:, :2].tolist() == [[target % 3, state] for state in states]
+        assert prediction.experts.shape[1] == SHAPE.width
+    assert [layer for layer, _ in gates.calls] == [target % 3 for target in targets]
 
 
-def test_a_pass_begins_without_the_states_of_the_one_before() -> None:
-    asks = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
-    asks.begin(begins())
-    asks.observe(seen(2, 1))
-    assert len(asks.predict(2)) == 1
-    asks.begin(begins())
-    assert asks.predict(-1) == []
+def test_a_pass_begins_without_the_inputs_of_the_pass_before() -> None:
+    tested = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
+    tested.begin(start())
+    tested.observe(routing_of(2, 1))
+    assert len(tested.predict(2)) == 1
+    tested.begin(start())
+    assert tested.predict(-1) == []
 
 
-def test_what_it_needs() -> None:
+def test_next_gate_needs_routers_and_enough_layers() -> None:
     assert PREDICTORS["next-gate"].needs == {"inputs", "gates"}
     with pytest.raises(UsageError, match="needs the model's routers"):
         predictor("next-gate").build(PredictorSetup(SHAPE))
@@ -71,8 +71,8 @@ def test_what_it_needs() -> None:
         predictor("next-gate:4").build(PredictorSetup(SHAPE, gates=Gates()))
 
 
-def test_has_nothing_to_keep() -> None:
-    asks = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
-    assert asks.state() == {}
+def test_next_gate_has_no_state() -> None:
+    tested = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
+    assert tested.state() == {}
     with pytest.raises(ValueError, match="has no state"):
-        asks.restore({"table": IDS})
+        tested.restore({"table": IDS})

@@ -13,102 +13,106 @@ from greenroom.predictors import PredictorSetup, predictor
 from greenroom.predictors.helpers import token_table
 from greenroom.predictors.helpers.token_table import TokenTable
 from tests.predictors.reference import PlainEamc, PlainMarkov, PlainPath
-from tests.predictors.small import SHAPE, routing, said
+from tests.predictors.small import SHAPE, routing, run_predictor
 
 FEW = settings(max_examples=15, deadline=None)  # the first example compiles
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def ranks(named: list[int], scores: np.ndarray, above: float = -np.inf) -> bool:
-    """Whether these are the experts with the highest scores, the highest first."""
-    there = [e for e in named if e >= 0]
-    if any(e >= len(scores) or not scores[e] > above for e in there):
+def ranks_highest(ids_of_row: list[int], scores: np.ndarray, above: float = -np.inf) -> bool:
+    """Check that these are the experts with the highest scores, in descending order."""
+    experts = [e for e in ids_of_row if e >= 0]
+    if any(e >= len(scores) or not scores[e] > above for e in experts):
         return False
-    rest = np.delete(scores, there)
-    falling = all(scores[a] >= scores[b] - 1e-5 for a, b in pairwise(there))
-    if len(there) < len(named):
-        return falling and not (rest > above).any()
-    return falling and (not rest.size or rest.max() <= scores[there[-1]] + 1e-5)
+    others = np.delete(scores, experts)
+    falling = all(scores[a] >= scores[b] - 1e-5 for a, b in pairwise(experts))
+    if len(experts) < len(ids_of_row):
+        return falling and not (others > above).any()
+    return falling and (not others.size or others.max() <= scores[experts[-1]] + 1e-5)
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3])
 @given(seed=SEEDS)
 @FEW
-def test_markov(distance, seed):
+def test_markov_predicts_by_the_plain_scores(distance, seed):
     trace = routing(seed)
     plain = PlainMarkov(SHAPE, distance)
-    for at, layer, guesses in said(
+    for at, layer, predictions in run_predictor(
         predictor(f"markov:{distance}").build(PredictorSetup(SHAPE)), trace
     ):
         if layer < 0:
-            assert guesses == []
+            assert predictions == []
             continue
         rows = trace.experts[at.first : at.first + at.tokens, layer].tolist()
         plain.observe(at, layer, rows)
-        (guess,) = guesses
-        assert guess.layer == layer + distance
-        seen = rows if guess.layer < SHAPE.layers else rows[-1:]
-        for named, row in zip(guess.experts.tolist(), seen, strict=True):
-            assert ranks(named, plain.scores(layer, row))
+        (prediction,) = predictions
+        assert prediction.layer == layer + distance
+        used = rows if prediction.layer < SHAPE.layers else rows[-1:]
+        for ids_of_row, row in zip(prediction.experts.tolist(), used, strict=True):
+            assert ranks_highest(ids_of_row, plain.scores(layer, row))
 
 
 @pytest.mark.parametrize("matching", ["iteration", "request"])
 @given(seed=SEEDS, distance=st.integers(1, 3), capacity=st.integers(1, 4))
 @FEW
-def test_eamc(matching, seed, distance, capacity):
+def test_eamc_predicts_by_the_plain_scores(matching, seed, distance, capacity):
     trace = routing(seed, requests=7)
     plain = PlainEamc(SHAPE, capacity, matching == "request")
     text = f"eamc:{distance},matching={matching},capacity={capacity}"
-    for at, layer, guesses in said(predictor(text).build(PredictorSetup(SHAPE)), trace):
+    for at, layer, predictions in run_predictor(
+        predictor(text).build(PredictorSetup(SHAPE)), trace
+    ):
         if layer < 0:
             plain.begin(at)
             continue
         rows = trace.experts[at.first : at.first + at.tokens, layer].tolist()
         plain.observe(at, layer, rows)
-        assert sorted(g.layer for g in guesses) == list(range(layer + 1, layer + distance + 1))
-        best = [plain.scores(at, layer, g.layer).max() for g in guesses]
+        assert sorted(g.layer for g in predictions) == list(range(layer + 1, layer + distance + 1))
+        best = [plain.scores(at, layer, g.layer).max() for g in predictions]
         assert best == pytest.approx(sorted(best, reverse=True))
-        for guess in guesses:
-            scores = plain.scores(at, layer, guess.layer)
-            assert all(ranks(named, scores, 0.0) for named in guess.experts.tolist())
+        for prediction in predictions:
+            scores = plain.scores(at, layer, prediction.layer)
+            assert all(
+                ranks_highest(ids_of_row, scores, 0.0) for ids_of_row in prediction.experts.tolist()
+            )
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3])
 @given(seed=SEEDS)
 @FEW
-def test_routing_path(distance, seed):
+def test_routing_path_predicts_by_the_plain_scores(distance, seed):
     trace = routing(seed)
     plain = PlainPath(SHAPE, distance)
-    it = predictor(f"routing-path:{distance}").build(PredictorSetup(SHAPE))
-    for at, layer, guesses in said(it, trace):
+    tested = predictor(f"routing-path:{distance}").build(PredictorSetup(SHAPE))
+    for at, layer, predictions in run_predictor(tested, trace):
         if layer < 0:
             plain.begin(at)
-            assert [g.layer for g in guesses] == [0, 1, 2]
+            assert [g.layer for g in predictions] == [0, 1, 2]
         else:
             rows = trace.experts[at.first : at.first + at.tokens, layer].tolist()
             plain.observe(at, layer, rows)
-            assert [g.layer for g in guesses] == [layer + distance]
-        for guess in guesses:
-            beyond, target = divmod(guess.layer, SHAPE.layers)
+            assert [g.layer for g in predictions] == [layer + distance]
+        for prediction in predictions:
+            beyond, target = divmod(prediction.layer, SHAPE.layers)
             first = at.first + at.tokens * beyond
             corrected = layer >= 0 or target < distance
-            for i, named in enumerate(guess.experts.tolist()):
-                assert ranks(named, plain.logits(first + i, target, corrected))
+            for i, ids_of_row in enumerate(prediction.experts.tolist()):
+                assert ranks_highest(ids_of_row, plain.logits(first + i, target, corrected))
 
 
 @given(ids=st.lists(st.integers(0, 9), max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_places_are_those_of_the_ids_met_last(ids):
-    """Passes of one token, against a list of three ids in the order of their last meeting."""
+def test_the_token_table_contains_the_most_recent_ids(ids):
+    """A table of three rows is compared with a list of ids in the order of last use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_table, "MOST_IDS", 3)
-        held = TokenTable((1,), np.int64)
-    met: list[int] = []
+        table = TokenTable((1,), np.int64)
+    recent: list[int] = []
     for id_ in ids:
-        (place,) = held.of(np.array([id_]), 1).tolist()
-        assert held.rows[place, 0] == (id_ + 1 if id_ in met else 0)
-        held.rows[place, 0] = id_ + 1
-        met = [*(other for other in met if other != id_), id_][-3:]
-    state = held.state()
-    assert sorted(state["ids"].tolist()) == sorted(met)
+        (place,) = table.of(np.array([id_]), 1).tolist()
+        assert table.rows[place, 0] == (id_ + 1 if id_ in recent else 0)
+        table.rows[place, 0] = id_ + 1
+        recent = [*(other for other in recent if other != id_), id_][-3:]
+    state = table.state()
+    assert sorted(state["ids"].tolist()) == sorted(recent)
     assert (state["rows"][:, 0] == state["ids"] + 1).all()

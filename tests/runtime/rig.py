@@ -1,4 +1,4 @@
-"""A driver over a real file, which checks that every expert is computed from its own bytes."""
+"""A driver over a real file, which checks that experts are computed from their own bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
@@ -205,7 +207,26 @@ class Ahead:
     def restore(self, state: Any) -> None: ...
 
 
+def play_passes(rig: Rig, random: Random, after_pass: Callable[[int], None] | None = None) -> int:
+    """Run 40 passes of random routing, every 13th a prompt; return the number of failed steps.
+
+    A prompt uses all experts of every layer, another pass two of each.
+    """
+    sizes, failed = np.diff(rig.catalog.offsets).tolist(), 0
+    for number in range(40):
+        prefill = number % 13 == 0
+        rig.begin(prefill, tokens=5 if prefill else 1, request=number // 13)
+        for layer, size in enumerate(sizes):
+            try:
+                rig.step(layer, *sorted(random.sample(range(size), size if prefill else 2)))
+            except StoreError:
+                failed += 1
+        rig.driver.end_pass()
+        if after_pass is not None:
+            after_pass(number)
+    return failed
+
+
 def ahead(rig: Any, say: Any, *, capacity=8, experts=8, size=2, **kwargs: Any) -> Rig:
-    """A rig of `rig`'s make, whose predictor says what `say(layer)` does."""
-    """A rig that prefetches into two slots what `say(layer)` names."""
+    """Make a rig that prefetches the experts `say(layer)` into `size` slots."""
     return rig(capacity, experts=experts, ahead=size, predictor=Ahead(say), **kwargs)

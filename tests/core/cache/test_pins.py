@@ -33,7 +33,7 @@ def test_a_pinned_expert_stays_once_it_is_resident():
     assert 0 not in cache.residents()
 
 
-def test_a_step_fits_beside_the_pinned_experts():
+def test_a_step_fits_only_in_the_slots_that_pinned_experts_leave():
     cache = Cache(PIECES, 3, policy("lru"))
     cache.pin(ids(0))
     assert cache.serve(ids(1, 2), 0).pinned

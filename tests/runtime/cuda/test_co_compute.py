@@ -64,7 +64,7 @@ def _staging():
     return Staging()
 
 
-def test_what_is_rearranged_is_rearranged_once():
+def test_weights_are_rearranged_only_once():
     """A matrix that is transposed and cast on its way in goes to the device as it lies."""
     source = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     turned = Copy(0, 64, (4, 3), (4, 16), (6, 2), "float32", "bfloat16")
@@ -79,7 +79,7 @@ def test_what_is_rearranged_is_rearranged_once():
     assert torch.equal(joined, source.T.bfloat16())
 
 
-def test_a_chunk_is_carried_as_far_as_it_goes():
+def test_a_chunk_is_copied_within_its_range():
     run = Copy(0, 100, (1, 9000), (9000, 1), (9000, 1), "uint8", "uint8")
     first, second, third = cut(Extent(0, 0, 9000, (run,)), 3000)
     assert [(c.source, c.target, c.nbytes) for c in in_place_copies(second)] == [(4196, 4196, 4096)]
@@ -185,7 +185,7 @@ def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
     rig.driver.close()
 
 
-def test_reads_that_fail_end_their_step_alone(disk):
+def test_a_failed_read_ends_only_its_step(disk):
     fails = random.Random(5)
     rig = HostComputeDriver(
         disk(LAYERS, EXPERTS), 6, 7, 1e-5, jitter=1e-3, fails=lambda n: fails.random() < 0.1

@@ -23,7 +23,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return cuda
 
 
-def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
+def test_a_gpu_that_another_process_uses_exclusively_is_an_error(monkeypatch):
     def busy() -> None:
         raise RuntimeError(
             "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
@@ -35,7 +35,7 @@ def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_a_gpu_that_does_not_start(monkeypatch):
+def test_a_gpu_that_does_not_start_is_an_error(monkeypatch):
     def broken() -> None:
         raise RuntimeError("CUDA driver error: unknown error")
 
@@ -69,7 +69,9 @@ class Refusing:
         ("CUDA error: operation not permitted\nmore", "CUDA error: operation not permitted"),
     ],
 )
-def test_memory_is_registered_for_all_devices_or_it_is_said_why_not(gpu, code, why, monkeypatch):
+def test_memory_is_registered_for_all_devices_or_the_reason_is_returned(
+    gpu, code, why, monkeypatch
+):
     driver = Refusing(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # takes the driver's last error
@@ -79,7 +81,7 @@ def test_memory_is_registered_for_all_devices_or_it_is_said_why_not(gpu, code, w
     assert driver.undone == 1
 
 
-def test_memory_that_others_have_taken(gpu, monkeypatch):
+def test_an_allocation_error_names_the_memory_of_other_processes(gpu, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -88,11 +90,11 @@ def test_memory_that_others_have_taken(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
     with pytest.raises(DeviceError, match="has no room for 2 GiB for slots: 1 GiB of 24") as caught:
         gpu.empty(2 << 30)
-    assert "this process uses 2 GiB, CUDA and other processes 21 GiB" in str(caught.value)
+    assert "this process uses 2 GiB, CUDA and other processes use 21 GiB" in str(caught.value)
     assert "smaller --memory" in str(caught.value)
 
 
-def test_a_device_that_answers_nothing_more(monkeypatch):
+def test_a_device_that_no_longer_answers_is_an_error(monkeypatch):
     def lost() -> None:
         raise RuntimeError("CUDA error: the launch timed out and was terminated")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from greenroom.core.events import StartChunk
-from greenroom.errors import DeviceError, StoreError
+from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, device_errors, first_line
 from greenroom.runtime.cuda.host import HostMemory, slot_sizes
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.store.disk import BLOCK, DiskStore, Staging, cut
-from tests.runtime.rig import Ahead, Rig, in_time
+from tests.runtime.rig import Ahead, Rig, in_time, play_passes
 
 LAYERS, EXPERTS = 3, 6
 
@@ -75,7 +75,7 @@ def test_every_chunk_has_its_own_place(disk):
     store.close()
 
 
-def test_memory_that_cannot_be_registered_is_said_and_used(disk, caplog):
+def test_memory_that_cannot_be_registered_is_reported_and_used(disk, caplog):
     catalog = disk(LAYERS, EXPERTS)
     with caplog.at_level(logging.WARNING):
         memory = HostMemory(Registered("operation not permitted"), chunks_of(catalog), 4, 2)
@@ -106,25 +106,11 @@ def test_every_expert_is_computed_from_its_own_bytes(disk, tier_slots, failing):
         disk(LAYERS, EXPERTS), 7, (2, 2), ahead=3, predictor=predictor, tier_slots=tier_slots,
         jitter=0.001, fails=lambda read: chances.random() < failing,
     )  # fmt: skip
-    lost = 0
-
-    def play() -> None:
-        nonlocal lost
-        for number in range(40):
-            prefill = number % 13 == 0
-            rig.begin(prefill, tokens=5 if prefill else 1, request=number // 13)
-            for layer in range(LAYERS):
-                experts = sorted(rng.sample(range(EXPERTS), EXPERTS if prefill else 2))
-                try:
-                    rig.step(layer, *experts)
-                except StoreError:
-                    lost += 1
-            rig.driver.end_pass()
-
-    in_time(play)
+    failed: list[int] = []
+    in_time(lambda: failed.append(play_passes(rig, rng)))
     rig.settle()
     rig.check()
-    assert (lost > 0) == (failing > 0)
+    assert (failed[0] > 0) == (failing > 0)
     if rig.tier is not None:
         assert not rig.tier.cache.state.pinned.any()
         assert rig.tier.hits > 0 or tier_slots == 1
@@ -142,7 +128,7 @@ def test_ids_on_a_cpu_are_the_tensor_s_own():
     assert to_host(index, None)[1] is None
 
 
-def test_what_a_gpu_reports_is_one_line():
+def test_an_error_of_a_gpu_is_one_line():
     with (
         pytest.raises(
             DeviceError, match=r"the GPU failed: CUDA error: unspecified .*; restart"

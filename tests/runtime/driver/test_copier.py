@@ -100,7 +100,7 @@ def test_whatever_a_store_raises_is_reported_and_the_lane_lives(rig, monkeypatch
 
 
 def test_memory_for_staging_that_cannot_be_had_shows_at_once(rig, monkeypatch):
-    """Not in a thread, which would die of it."""
+    """The error is raised when the copier is made, not in its thread."""
 
     def none(*args):
         raise MemoryError

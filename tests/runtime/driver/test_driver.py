@@ -37,7 +37,7 @@ def test_random_steps_under_random_delays(rig, lanes, capacity):
 def test_a_failed_read_harms_one_step_only(rig):
     r = rig(4, fails=lambda read: read == 5, chunk_bytes=1 << 20)
     r.step(0, 0, 1, 2, 3)
-    with pytest.raises(StoreError, match="read 5 failed"):
+    with pytest.raises(StoreError, match="read number 5 failed"):
         r.step(1, 0, 1)
     r.step(1, 0, 1)
     r.step(0, 0, 1, 2, 3)
@@ -140,7 +140,7 @@ def test_a_resize_that_comes_after_closing_is_refused(rig):
     in_time(resize)
 
 
-def test_the_size_that_it_has_already_is_no_resize(rig, monkeypatch):
+def test_a_resize_to_the_present_size_does_nothing(rig, monkeypatch):
     r = ahead(rig, lambda layer: [], capacity=8)
     r.begin()
     r.step(0, 0)
@@ -257,7 +257,7 @@ def test_an_interrupted_resize_is_done_later(rig, monkeypatch):
     r.step(1, 3, 4)
 
 
-def test_what_is_computed_meanwhile_may_fail(rig):
+def test_overlapped_work_may_fail(rig):
     r = rig(4, latency=0.02)
 
     def fails() -> None:
@@ -270,7 +270,7 @@ def test_what_is_computed_meanwhile_may_fail(rig):
     r.check()
 
 
-def test_a_pass_that_nobody_waits_for_is_given_up(rig):
+def test_an_interrupted_pass_is_abandoned(rig):
     r = rig(2, 1, latency=0.05)
     failed: list[BaseException] = []
 
@@ -284,7 +284,7 @@ def test_a_pass_that_nobody_waits_for_is_given_up(rig):
     assert failed
     reads = r.store.reads
     assert reads < 4 * 3  # chunks of all four experts
-    with pytest.raises(Interrupted, match="no longer waits for it"):
+    with pytest.raises(Interrupted, match="nobody waits for its result"):
         r.step(0, 1)
     assert r.store.reads == reads
     r.driver.resume()
@@ -317,7 +317,7 @@ def test_an_interrupt_that_comes_at_any_time_leaves_the_cache_sound(rig):
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 8])
-def test_misses_of_each_layer(rig, capacity):
+def test_misses_are_counted_by_layer(rig, capacity):
     r, rng = rig(capacity), random.Random(5)
     for _ in range(20):
         for layer in range(2):

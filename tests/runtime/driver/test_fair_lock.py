@@ -1,4 +1,4 @@
-"""Fair turns."""
+"""The lock that threads get in the order of their requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from greenroom.runtime.driver.fair_lock import FairLock
 
 
-def waiting(turns: FairLock, count: int) -> None:
-    """Until so many threads wait for their turn."""
+def wait_for_waiters(turns: FairLock, count: int) -> None:
+    """Wait until `count` threads wait for the lock."""
     until = time.monotonic() + 10
     while len(turns._waiting) != count:
         assert time.monotonic() < until
         time.sleep(0.001)
 
 
-def test_in_the_order_of_asking():
+def test_threads_get_the_lock_in_the_order_of_their_requests():
     turns, order, threads = FairLock(), [], []
 
     def take(name: int) -> None:
@@ -30,14 +30,14 @@ def test_in_the_order_of_asking():
         for name in range(5):
             threads.append(threading.Thread(target=take, args=(name,)))
             threads[-1].start()
-            waiting(turns, name + 1)
+            wait_for_waiters(turns, name + 1)
         assert order == []
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_one_who_takes_it_again_and_again_lets_others_in():
+def test_a_thread_that_takes_the_lock_in_a_loop_lets_others_in():
     turns, stop, turns_taken = FairLock(), threading.Event(), [0]
 
     def hog() -> None:
@@ -58,7 +58,7 @@ def test_one_who_takes_it_again_and_again_lets_others_in():
     thread.join()
 
 
-def test_given_back_after_an_error():
+def test_an_error_releases_the_lock():
     turns = FairLock()
     with pytest.raises(ZeroDivisionError), turns:
         raise ZeroDivisionError
@@ -66,7 +66,7 @@ def test_given_back_after_an_error():
         pass
 
 
-def test_interrupted_while_waiting_nobody_waits_for_ever():
+def test_an_interrupted_wait_leaves_the_lock_usable():
     turns, inside, leave, after = FairLock(), threading.Event(), threading.Event(), []
 
     def holder() -> None:
@@ -90,7 +90,7 @@ def test_interrupted_while_waiting_nobody_waits_for_ever():
             raise Interrupt
 
     def interrupt() -> None:
-        waiting(turns, 1)
+        wait_for_waiters(turns, 1)
         while turns._waiting:  # a signal just before the wait begins would not end it
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(0.01)

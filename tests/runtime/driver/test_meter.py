@@ -32,7 +32,7 @@ def test_bytes_read_are_those_of_the_first_link_and_stalls_add_up():
     assert set(meter.stalls) == set(CAUSES)
 
 
-def test_a_copy_does_not_change_with_what_it_was_made_of():
+def test_a_copy_does_not_change_with_the_original():
     meter = Meter.for_lanes((1, 1))
     before = meter.copy()
     meter.links[1].chunk_started(1.0)

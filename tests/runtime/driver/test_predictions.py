@@ -10,7 +10,7 @@ from greenroom.errors import ClosedError, StoreError
 from tests.runtime.rig import ahead, in_time, threads
 
 
-def test_what_was_predicted_is_there_when_it_is_asked_for(rig):
+def test_a_predicted_expert_is_resident_when_its_layer_needs_it(rig):
     r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [])
     r.begin()
     r.step(0, 0)
@@ -22,7 +22,7 @@ def test_what_was_predicted_is_there_when_it_is_asked_for(rig):
     r.check()
 
 
-def test_a_failed_prefetch_is_nobody_s_error(rig):
+def test_a_failed_prefetch_raises_no_error(rig):
     """Reads: the demand of layer 0, the prefetch that fails, the demand of layer 1 twice."""
     r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read == 2,
               chunk_bytes=1 << 20, lanes=1)  # fmt: skip
@@ -50,19 +50,19 @@ def test_a_late_prefetch_that_fails_is_tried_again_by_its_demand(rig):
     r.check()
 
 
-def test_a_demand_that_fails_after_its_prefetch_fails_its_step_alone(rig):
+def test_a_demand_that_fails_after_its_prefetch_fails_only_its_step(rig):
     r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read in (2, 3),
               chunk_bytes=1 << 20, latency=0.02, lanes=1)  # fmt: skip
     r.begin()
     r.step(0, 0)
-    with pytest.raises(StoreError, match=r"read [23] failed"):
+    with pytest.raises(StoreError, match=r"read number [23] failed"):
         r.step(1, 3)
     r.step(1, 3)
     r.settle()
     r.check()
 
 
-def test_closing_while_prefetches_are_on_their_way(rig):
+def test_the_driver_closes_while_prefetches_are_in_flight(rig):
     before = threads()
     r = ahead(rig, lambda layer: [3, 4], latency=0.05)
     r.begin()

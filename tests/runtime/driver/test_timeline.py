@@ -134,7 +134,7 @@ def test_threads_append_at_once_and_nothing_is_lost(tmp_path):
     assert all(pieces == list(range(each)) for pieces in by_row.values())
 
 
-def test_times_that_are_none_do_not_spoil_the_file(tmp_path):
+def test_infinite_times_leave_the_file_valid(tmp_path):
     timeline, t = Timeline(), time.perf_counter()
     timeline.add_span(COMPUTE, "group", t, t - 1e-9, ratio=float("nan"), most=np.float32("inf"))
     trace = saved(timeline, tmp_path)
@@ -144,7 +144,7 @@ def test_times_that_are_none_do_not_spoil_the_file(tmp_path):
     assert group["args"] == {"ratio": "nan", "most": "inf"}
 
 
-def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path):
+def test_a_file_that_cannot_be_written_is_an_error_and_the_old_file_stays(tmp_path):
     timeline = Timeline()
     with pytest.raises(OutputError):
         timeline.save(tmp_path / "nowhere" / "out.json")

@@ -62,7 +62,7 @@ def test_reads_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert rate < 4096 / 0.01
 
 
-def test_a_test_file_is_gone_afterwards(tmp_path: Path):
+def test_a_test_file_is_deleted_afterwards(tmp_path: Path):
     with bandwidth.noise_file(tmp_path, 5 << 20) as path:
         assert path.stat().st_size == 8 << 20
         data = path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_test_file_is_gone_afterwards(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_an_error_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

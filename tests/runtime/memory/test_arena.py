@@ -63,6 +63,6 @@ def test_memory_is_taken_when_it_is_written_and_goes_back_with_the_last_tensor()
     assert rss_bytes() - before < 16 << 20
 
 
-def test_no_address_space_is_said():
+def test_a_lack_of_address_space_is_an_error():
     with pytest.raises(DeviceError, match="no address space for"):
         TensorArena().empty(1 << 60, dtype=torch.uint8)

@@ -34,7 +34,7 @@ def test_nodes_are_what_linux_lists(machine, tmp_path):
     assert numa.nodes(tmp_path / "nothing") == []
 
 
-def test_a_device_hangs_at_the_node_that_its_bus_says(machine):
+def test_a_device_has_the_node_of_its_pci_entry(machine):
     sys = machine(2, a3=1, b4=-1)
     assert numa.node_of("0000:A3:00.0", sys) == 1
     assert numa.node_of("0000:b4:00.0", sys) is None  # the firmware does not say
@@ -52,7 +52,7 @@ def test_memory_is_asked_for_at_a_node_that_there_is():
     assert numa.prefer(all_bytes.ctypes.data, all_bytes.size, 1000) is not None  # no such node
 
 
-def test_each_part_goes_to_its_own_node_and_refusals_are_said(machine, monkeypatch, caplog):
+def test_each_part_goes_to_its_own_node_and_refusals_are_logged(machine, monkeypatch, caplog):
     calls = []
 
     def prefer(address: int, nbytes: int, node: int) -> str | None:

@@ -75,7 +75,7 @@ class Passed:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_agrees_with_the_router_on_its_own_inputs(name: str) -> None:
+def test_rankings_agree_with_the_router_on_its_own_inputs(name: str) -> None:
     passed = Passed(name)
     formula = FORMULAS[name]
     assert passed.gates.compiled == (0 if formula is None else len(passed.routers))
@@ -105,7 +105,7 @@ def test_where_rounding_makes_ties_it_chooses_one_of_the_tied() -> None:
     assert different < 0.1 * TOKENS * len(passed.routers)
 
 
-def test_the_rest_is_ranked_by_what_the_router_scored() -> None:
+def test_experts_not_chosen_are_ranked_by_score() -> None:
     passed = Passed("deepseek_v3")
     chosen = passed.chosen[0]
     ranked = passed.gates.rank(0, passed.inputs[0], 8)
@@ -118,12 +118,12 @@ def test_the_rest_is_ranked_by_what_the_router_scored() -> None:
 def test_routers_that_need_what_is_not_known_ahead(name: str) -> None:
     model = make(name)
     routers = find_routers(model, experts_of(model))
-    with pytest.raises(PredictorError, match="which is not known in advance") as error:
+    with pytest.raises(PredictorError, match="which only a forward pass has") as error:
         RouterGates(routers)
     assert "\n" not in str(error.value)
 
 
-def test_no_router_beside_the_experts() -> None:
+def test_experts_without_a_router_are_refused() -> None:
     model = make("qwen3_moe")
     names = experts_of(model)
     block = model.get_submodule(names[0].rpartition(".")[0])
@@ -133,7 +133,7 @@ def test_no_router_beside_the_experts() -> None:
         find_routers(model, names)
 
 
-def test_listening_ends() -> None:
+def test_detached_probes_capture_nothing() -> None:
     model = make("qwen3_moe").eval()
     routers = find_routers(model, experts_of(model))
     inputs = GateInputProbe(routers)
@@ -149,7 +149,7 @@ def test_listening_ends() -> None:
         inputs.take_array(1)
 
 
-def test_asking_passes_hooks_by() -> None:
+def test_calls_of_a_router_run_no_hooks() -> None:
     model = make("deepseek_v3").eval()
     routers = find_routers(model, experts_of(model))
     gates, inputs = RouterGates(routers), GateInputProbe(routers)
@@ -186,7 +186,7 @@ def test_a_formula_that_only_nearly_fits_is_not_taken() -> None:
     )
 
 
-def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
+def test_a_router_that_chooses_too_few_experts_gives_minus_one_for_the_others() -> None:
     def choose(logits: Tensor) -> Any:
         ids = logits.argmin(1, keepdim=True)
         return logits[:, :1], logits.gather(1, ids), ids

@@ -17,7 +17,7 @@ AHEAD = [f"{name}:{d}" for name in STANDALONE if PREDICTORS[name].distance for d
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_as_a_replay(seed: int) -> None:
+def test_forecasts_equal_those_of_a_replay(seed: int) -> None:
     trace = routing(seed)
     names = [*STANDALONE, *AHEAD]
     predictors = {name: predictor(name).build(PredictorSetup(SHAPE)) for name in names}
@@ -50,16 +50,16 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
         ("markov,markov", "names a predictor twice"),
         ("markov,oracle", "predictor oracle works in replays of a trace only"),
         ("auto", "predictor auto works in replays of a trace only"),
-        ("markov:x", "must be a whole number"),
+        ("markov:x", "must be a number of layers"),
         ("popularity:1,half-life=0", "half-life"),
     ],
 )
-def test_names_that_cannot_be_recorded(text: str, message: str) -> None:
+def test_predictors_that_need_a_replay_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_predictors(text)
 
 
 @pytest.mark.parametrize("text", ["", "markov,", "next-gates"])
-def test_names_that_there_are_not(text: str) -> None:
+def test_unknown_predictors_are_refused(text: str) -> None:
     with pytest.raises(UnknownName, match="next-gate"):
         parse_predictors(text)

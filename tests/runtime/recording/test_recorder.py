@@ -69,7 +69,7 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_records_what_the_layers_are_asked(start, tmp_path, named):
+def test_the_choices_of_all_layers_are_recorded(start, tmp_path, named):
     model = Model(named)
     recorder = start(model, weights=True, token_ids=True)
     for number, label in enumerate(["a", "b"]):
@@ -143,7 +143,7 @@ def test_memory_is_bounded_by_flushing(start, tmp_path, monkeypatch):
     assert load(tmp_path / "j").requests == 1
 
 
-def test_what_is_old_is_flushed_too(start, tmp_path, monkeypatch):
+def test_old_passes_are_flushed_too(start, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "FLUSH_S", -1.0)
     model = Model()
     with start(model).request(0, "", 1):
@@ -153,7 +153,7 @@ def test_what_is_old_is_flushed_too(start, tmp_path, monkeypatch):
                 assert load(tmp_path / "j").tokens == requested - 2
 
 
-def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
+def test_after_an_error_the_complete_passes_are_stored(start, tmp_path):
     model = Model()
     recorder = start(model)
 
@@ -178,11 +178,11 @@ def test_an_error_keeps_the_passes_that_were_whole(start, tmp_path):
         ([[[0, 1], [0, 3]]], (0, 1), "or an expert that the layer does not have"),
         ([[[1, 1], [0, 1]]], (0, 1), "chose an expert twice for one token"),
         ([[[0, 1], [0]]], (0, 1), "cannot store different top-k"),
-        ([[[0, 1], [0, 1]]], (1,), "reached MoE layer 1 after 0 others"),
+        ([[[0, 1], [0, 1]]], (1,), "ran MoE layer 1 after 0 others"),
         ([[[0, 1], [0, 1]]], (0,), "used 1 of the 2 MoE layers"),
     ],
 )
-def test_routing_that_a_trace_cannot_hold(start, experts, layers, message):
+def test_routing_that_a_trace_cannot_store_is_refused(start, experts, layers, message):
     model = Model()
     recorder = start(model)
     with pytest.raises(TraceError, match=message), recorder.request(0, "", 1):

@@ -93,8 +93,8 @@ def test_learns_what_the_inputs_decide_and_judges_by_other_requests() -> None:
     assert 0.15 < trained.held_out / trained.tokens < 0.5
 
 
-def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
-    """Also: the standardisation of the inputs is in the weights."""
+def test_a_trained_predictor_has_the_reported_accuracy() -> None:
+    """This also shows that the standardisation of the inputs is in the weights."""
     trace = recording()
     trained = train(trace, CONFIG, CPU)
     it = predictor("learned").build(PredictorSetup(Shape(EXPERTS, TOP_K), tensors=trained.tensors))
@@ -108,7 +108,7 @@ def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
     assert right == pytest.approx(trained.accuracy["learned"][1], abs=0.08)
 
 
-def test_is_repeatable() -> None:
+def test_training_is_repeatable() -> None:
     trace = recording(requests=4)
     config = replace(CONFIG, epochs=2)
     first, second = (train(trace, config, CPU) for _ in range(2))
@@ -119,7 +119,7 @@ def test_is_repeatable() -> None:
     assert not np.array_equal(first.tensors["0.up.weight"], other.tensors["0.up.weight"])
 
 
-def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
+def test_the_accuracy_of_recorded_predictions_is_reported_too() -> None:
     trace = recording(requests=4)
     right = np.pad(trace.experts, ((0, 0), (0, 0), (0, 2)), constant_values=255)
     wrong = np.roll(trace.experts, 40, axis=0)
@@ -142,7 +142,9 @@ def test_predictions_of_the_trace_that_look_as_far_stand_beside() -> None:
         (recording(2, 20), CONFIG, "tokens for training"),
     ],
 )
-def test_traces_that_cannot_teach(trace: Trace, config: TrainConfig, message: str) -> None:
+def test_traces_unfit_for_training_are_refused(
+    trace: Trace, config: TrainConfig, message: str
+) -> None:
     with pytest.raises(GreenroomError, match=message) as error:
         train(trace, config, CPU)
     assert "\n" not in str(error.value)

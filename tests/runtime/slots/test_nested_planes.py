@@ -60,7 +60,7 @@ def test_every_code_is_joined():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_by_several_threads(seed):
+def test_chunks_may_arrive_in_several_threads(seed):
     rng, slots = random.Random(seed), FakeSlots(4, 512, plane_joiner=PlaneJoiner([NESTING]))
     experts = [expert(10 * seed + i) for i in range(4)]
     jobs = []
@@ -89,7 +89,7 @@ def test_chunks_by_several_threads(seed):
         assert_joined(slots, slot, codes, scale)
 
 
-def test_a_copy_and_what_it_lacks():
+def test_a_copy_and_its_remainder_are_joined():
     slots = FakeSlots(2, 512, plane_joiner=PlaneJoiner([NESTING]))
     data, codes, scale = expert(3)
     slots.clear(1)
@@ -101,7 +101,7 @@ def test_a_copy_and_what_it_lacks():
     assert (slots.bytes(1) == POISON).all()
 
 
-def test_what_was_given_up_halfway_does_not_count():
+def test_bytes_of_an_abandoned_read_do_not_count():
     slots = HostSlots(1, 512, plane_joiner=PlaneJoiner([NESTING]))
     data, codes, scale = expert(4)
     slots.clear(0)

@@ -35,7 +35,7 @@ def place(tables: Any, pieces: list[int]) -> int:
 
 @settings(deadline=None)
 @given(steps, st.integers(1, 7))
-def test_several_steps_in_one_leave_what_they_leave_one_by_one(
+def test_steps_in_one_call_leave_the_same_state_as_single_steps(
     steps: list[tuple[int, set[int], bool]], capacity: int
 ) -> None:
     """Of tokens that pass through both layers; the second step may have to be done alone."""
@@ -61,7 +61,7 @@ def test_several_steps_in_one_leave_what_they_leave_one_by_one(
     assert counted.sum() == sum(2 * len(experts) for _, experts, _ in steps)
 
 
-def test_no_steps_where_something_is_to_be_decided() -> None:
+def test_no_steps_are_served_if_the_scheduler_has_to_decide() -> None:
     tables = ResidentTables(Scheduler(PIECES, 7, policy("lru")), np.zeros(8, np.int64))
     assert tables.steps(0, lambda tables: 1 / 0) is None  # type: ignore[arg-type,return-value]
     full = filled()

@@ -21,7 +21,7 @@ class Full(FakeSlots):
         super().trim(capacity)
 
 
-def test_where_one_device_has_no_room_all_stay_as_they_were():
+def test_if_one_device_has_no_room_no_pool_changes():
     slots = MultiPoolTier([FakeSlots(2, 64, 9), Full(2, 64, 9)], 4, SHARES)
     slots.trim(10)
     assert [each.capacity for each in slots.pools] == [5, 5]
@@ -40,7 +40,7 @@ class Coarse(FakeSlots):
         return max(4, capacity // 4 * 4)
 
 
-def test_what_fits_fits_on_every_device():
+def test_the_fitting_capacity_fits_on_every_device():
     slots = MultiPoolTier([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES)
     fitting = slots.fitting_capacity(15)
     assert SHARES(15) == [8, 7]
@@ -48,7 +48,7 @@ def test_what_fits_fits_on_every_device():
     assert SHARES(fitting + 1)[1] == 5 or SHARES(fitting + 2)[1] == 5
 
 
-def test_marks_are_left_on_the_devices_that_computed():
+def test_marks_are_recorded_on_the_devices_that_computed():
     class Marked(FakeSlots):
         def __init__(self) -> None:
             super().__init__(4, 64, 9)

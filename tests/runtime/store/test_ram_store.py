@@ -90,5 +90,5 @@ def test_a_file_cut_short_is_an_error_of_the_store(disk):
 
 def test_experts_that_do_not_fit_are_refused_before_they_are_read(disk, monkeypatch):
     monkeypatch.setattr(ram_store, "available_bytes", lambda: 100_000)
-    with pytest.raises(BudgetError, match=r"the experts take 188 KiB of memory, 97.7 KiB are free"):
+    with pytest.raises(BudgetError, match=r"the experts need 188 KiB of memory: 97.7 KiB are free"):
         RamStore(disk())

@@ -29,20 +29,20 @@ def _real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "time", time)
 
 
-def line(clock: Clock, bandwidth: float = 1000.0) -> Throttle:
+def throttle_with(clock: Clock, bandwidth: float = 1000.0) -> Throttle:
     throttle.time = SimpleNamespace(perf_counter=clock, sleep=clock.sleep)  # type: ignore[assignment]
     return Throttle(bandwidth)
 
 
 def test_a_chunk_takes_its_bytes_over_the_bandwidth():
     clock = Clock()
-    line(clock).carry(500)
+    throttle_with(clock).carry(500)
     assert clock.now == pytest.approx(100.5)
 
 
-def test_an_idle_line_earns_nothing():
+def test_an_idle_link_saves_no_time_for_later():
     clock = Clock()
-    link = line(clock)
+    link = throttle_with(clock)
     link.carry(500)
     clock.now += 10
     link.carry(500)
@@ -50,9 +50,9 @@ def test_an_idle_line_earns_nothing():
 
 
 @pytest.mark.parametrize("over", [0.0, MOST_OVERSLEPT / 2])
-def test_what_is_overslept_does_not_add_up(over):
+def test_late_wake_ups_do_not_add_up(over):
     clock = Clock(over)
-    link = line(clock)
+    link = throttle_with(clock)
     for _ in range(1000):
         link.carry(100)
     assert clock.now == pytest.approx(200.0 + over, abs=1e-6)
@@ -60,7 +60,7 @@ def test_what_is_overslept_does_not_add_up(over):
 
 def test_a_thread_that_could_not_run_gets_back_at_most_a_millisecond():
     clock = Clock(over=60.0)
-    link = line(clock)
+    link = throttle_with(clock)
     link.carry(1000)
     assert clock.now == pytest.approx(161.0)
     clock.over = 0.0
@@ -68,18 +68,18 @@ def test_a_thread_that_could_not_run_gets_back_at_most_a_millisecond():
     assert clock.now == pytest.approx(162.0 - MOST_OVERSLEPT)
 
 
-def test_what_the_caller_does_early_is_part_of_the_chunk_s_time():
+def test_early_work_of_the_caller_is_part_of_the_transfer():
     clock = Clock()
-    link = line(clock)
+    link = throttle_with(clock)
     for _ in range(10):
         link.carry(1000, early=0.4)
         clock.now += 0.4  # the copy
     assert clock.now == pytest.approx(110.0)
 
 
-def test_work_that_takes_longer_than_the_line_is_what_limits():
+def test_work_longer_than_the_transfer_limits_the_rate():
     clock = Clock()
-    link = line(clock)
+    link = throttle_with(clock)
     for _ in range(10):
         link.carry(100, early=3.0)
         clock.now += 3.0
@@ -104,5 +104,5 @@ def test_threads_share_the_bandwidth():
 
 def test_without_a_bandwidth_nothing_waits():
     clock = Clock()
-    line(clock, float("inf")).carry(1 << 40)
+    throttle_with(clock, float("inf")).carry(1 << 40)
     assert clock.now == 100.0
