@@ -2,8 +2,9 @@
 
     model, tokenizer = greenroom.load("demo", cache="25%")
 
-Names are imported when they are first used, so that importing the package costs nothing. Importing
-it says to OpenMP how long threads spin, which torch reads as it is imported: import it first.
+The functions are imported when they are first used, so that importing the package takes no time.
+Import greenroom before torch: it sets environment variables for OpenMP's threads, which are read
+only once, when torch is imported.
 """
 
 from __future__ import annotations

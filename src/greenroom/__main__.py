@@ -1,4 +1,4 @@
-"""`python -m greenroom`."""
+"""Run the command line by `python -m greenroom`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Amounts of memory: parsed from user input, formatted for messages."""
+"""Parse amounts of memory from user input, and format them for messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ AMOUNT = re.compile(r"\s*([0-9]{1,100}(?:\.[0-9]{1,100})?)\s*([A-Za-z]*|%)\s*", 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """An amount of memory: bytes, or a share of a total. Exactly one of them is set."""
+    """Amount of memory: bytes, or a share of a total; exactly one of them is set."""
 
     nbytes: int | None = None
     share: float | None = None
 
     @classmethod
     def parse(cls, value: Amount | str | int, what: str) -> Amount:
-        """Parse `8GiB`, `500MB`, `60%`, or a number of bytes; `what` names the option in errors."""
+        """Parse an amount such as `8GiB`, `500MB`, `60%`, or a number of bytes.
+
+        `what` is the option's name in errors. Raises BudgetError for an amount of 0 or less, and
+        UsageError for other wrong values.
+        """
         if isinstance(value, Amount):
             return value
         if isinstance(value, int) and not isinstance(value, bool):
@@ -57,7 +61,10 @@ class Amount:
 
 
 def bytes_check(what: str) -> Callable[[str | int, str], int]:
-    """Make a check that an option's value is in bytes, not a share."""
+    """Make a check that parses an option's value as bytes, and refuses a share.
+
+    what: what the value must be, for the error: "{option} must be {what}"
+    """
 
     def check(value: str | int, name: str) -> int:
         nbytes = Amount.parse(value, name).nbytes
@@ -77,10 +84,10 @@ def show_bytes(n: float) -> str:
 
 
 def format_amount(least: int, most: int) -> str:
-    """Format bytes as an option's value, as `3.75MiB`; it parses to `least` to `most` bytes.
+    """Format an amount from `least` to `most` bytes as an option's value, such as `3.75MiB`.
 
-    The unit is the largest in which three digits after the point suffice. One of the two bounds is
-    preferred, if it can be written exactly.
+    The unit is the largest in which three digits after the point suffice. If one of the two bounds
+    can be written exactly, the result is that bound.
     """
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if least < size:
@@ -95,7 +102,10 @@ def format_amount(least: int, most: int) -> str:
 
 
 def parse_share(value: str | int, name: str, example: str = "12.5%") -> float:
-    """Parse a share of a total, written as 12.5%. UsageError if the text is not one."""
+    """Parse a share of a total, such as 12.5%. Raises UsageError for any other value.
+
+    `name` is the option, and `example` a right value, in the error's message.
+    """
     share = Amount.parse(value, name).share
     if share is None:
         raise UsageError(f"{name} must be a share, as {example}, got {value!r}")

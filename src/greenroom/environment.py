@@ -1,4 +1,4 @@
-"""Environment variables for torch and OpenMP, set before torch is imported; the platform."""
+"""Set environment variables for torch and OpenMP, and check the operating system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _late = False  # OpenMP started without these settings, and nobody was warned ye
 
 
 def check_platform() -> None:
-    """Raise PlatformError unless Linux runs: reads, memory and locks need its calls."""
+    """Raise PlatformError unless the operating system is Linux."""
     if sys.platform != "linux":
         raise PlatformError(
             f"Greenroom runs on Linux only, and this is {sys.platform}: use a Linux machine, a"
@@ -26,12 +26,12 @@ def check_platform() -> None:
 
 
 def limit_spinning() -> None:
-    """Make idle OpenMP threads spin briefly, then sleep; the user's own settings stay.
+    """Let idle OpenMP threads spin briefly before they sleep, unless the user configured it.
 
-    Readers and compute threads share the cores. A long spin takes a core from the readers
-    while experts are loaded; threads that sleep at once cost 30 microseconds at each of the
-    hundred parallel regions of a token. OpenMP reads this as its library is loaded, with torch, and
-    has no call that changes it later.
+    Threads that read experts share the cores with OpenMP's compute threads. A long spin takes a
+    core from the readers while experts are loaded. Without any spin, waking the threads costs 30
+    microseconds at each of the hundred parallel regions of a token. OpenMP reads the environment
+    variables once, when torch loads its library.
     """
     global _late
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -41,16 +41,19 @@ def limit_spinning() -> None:
 
 
 def late_import_warning() -> str:
-    """Return the warning that torch was imported before OpenMP's settings; else an empty string."""
+    """Return a warning if torch was imported before greenroom; else an empty string.
+
+    Only the first call returns the warning.
+    """
     global _late
     late, _late = _late, False
     return LATE if late else ""
 
 
 def request_large_pages() -> None:
-    """Let torch use memory pages of 2 MiB for large tensors; user settings stay.
+    """Let torch use memory pages of 2 MiB for large tensors, unless configured otherwise.
 
-    This serves weights that transformers converts. Weights that are read as stored get large pages
-    in runtime/memory/arena.py.
+    This is for weights that transformers converts. Weights that stay as stored get large pages in
+    runtime/memory/arena.py.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,11 +1,11 @@
-"""Every error that Greenroom raises on purpose.
+"""Exception classes of all errors that Greenroom raises on purpose.
 
 GreenroomError            one clear line; the command line prints it and exits with code 2
 +-- UsageError            a flag, name or value that is not valid (also a ValueError)
-|   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
+|   +-- UnknownName       a policy, kernel or other name that does not exist; lists the valid ones
 |   |   +-- UnknownOption  an option of a Python function that does not exist (also a TypeError)
-|   +-- BudgetError       the memory asked for is too small; says how much would do
-|   +-- UnsupportedCall   what a model cannot do while its experts are streamed; says what can
+|   +-- BudgetError       the requested memory is too small; says how much is enough
+|   +-- UnsupportedCall   a call that a model with streamed experts cannot serve
 |   +-- TooLong           the prompt and the requested answer are longer than the context
 +-- ModelError            the model cannot be served
 |   +-- NotAModel         the folder or hub id holds no model, or cannot be reached
@@ -17,9 +17,9 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- StoreError            reading an expert failed while answering (its cause is the disk's error)
 |   +-- CheckpointChanged  a file of the checkpoint changed while the model was in use
 +-- DeviceError           the device refused memory or a copy
-+-- Interrupted           a pass was stopped, because nobody waits for its result
++-- Interrupted           a forward pass was stopped, because nobody waits for its result
 +-- ProfileError          a machine profile that is damaged, or of another version
-+-- OutputError           a file could not be written (full disk, no permission)
++-- OutputError           a file could not be written (disk full, no permission)
 +-- VersionError          a library is missing, or of an unsupported version
 +-- VerifyError           outputs differ that must be equal
 +-- PlatformError         the operating system is not Linux
@@ -37,7 +37,7 @@ class GreenroomError(Exception):
 
 
 class UsageError(GreenroomError, ValueError):
-    """A flag, name or option value that is not valid."""
+    """A command-line option, name or option value that is not valid."""
 
 
 class UnknownName(UsageError):
@@ -49,7 +49,7 @@ class UnknownName(UsageError):
 
 
 class UnknownOption(UnknownName, TypeError):
-    """A keyword that a Python function does not take; the message names the nearest one."""
+    """A keyword that a Python function does not take; the message suggests valid ones."""
 
     def __init__(self, function: str, name: str, options: Iterable[str]) -> None:
         options = list(options)
@@ -63,7 +63,7 @@ class UnsupportedCall(UsageError):
 
 
 class BudgetError(UsageError):
-    """The requested memory is too small; the message says how much is enough."""
+    """The requested memory is too small; the message says what is needed."""
 
 
 class TooLong(UsageError):

@@ -1,11 +1,11 @@
 """Ctrl-C ends a command's process within 1.5 seconds, whatever its main thread does.
 
-Python raises KeyboardInterrupt between two bytecodes of the main thread. Three things lose it: a
-`__del__` or a callback (of a weak reference, of ctypes), where Python prints the exception and goes
-on; a library that catches every exception; and a call into C that does not return. The first two
-destroy the exception. `Interrupt` reports that, and the watch sends the signal again. The watch is
-a thread of its own, which the signal wakes. So it can end the process while the main thread is in
-C.
+Python raises KeyboardInterrupt between two bytecodes of the main thread. The exception has no
+effect in three cases: in a `__del__` method or a callback (of a weak reference, of ctypes), since
+Python prints the exception and goes on; in a library that catches every exception; and during a
+call into C that does not return. In the first two cases the exception object is destroyed.
+`Interrupt` reports that, and the signal is sent again. In the third case a watch thread, which the
+signal wakes, ends the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _watches: list[InterruptWatch] = []  # of this process: one or none
 
 
 class Interrupt(KeyboardInterrupt):
-    """The exception of Ctrl-C, which reports if it is destroyed before it was handled."""
+    """KeyboardInterrupt that tells its watch if it is destroyed before it was handled."""
 
     def __init__(self, watch: InterruptWatch) -> None:
         super().__init__()
@@ -49,21 +49,25 @@ class Interrupt(KeyboardInterrupt):
 
 
 def mark_handled(error: KeyboardInterrupt) -> None:
-    """Mark a Ctrl-C as handled: it ended only a part of the command."""
+    """Mark a Ctrl-C as handled: the command goes on, and the process is not ended."""
     if isinstance(error, Interrupt) and error.watch is not None:
         error.watch.go_on()
         error.watch = None
 
 
 def mark_caught(error: KeyboardInterrupt) -> None:
-    """Mark a KeyboardInterrupt as caught at the place where it ends the command."""
+    """Mark a Ctrl-C as caught by the code that ends the command; the deadline stays."""
     if isinstance(error, Interrupt):
         error.watch = None
 
 
 @contextlib.contextmanager
 def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo`, which removes unfinished files, if Ctrl-C ends the process within this block."""
+    """Call `undo` if Ctrl-C ends the process within this context.
+
+    `undo` typically removes unfinished files. It is not called for a context that ends normally or
+    by an exception.
+    """
     _undo.append(undo)
     try:
         yield
@@ -73,9 +77,9 @@ def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C until a block of code ends, which must not be left half done.
+    """Delay the exception of Ctrl-C until the end of this context.
 
-    The time in which the process must end runs on.
+    The deadline by which Ctrl-C ends the process is not delayed.
     """
     for watch in _watches:
         watch.defer(True)
@@ -87,14 +91,14 @@ def defer_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let Linux kill this process when its parent ends for any reason."""
+    """Let Linux kill this process when its parent process ends for any reason."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class InterruptWatch:
-    """SIGINT handler of a command's process, which ends the process by a deadline."""
+    """SIGINT handler that ends the process at most 1.5 seconds after Ctrl-C."""
 
     def __init__(self) -> None:
         self.requested = False  # Ctrl-C was pressed, and is not handled yet
@@ -106,7 +110,11 @@ class InterruptWatch:
         self._hook = sys.unraisablehook
 
     def begin(self) -> bool:
-        """Take over SIGINT. False where it is ignored, has another handler, or off Linux."""
+        """Install the handler of SIGINT (Ctrl-C) and start the watch thread.
+
+        Returns False, and changes nothing, if SIGINT is ignored or has another handler, on another
+        thread than the main thread, and on another system than Linux.
+        """
         main = threading.current_thread() is threading.main_thread()
         free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not (main and free and sys.platform == "linux"):
@@ -122,24 +130,28 @@ class InterruptWatch:
         return True
 
     def defer(self, on: bool) -> None:
-        """Delay Ctrl-C while `on` is true; see `defer_interrupts`."""
+        """Begin or end a time in which Ctrl-C raises no exception.
+
+        At the end, a Ctrl-C of the meantime raises its exception.
+        """
         self._deferred = on
         if not on and self.requested and not self._raised:
             self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
-        """Stop the deadline of a Ctrl-C: the command goes on."""
+        """Cancel the deadline of a Ctrl-C that was handled, since the command goes on."""
         self.requested = self._raised = self.lost = False
         self._wake(GO_ON)
 
     def stop_raising(self) -> None:
-        """Raise no more exceptions for Ctrl-C; the deadline stays."""
+        """Stop raising exceptions for Ctrl-C; the deadline that ends the process stays."""
         self._over = True
 
     def exit(self) -> NoReturn:
-        """End an interrupted process without joining threads or tearing down modules.
+        """End an interrupted process at once, with exit code 130.
 
-        A module may be half imported.
+        Unfinished files are removed, child processes are killed and exit functions run. Threads are
+        not joined and modules are not torn down, since one may be half imported.
         """
         sys.unraisablehook = lambda info: None
         for stream in (sys.stdout, sys.stderr):
@@ -214,7 +226,7 @@ class InterruptWatch:
         signal.pthread_kill(self._main, signal.SIGINT)
 
     def _abort(self) -> NoReturn:
-        """End the process, whatever its main thread does and whichever lock it holds."""
+        """End the process from the watch thread, whatever the main thread does."""
         _undo_all()
         _kill_children()  # before they report that this process is gone
         tidy = threading.Thread(target=_release_semaphores, daemon=True)
@@ -228,13 +240,19 @@ class InterruptWatch:
 
 
 def _importing(name: str) -> bool:
-    """Is a package being imported? An exception within torch's C++ part aborts the process."""
+    """Check that a package is being imported now.
+
+    An exception while torch's C++ part is imported would abort the process.
+    """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 
 
 def write_now(text: str) -> None:
-    """Write text to standard error without Python's buffers and locks, unless it would block."""
+    """Write text to standard error without Python's buffers and locks.
+
+    Nothing is written if that would block.
+    """
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())

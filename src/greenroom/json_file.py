@@ -4,7 +4,7 @@
     pins.integer("version", least=1)          # Malformed: "version must be a whole number from 1"
     pins.list_of("losses", number)
 
-Text that is too large or nested too deeply is refused before Python's parser sees it.
+A text that is too large or nested too deeply is refused before Python's parser reads it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Value = TypeVar("Value")
 
 
 class Malformed(ValueError):
-    """JSON text, or a value in it, is not valid; the message says why."""
+    """A JSON text, or a value in a JSON text, is not valid; the message says why."""
 
 
 def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any:
-    """Parse a JSON text, or raise Malformed.
+    """Parse a JSON text from an untrusted source, or raise Malformed.
 
-    Standard JSON in UTF-8, of bounded size and depth: no NaN or Infinity, no number that a float
-    cannot hold, no half of a surrogate pair. With `unique`, a name may be in an
-    object only once; otherwise the last one counts.
+    The text must be standard JSON in UTF-8, of at most `longest` bytes and 64 nested brackets. It
+    must not have NaN or Infinity, a number that a float cannot represent, or half of a surrogate
+    pair. With `unique`, a name may occur only once in an object; otherwise its last value counts.
     """
     if isinstance(data, str):
         data = data.encode(errors="replace")
@@ -56,7 +56,7 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
     except UnicodeDecodeError as error:
         raise Malformed(f"not JSON: byte {error.start} is not UTF-8") from error
     if text.startswith("\ufeff"):
-        raise Malformed("not JSON: it begins with a byte order mark")
+        raise Malformed("not JSON: the text begins with a byte order mark")
     _check_brackets(data)
     try:
         value = json.loads(
@@ -79,7 +79,10 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
 
 
 def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
-    """Parse a JSON file within the bounds of `parse`. Raises Malformed or OSError."""
+    """Parse a JSON file from an untrusted source, with the limits of `parse`.
+
+    Raises Malformed for wrong content, and OSError if the file cannot be read.
+    """
     with open(path, "rb") as file:
         return parse(file.read(longest + 1), longest, unique)
 
@@ -87,26 +90,27 @@ def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
 def read_object(
     path: str | Path, error: type[GreenroomError], longest: int = LONGEST
 ) -> JsonObject:
-    """Read the JSON object in another program's file; a name may occur twice.
+    """Read the JSON object in another program's file, in which names may occur twice.
 
-    `error` is raised where the file cannot be read, or holds no object.
+    Raises an exception of the class `error` if the file cannot be read or has no object.
     """
     try:
         return JsonObject(read(path, longest, unique=False))
     except OSError as reason:
         raise error(f"{path}: cannot be read: {reason.strerror or reason}") from reason
     except Malformed as reason:
-        raise error(f"{path}: not readable: it is {reason}") from reason
+        raise error(f"{path} cannot be used: it is {reason}") from reason
 
 
 def read_json(
     path: str | Path, form: str, what: str, made_by: str, error: type[GreenroomError]
 ) -> JsonObject:
-    """Read the object in a JSON file of the format `form`.
+    """Read the object in a JSON file of one of Greenroom's formats.
 
-    what:    follows the path in errors about a file of another format: "is no machine profile"
+    form:    the value of "format" in files of this format
+    what:    text that follows the path in errors about another format: "is no machine profile"
     made_by: the command that makes files of this format
-    error:   the error that is raised where the file cannot be read, or has another format
+    error:   the class of exception that is raised if the file cannot be read or has another format
     """
     try:
         value = read(path)
@@ -122,8 +126,9 @@ def read_json(
 class JsonObject:
     """A JSON object whose values are read by name and type.
 
-    Malformed names the value that is missing, of another type, or out of range. `where` is the
-    object's place in the file. A value with a default may be missing, but not wrong.
+    A value that is missing, of another type or out of range raises Malformed, which names the
+    value. `where` is the object's place in the file, for these errors. A value with a default may
+    be missing, but not wrong.
     """
 
     def __init__(self, values: Any, where: str = "") -> None:
@@ -141,11 +146,11 @@ class JsonObject:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The JSON object as a dict."""
+        """Return the JSON object as a dict."""
         return self._values
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a JSON object's value of any type, by name."""
+        """Return the JSON object's value with this name, of any type."""
         value = self._values.get(name, default)
         if value is _REQUIRED:
             raise Malformed(f"{self._place(name)} is missing")
@@ -174,11 +179,17 @@ class JsonObject:
     def list_of(
         self, name: str, kind: Callable[[Any, str], Value], default: Any = _REQUIRED
     ) -> tuple[Value, ...]:
-        """Return the values of a JSON list, read by `kind`: `integer`, `JsonObject`, `text` ..."""
+        """Return the values of the JSON list with this name, each checked by `kind`.
+
+        `kind` is `integer`, `JsonObject`, `text` or another function of a value and its place.
+        """
         return list_of(kind)(self.value(name, default), self._place(name))
 
     def fields_of(self, kind: Any) -> dict[str, Any]:
-        """Read a dataclass's number, text and flag fields from a JSON object, by name."""
+        """Read the int, float, str and bool fields of a dataclass from the JSON object.
+
+        Returns the values by field name. Fields of other types are left out.
+        """
         readers: dict[str, Callable[..., Any]] = {
             "int": self.integer,
             "float": self.number,
@@ -229,7 +240,7 @@ def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
 
 
 def number(value: Any, where: str) -> float:
-    """Check that a JSON value is a number from 0 to LARGEST; return a float."""
+    """Check that a JSON value is a number from 0 to 1e30, or raise Malformed."""
     if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
         raise Malformed(f"{where} must be a number from 0{top}, got {show_value(value)}")
@@ -237,7 +248,7 @@ def number(value: Any, where: str) -> float:
 
 
 def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Value, ...]]:
-    """Make a check for lists whose values are all of one type."""
+    """Make a check for JSON lists whose values all pass the check `kind`."""
 
     def check(values: Any, where: str) -> tuple[Value, ...]:
         if not isinstance(values, list):
@@ -261,7 +272,7 @@ def printable(value: Any) -> str:
 
 
 def _check_brackets(data: bytes) -> None:
-    """Raise Malformed if JSON brackets are too many, too deep, or unpaired. No recursion."""
+    """Raise Malformed if JSON brackets are too many, too deep, or unpaired."""
     opening = data.count(b"[") + data.count(b"{")
     if opening <= DEEPEST:
         return
@@ -288,7 +299,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         names: set[str] = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore
-        raise Malformed(f"not clear: {show_value(twice)} is twice in one object")
+        raise Malformed(f"not clear: the name {show_value(twice)} is twice in one object")
     return values
 
 
@@ -301,7 +312,7 @@ def _bounded_int(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise Malformed(f"not usable: {show_value(digits)} is beyond any float")
+        raise Malformed(f"not usable: no float can represent the number {show_value(digits)}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Options: dataclass fields that carry their help text, check and help group."""
+"""Define command-line options as dataclass fields with a help text and a check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 Check = Callable[[Any, str], object]
 REQUIRED = MISSING
 MEMORY, CACHE, PREFETCHING, INEXACT, MACHINE = GROUPS = (  # headings of the help, in their order
-    "memory", "expert cache", "prefetching", "misses that get less, which changes the output",
+    "memory", "expert cache", "prefetching", "approximate misses, which change the output",
     "machine",
 )  # fmt: skip
 
@@ -32,12 +32,14 @@ def option(
     group: str | None = None,
     shown: bool = False,
 ) -> Any:
-    """Define a dataclass field that is an option of every command with this config.
+    """Define a dataclass field that is an option of all commands with this config class.
 
-    check: check of the value, called unless it is None
-    needs: the option without which this one does nothing
-    group: its heading in the help, in place of the config's
-    shown: whether `--help` shows it; otherwise only `--help-all` does
+    text:    the help text
+    metavar, choices: as in argparse
+    check:   function of the value and the option's name; raises UsageError; not called for None
+    needs:   name of the field without which this option has no effect
+    group:   the option's heading in the help, in place of the config's
+    shown:   whether `--help` shows the option; otherwise only `--help-all` does
     """
     about = {
         "help": text, "metavar": metavar, "choices": choices, "check": check, "needs": needs,
@@ -47,23 +49,27 @@ def option(
 
 
 def options_in(config: Any) -> list[Field[Any]]:
-    """Return the fields of a config, or of its class, that are command options."""
+    """Return the fields of a config, or of a config class, that are command-line options."""
     return [each for each in fields(config) if "help" in each.metadata]
 
 
 def flag(name: str) -> str:
-    """Return a config field's name as users write the option: `--max-batch`."""
+    """Return a config field's name as a command-line option: `--max-batch` for `max_batch`."""
     return f"--{name.replace('_', '-')}"
 
 
 def changed_options(config: Any) -> dict[str, Any]:
-    """Return the options of a config whose values differ from their defaults."""
+    """Return a config's options that differ from their defaults: field names and values."""
     values = ((each, getattr(config, each.name)) for each in options_in(config))
     return {each.name: value for each, value in values if value != each.default}
 
 
 def check_options(config: Any) -> None:
-    """Check every option of a config: its choices, value, and the option that it needs."""
+    """Check the value of every option in a config.
+
+    Raises UnknownName for a value that is not among the choices, and UsageError for other wrong
+    values, and for an option without the one that it needs.
+    """
     for each in options_in(config):
         value, check = getattr(config, each.name), each.metadata["check"]
         choices = each.metadata["choices"]
@@ -77,13 +83,15 @@ def check_options(config: Any) -> None:
 
 
 def check_needed(config: Any, option: Field[Any], needed: str) -> None:
-    """Raise UsageError if an option is given without the option that it needs."""
+    """Raise UsageError if `option` is changed from its default, but `needed` is not set."""
     if getattr(config, option.name) == option.default:
         return
     if getattr(config, needed) is None:
         raise UsageError(f"{flag(option.name)} has an effect only with {flag(needed)}")
     if getattr(config, needed) == "off":
-        raise UsageError(f"{flag(option.name)} is for {flag(needed)}, which is off: give both")
+        raise UsageError(
+            f"{flag(option.name)} has an effect only with {flag(needed)}, which is off: give both"
+        )
 
 
 def at_least(least: float, most: float | None = None, unit: str = "") -> Check:
@@ -114,7 +122,7 @@ def above(least: float, below: float = float("inf")) -> Check:
 
 
 def check_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function, so that unknown keywords raise UnknownOption."""
+    """Decorate a function so that unknown keyword arguments raise UnknownOption."""
     names = list(inspect.signature(function).parameters)
 
     @wraps(function)

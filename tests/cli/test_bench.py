@@ -121,7 +121,7 @@ def test_parts_of_none_of_the_rows(cli: Run, folder: Path, words: tuple[str, str
 def test_a_part_that_cannot_be_right_is_a_mistake_and_no_missing_row():
     with pytest.raises(UsageError, match="--split must be a share of an expert, at most 1, got 2"):
         settings("--system", "moepic,llru", "--split", "2")
-    with pytest.raises(UsageError, match="--low-share is for --miss-precision, which is off"):
+    with pytest.raises(UsageError, match="effect only with --miss-precision, which is off"):
         settings("--system", "hobbit,llru", "--low-share", "5%")
 
 

@@ -162,7 +162,7 @@ def test_quality(cli: Run, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--quality", "none.txt"), "none.txt: cannot be read"),
-        (("--quality", "binary"), "binary: is not UTF-8 text"),
+        (("--quality", "binary"), "binary is not UTF-8 text"),
         (("--quality", "text", "--layers"), "--layers does not go with --quality"),
         (("--quality", "text", "--prompt", "x"), "--prompt does not go with --quality"),
         (("--quality", "text", "--tokens", "1"), "--tokens must be at least 2"),

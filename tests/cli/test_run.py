@@ -151,7 +151,7 @@ def test_a_template_that_fails_is_one_line(cli: Run, copy: Path, template: str) 
     assert ran.code == 2
     start, said = ran.err.splitlines()
     assert "experts in slots" in start
-    assert said.startswith("greenroom: the chat template does not accept these messages: ")
+    assert said.startswith("greenroom: the model's chat template fails on these messages: ")
 
 
 @pytest.mark.parametrize("temperature", ["3e-38", "1e-45", "1e-300"])

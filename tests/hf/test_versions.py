@@ -27,7 +27,7 @@ def test_the_range_is_that_of_the_project_file() -> None:
 @pytest.mark.parametrize("found", ["5.22.9", "5.24.0", "6.0", "5.17.0"])
 def test_another_version_is_refused_in_one_line(found, monkeypatch) -> None:
     monkeypatch.setattr(versions, "version", lambda name: found)
-    with pytest.raises(VersionError, match=r">=5\.23,<5\.24 is needed: pip install") as caught:
+    with pytest.raises(VersionError, match=r">=5\.23,<5\.24: run pip install") as caught:
         check_transformers()
     assert found in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -44,7 +44,7 @@ def test_a_missing_transformers_is_named(monkeypatch) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(versions, "version", missing)
-    with pytest.raises(VersionError, match="transformers is not installed: pip install"):
+    with pytest.raises(VersionError, match="transformers is not installed: run pip install"):
         check_transformers()
 
 
@@ -64,6 +64,6 @@ def test_the_command_line_says_it_before_anything_is_imported(tmp_path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "greenroom: transformers 5.17.0 is installed, transformers>=5.23,<5.24 is needed:"
-        " pip install 'transformers>=5.23,<5.24'"
+        "greenroom: transformers 5.17.0 is installed, but Greenroom needs"
+        " transformers>=5.23,<5.24: run pip install 'transformers>=5.23,<5.24'"
     ]

@@ -73,8 +73,8 @@ def test_unknown_names_are_errors():
     ("part", "message"),
     [
         ("best", "part of static must be all, first-half"),
-        ("40-50", "part of static is empty: '40-50'"),
-        ("prefill", "part of static is empty: 'prefill'"),
+        ("40-50", "part of static is '40-50', which has no step"),
+        ("prefill", "part of static is 'prefill', which has no step"),
     ],
 )
 def test_an_unknown_part_of_the_trace_is_an_error(part, message):

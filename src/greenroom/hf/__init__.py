@@ -1,7 +1,8 @@
-"""Models of transformers whose experts Greenroom serves.
+"""Models of transformers whose experts Greenroom streams from disk.
 
-In the order of their imports: adapters, checkpoint, index, model, kv, memory, attach, load; text;
-check and pack are above them.
+The subpackages, in the order of their imports: adapters, checkpoint, index, model, kv, memory,
+attach, load, text; check and pack import all of these. Importing this package checks the version of
+transformers.
 """
 
 from greenroom.hf.versions import check_transformers

@@ -1,4 +1,4 @@
-"""Default settings of a run: those of plan/defaults.py, and `--split auto`."""
+"""Apply default settings to a run: stored or planned ones, and `--split auto`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard
 
 
 def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
-    """The setup with the default settings for about `room` slots, if the user set none."""
+    """Return a run's setup with the default settings for this model and machine.
+
+    room: expert slots that the settings are for, about as many as the run will have
+    The settings are those that `tune` or `plan` stored, or that a quick plan finds. The setup is
+    returned unchanged if the user set such an option, or if the settings cannot work with it.
+    """
     if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
         return setup
     if room >= setup.catalog.experts:  # settings would have no effect
@@ -59,11 +64,14 @@ def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int)
 
 
 def _describe_origin(setting: StoredSetting) -> str:
-    """The origin of a setting for the start-up line; "" for a quick plan other than LRU."""
+    """Describe where a setting comes from, for the start-up line.
+
+    The result is "" for a quick plan that chose the default policy.
+    """
     less = 1 - setting.tpot / setting.plain
     if setting.by == "quick":
         plain = setting.options.get("policy") == PLAIN.policy
-        return "LRU, which misses no more experts in a quick plan" if plain else ""
+        return "LRU, which misses no more experts than the default in a quick plan" if plain else ""
     how = "measured by tune" if setting.by == "tune" else "chosen by plan"
     return f"{how} on {setting.when}" + (
         f", {less:.0%} less time a token than LRU" if less > 0.005 else ""
@@ -71,17 +79,18 @@ def _describe_origin(setting: StoredSetting) -> str:
 
 
 def device_of(setup: ModelSetup) -> str:
-    """The device that settings are stored for."""
+    """Return the name of the device that a run's settings are stored for: cuda or cpu."""
     return "cuda" if setup.cuda else "cpu"
 
 
 def auto_split(
     catalog: Catalog, history: RoutingHistory | None, capacity: int, top_k: int
 ) -> tuple[Catalog, Split | None, Scope]:
-    """The split catalog, its split and the layers' budgets for `--split auto`.
+    """Return the catalog of split experts, their sizes and the cache scope for `--split auto`.
 
-    They are from Algorithm 1 over the counts of earlier runs, as soon as these are of TAU tokens;
-    before, half of every expert, and equal budgets. UsageError as `split_experts`.
+    MoEpic's Algorithm 1 computes them from the expert counts of earlier runs. Until 5,000 tokens
+    were counted, half of every expert is the top segment, and all layers have as many slots.
+    Raises UsageError as `split_experts` does.
     """
     counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU

@@ -14,16 +14,17 @@ FLOOR, CEILING = (5, 23), (5, 24)  # from FLOOR on and below CEILING, as in pypr
 
 
 def check_transformers() -> None:
-    """Raise VersionError unless a transformers of the supported range is installed."""
+    """Raise VersionError unless a supported version of transformers is installed."""
     requirement = f"transformers>={_text(FLOOR)},<{_text(CEILING)}"
     install = f"pip install '{requirement}'"
     try:
         installed = version("transformers")
     except PackageNotFoundError as error:
-        raise VersionError(f"transformers is not installed: {install}") from error
+        raise VersionError(f"transformers is not installed: run {install}") from error
     if not FLOOR <= tuple(int(part) for part in installed.split(".")[:2]) < CEILING:
         raise VersionError(
-            f"transformers {installed} is installed, {requirement} is needed: {install}"
+            f"transformers {installed} is installed, but Greenroom needs {requirement}:"
+            f" run {install}"
         )
 
 

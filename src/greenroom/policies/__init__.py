@@ -1,8 +1,12 @@
-"""Table of cache eviction policies, each in its own module.
+"""Table of the expert cache's eviction policies, each in its own module.
 
-How to add one: docs/policies.md.
+The cache has slots for experts, in groups: one group for each layer, or one for all layers. A miss
+in a full group evicts an expert of the group, the victim, which the policy chooses. Code calls
+what a slot holds a piece: an expert, or the top segment of a split expert. A pinned piece must not
+be evicted now, for example because it is being computed.
 
-The names are also in config/tables.py, for commands that must not wait for Numba.
+docs/policies.md says how to add a policy. The names are also in config/tables.py, for commands that
+must not wait for Numba.
 """
 
 from __future__ import annotations
@@ -43,15 +47,18 @@ WITH_ROOM = "lru"  # where every expert has a slot
 
 
 def choose(name: str, capacity: int, experts: int) -> Policy:
-    """Return the named eviction policy; `auto` is LRU if every expert has a slot."""
+    """Return the named eviction policy for a cache of `capacity` slots.
+
+    `auto` is LRU if every one of the `experts` has a slot, else the default policy.
+    """
     return policy(WITH_ROOM if name == "auto" and capacity >= experts else name)
 
 
 def policy(name: str) -> Policy:
-    """Return the named eviction policy; `auto` is the default policy.
+    """Return the named eviction policy; `auto` is the default policy, next-use.
 
-    Options follow a colon: `moe-infinity:matching=request,capacity=50`. UnknownName lists the
-    valid names of policies or options.
+    Options follow a colon: `moe-infinity:matching=request,capacity=50`. Raises UnknownName, which
+    lists the valid names, for an unknown policy or option, and UsageError for a wrong value.
     """
     base, colon, options = name.partition(":")
     try:

@@ -1,9 +1,10 @@
 """ARC (Megiddo and Modha, FAST 2003, "ARC: a self-tuning, low overhead replacement cache", fig. 4).
 
-Of each group's c slots some hold T1 (pieces requested once lately), the others T2 (requested more
-often). The ghost queues B1 and B2 hold the ids of pieces evicted from T1 and T2. A miss in B1
-raises the target p of T1's size, a miss in B2 lowers it. The victim is the oldest piece of T1 where
-T1 is larger than p, else of T2. T1 and B1 together never exceed c, all four 2c.
+Each group of c slots has two queues of experts: T1 (requested once lately) and T2 (requested more
+often). The ghost queues B1 and B2 have the ids of experts evicted from T1 and T2. A miss of an
+expert in B1 raises p, the target size of T1, and a miss of one in B2 lowers it. The victim is the
+oldest expert of T1 if T1 is larger than p, else of T2. T1 and B1 together never have more than c
+experts, and all four queues never more than 2c.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T1, T2, B1, B2 = 0, 1, 2, 3
 
 
 class ArcState(NamedTuple):
-    """State arrays of the ARC eviction policy."""
+    """State arrays of the ARC eviction policy: its four queues and the target size of T1."""
 
     queues: Queues  # T1, T2, B1 and B2
     target: Floats  # [groups] p

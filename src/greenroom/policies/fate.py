@@ -1,9 +1,11 @@
-"""Fate's eviction policy, which favours shallow layers. Our reading: its abstract has no formula.
+"""Fate's eviction policy, which favours experts of shallow layers.
 
-Evict the piece with the largest age * (1 + bias * l / L), where age is the steps since its last
-request and l its layer from 0. Of two pieces of equal age the shallower one stays: its layer leaves
-less time to predict and prefetch. `bias` 0 is LRU by steps. Ties go to the deepest layer, and
-within a layer to the piece requested least recently.
+The paper's abstract has no formula, so this one is Greenroom's reading. The victim is the expert
+with the largest age * (1 + bias * l / L), where age is the number of steps (one layer of one pass
+each) since its last request, l is its layer, counted from 0, and L is the number of layers. Of two
+experts of equal age, the one of the shallower layer stays, since its layer leaves less time to
+predict and prefetch. With `bias` 0, the policy is LRU by steps. Of equal experts, the victim is of
+the deepest layer, and within a layer the one requested least recently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FIFO eviction policy: evict the piece that was inserted first, however often used since."""
+"""FIFO eviction policy: evict the expert that was inserted first, even if it is used often."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""HOBBIT's multidimensional eviction policy. Our reading: its abstract has no formula.
+"""HOBBIT's eviction policy, which weighs recency, frequency and distance of layers.
 
-Evict the piece with the smallest
+The paper's abstract has no formula, so this one is Greenroom's reading. The victim is the expert
+with the smallest
     recency * last / t + frequency * count / t + distance * (1 - ((l - l_now) mod L) / L)
-where t is the number of tokens of the prompt so far, `last` the token that last requested the
-piece, `count` its requests in this prompt ("sequence-level"), and the last term grows as its layer
-l comes sooner. `recency`, `frequency` and `distance` are options, the weights of the dimensions.
-(HOBBIT's fourth dimension, requests in high precision, is `count` where misses are approximated: a
-policy observes exact requests only.) Ties go to the piece requested least recently.
+where t is the number of tokens of the prompt so far, `last` is the token that last requested the
+expert, and `count` is the number of its requests in this prompt ("sequence-level"). l is the
+expert's layer, l_now is the layer being computed, and L is the number of layers: the last term is
+larger if the expert's layer comes sooner. `recency`, `frequency` and `distance` are options.
+HOBBIT's fourth dimension, requests in high precision, is `count` if misses are approximated, since
+a policy observes exact requests only. Of equal experts, the victim is the one requested least
+recently.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from greenroom.core.policy import (
 
 
 class HobbitState(NamedTuple):
-    """State arrays of the HOBBIT eviction policy: P pieces, L layers."""
+    """State arrays of the HOBBIT eviction policy, for P experts and L layers."""
 
     layer: Ints  # [P]
     count: Ints  # type: ignore[assignment]  # [P] requests in this prompt

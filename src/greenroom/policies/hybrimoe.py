@@ -1,9 +1,10 @@
-"""HybriMoE's score-based eviction policy. Our reading: its abstract has no formula.
+"""HybriMoE's eviction policy: evict the expert with the lowest average router score.
 
-Every expert has a running average of its router score, S = alpha * s + (1 - alpha) * S, updated at
-every step of its layer: s is the expert's share of the step's gate weights (of its rows where the
-weights are unknown), 0 where it was not chosen. The smallest S is evicted. Ties go to the
-piece requested least recently.
+The paper's abstract has no formula, so this one is Greenroom's reading. Whenever an expert's layer
+is computed, its average is updated as S = alpha * s + (1 - alpha) * S. Here s is the expert's share
+of the gate weights in this pass at the layer, or of its tokens if the weights are unknown; s is 0
+if no token chose the expert. The expert with the smallest S is evicted; of equal ones, the one
+requested least recently.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from greenroom.policies.helpers import scan
 
 
 class HybriMoeState(NamedTuple):
-    """State arrays of the HybriMoE eviction policy: P pieces, L layers."""
+    """State arrays of the HybriMoE eviction policy, for P experts and L layers."""
 
     score: Floats  # [P] S
     index: Ints  # type: ignore[assignment]  # [P] index of the last request
@@ -46,7 +47,10 @@ def build_state(setup: PolicySetup) -> HybriMoeState:
 
 @compiled
 def contribution(rows: Rows, weights: Weights, i: int) -> float:
-    """Weigh one expert request of a step: by gate weights, else by tokens, else 1."""
+    """Return the weight of a step's i-th expert in HybriMoE's score.
+
+    It is the expert's gate weight; its number of tokens if gate weights are unknown; else 1.
+    """
     if weights.size:
         return float(weights[i])
     return float(rows[i]) if rows.size else 1.0

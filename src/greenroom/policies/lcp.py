@@ -1,12 +1,13 @@
-"""LCP eviction policy: evict the piece with the lowest priority mu * rho ** (nu / omega).
+"""LCP eviction policy: evict the expert with the lowest priority mu * rho ** (nu / omega).
 
-mu is the number of requests of the piece since the start (it survives eviction), nu the tokens
-since its last request. MoEpic, section 3.3, equation 4; rho 0.25 and omega 128 are its defaults.
-Ties go to the piece requested least recently.
+mu is the number of an expert's requests since the start, which survives eviction, and nu is the
+number of tokens since its last request. Source: MoEpic, section 3.3, equation 4, with the defaults
+rho = 0.25 and omega = 128. Of equal experts, the one requested least recently is evicted.
 
-Residents are ranked by a key that ranks as P does at any time. Pieces are in blocks of about
-sqrt(P). A block's bound is never above its smallest key. A resident's key only rises, so it is
-changed by one write, and a bound is corrected only when its block is searched.
+All priorities fall by the same factor for every token, so cached experts are ranked by a key that
+does not change between their requests. P experts are in blocks of about sqrt(P). A block's bound is
+never above its smallest key. The key of a cached expert only rises, so a request writes just the
+key, and a block's bound is corrected when the block is searched.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ NONE = np.inf  # the key of pieces that are not resident
 
 
 class LcpState(NamedTuple):
-    """State arrays of the LCP eviction policy: P pieces, in B blocks of G cache groups."""
+    """State arrays of the LCP eviction policy.
+
+    P experts, in B blocks of G slot groups.
+    """
 
     key: Floats  # [P] log2 mu + last * fade
     tie: Ints  # [P] index of the last request
@@ -94,7 +98,7 @@ def on_evict(cache: CacheState, state: LcpState, piece: int, now: LogicalTime) -
 
 @compiled
 def lowest_unpinned(state: LcpState, group: int, cache: CacheState) -> int:
-    """Find the unpinned cached piece with the smallest LCP key; -1 if none."""
+    """Find a slot group's unpinned cached expert with the smallest LCP key; -1 if none."""
     first, end = state.blocks[group], state.blocks[group + 1]
     likely = first
     for block in range(first + 1, end):
@@ -122,7 +126,7 @@ def lowest_unpinned(state: LcpState, group: int, cache: CacheState) -> int:
 
 @compiled
 def priority(state: LcpState, piece: int, now: LogicalTime) -> float:
-    """Compute the LCP cache priority of a piece."""
+    """Compute an expert's priority under the LCP eviction policy (MoEpic, equation 4)."""
     rho, omega = state.numbers[0], state.numbers[1]
     return float(state.count[piece] * rho ** ((now.token - state.last[piece]) / omega))
 

@@ -1,7 +1,8 @@
-"""LFU eviction policy: evict the piece with the fewest requests.
+"""LFU eviction policy: evict the expert with the fewest requests.
 
-`lfu` counts since the start, and counts survive eviction ("perfect LFU"); `lfu-in-cache` counts
-since the piece was inserted. Ties go to the piece requested least recently.
+`lfu` counts an expert's requests since the start, and counts survive eviction ("perfect LFU").
+`lfu-in-cache` counts requests since the expert was inserted. Of equal experts, the one requested
+least recently is evicted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from greenroom.policies.helpers.buckets import Buckets
 
 
 class LfuState(NamedTuple):
-    """State arrays of the LFU and LFUDA eviction policies: P pieces, G cache groups."""
+    """State arrays of the LFU and LFUDA eviction policies: P experts, G slot groups."""
 
     buckets: Buckets  # key: requests
     count: Ints  # type: ignore[assignment]  # [P] requests

@@ -1,8 +1,9 @@
 """LFUDA eviction policy: least frequently used with dynamic aging (Arlitt et al., 2000).
 
-The paper is "Evaluating content management techniques for Web proxy caches". Each resident has the
-key K = C + A: C is its requests since its insertion, A the age of its group at its last request.
-The smallest K is evicted and becomes the age. Ties go to the piece requested least recently.
+The paper is "Evaluating content management techniques for Web proxy caches". Each cached expert has
+the key K = C + A. C is the number of its requests since its insertion, and A is the age of its slot
+group at its last request. The expert with the smallest K is evicted, and its K becomes the group's
+age. Of equal experts, the one requested least recently is evicted.
 """
 
 from __future__ import annotations

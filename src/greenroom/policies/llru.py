@@ -1,9 +1,9 @@
 """LLRU eviction policy: LRU by rounds of layers (Angelopoulos et al., section 4, definition 2).
 
-The paper is "Cache Management for Mixture-of-Experts LLMs". At time t the victim has the largest
-R = floor((t - last) / L), the distance of its last request in rounds; then the largest
-D = (last - t) mod L, the layer that comes latest; then it is the oldest. A piece of the layer being
-served has D = 0.
+The paper is "Cache Management for Mixture-of-Experts LLMs". A round computes all L layers once, and
+time counts layers. At time t, the victim has the largest R = floor((t - last) / L), the number of
+rounds since its last request. Of these, it has the largest D = (last - t) mod L, so that its layer
+comes latest; D is 0 for the layer being computed. Of these, it is the one requested least recently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class LayerLruState(NamedTuple):
-    """State arrays of the LLRU and Fate eviction policies: P pieces, G groups, L layers."""
+    """State arrays of the LLRU and Fate eviction policies.
+
+    P experts, G slot groups, L layers.
+    """
 
     lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
     layer: Ints  # [P]

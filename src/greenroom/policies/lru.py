@@ -1,4 +1,4 @@
-"""LRU eviction policy: evict the piece requested least recently (Sleator and Tarjan, 1985)."""
+"""LRU eviction policy: evict the expert requested least recently (Sleator and Tarjan, 1985)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Randomised marking, an eviction policy (Fiat et al., 1991, "Competitive paging algorithms").
 
-A requested piece is marked. The victim is any piece without a mark, each with equal probability.
-Where no such piece may be evicted, a new phase begins: all marks are removed first. `seed` makes it
-repeatable.
+A requested expert is marked. The victim is drawn from the experts without a mark, each with equal
+probability. If none of them may be evicted, all marks are removed before the draw. The draws repeat
+with the same `seed`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from greenroom.policies.helpers.pools import Pools
 
 @compiled
 def mark(cache: CacheState, state: Pools, piece: int, now: LogicalTime) -> None:
-    """Mark a cached piece by removing it from the pool of unmarked pieces."""
+    """Mark a cached expert by removing it from the pool of unmarked experts."""
     pools.discard(state, cache.group_of[piece], piece)
 
 

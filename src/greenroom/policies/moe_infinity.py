@@ -1,15 +1,17 @@
 """MoE-Infinity's eviction policy: evict the experts that similar prompts used least.
 
-MoE-Infinity, sections 4.5 and 4.7, algorithm 1; B.1 for a full collection. An EAM (expert
-activation matrix) counts the tokens routed to each expert. The collection (EAMC) holds EAMs of past
-prompts. pEAM is the sum of the EAMs of the collection at the smallest cosine distance to the
-current EAM, and the piece of layer l (from 0) with the smallest
+Source: MoE-Infinity, sections 4.5 and 4.7, algorithm 1, and B.1 for a full collection. An EAM
+(expert activation matrix) counts the tokens that were routed to each expert. The collection (EAMC)
+has the EAMs of past prompts. The predicted EAM, pEAM, is the sum of the collection's EAMs at the
+smallest cosine distance to the current EAM. The victim is the expert e of layer l, counted from 0,
+with the smallest
     (pEAM[l][e] + eps) * (1 - l / L) / sum(pEAM[l])
-is evicted; eps where the row of pEAM is zero. The current EAM is this pass's (`iteration`) or this
-prompt's (`request`); the step being served is in it before its victims are chosen. While the
-collection is empty, the current EAM stands for pEAM. A prompt's EAM is added when the next prompt
-begins; in a full collection it replaces the nearest one. Ties go to the piece requested least
-recently.
+where L is the number of layers; the score is eps if the row pEAM[l] is zero. The option `matching`
+says whether the current EAM counts this pass (`iteration`) or this prompt (`request`). A layer's
+requests are counted before its victims are chosen. While the collection is empty, pEAM is the
+current EAM. A prompt's EAM is added to the collection when the next prompt begins. If the
+collection is full, the new EAM replaces the nearest one. Of equal experts, the one requested least
+recently is evicted.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
 
 
 class MoeInfinityState(NamedTuple):
-    """State arrays of MoE-Infinity's eviction policy: C stored matrices, P pieces, L layers."""
+    """State arrays of MoE-Infinity's eviction policy.
+
+    C stored EAMs (expert activation matrices), P experts, L layers.
+    """
 
     prompt: Ints  # [P] EAM of this prompt
     current: Ints  # [P] EAM that is matched
@@ -73,7 +78,10 @@ def build_state(setup: PolicySetup) -> MoeInfinityState:
 
 @compiled
 def score(eam: Ints, begin: Ints, scores: Floats) -> None:
-    """Compute MoE-Infinity's cache score of every piece from an expert activation matrix."""
+    """Compute MoE-Infinity's cache score of every expert from an expert activation matrix.
+
+    `eam` and `scores` are by expert [P]; layer l has the experts begin[l] .. begin[l + 1] - 1.
+    """
     layers = begin.size - 1
     for layer in range(layers):
         total = 0
@@ -88,18 +96,19 @@ def score(eam: Ints, begin: Ints, scores: Floats) -> None:
 
 @compiled
 def similarity(dot: int, square: int) -> float:
-    """Compute the squared cosine of two activation matrices, up to a constant factor.
+    """Compute the squared cosine of two expert activation matrices, up to a constant factor.
 
-    Only the quotient is rounded.
+    `dot` is their scalar product. `square` is the squared length of the second one; the first one's
+    is the constant.
     """
     return float(dot) * float(dot) / float(square)
 
 
 @compiled
 def nearest(state: MoeInfinityState, eam: Ints) -> int:
-    """Find the stored expert activation matrix nearest to a given one.
+    """Find the index of the stored expert activation matrix nearest to `eam`, by cosine.
 
-    The first of equals is found.
+    Of equally near ones, the first is found. The result is -1 if none is stored.
     """
     best, most = -1, -1.0
     for place in range(state.numbers[SIZE]):
@@ -114,7 +123,10 @@ def nearest(state: MoeInfinityState, eam: Ints) -> int:
 
 @compiled
 def store(state: MoeInfinityState, eam: Ints) -> None:
-    """Store an expert activation matrix (EAM) in the collection of past prompts."""
+    """Store an expert activation matrix in the collection of past prompts.
+
+    In a full collection, the new matrix replaces the nearest one.
+    """
     size = state.numbers[SIZE]
     if size < state.squares.size:
         place = size
@@ -164,7 +176,11 @@ def on_step(
 
 @compiled
 def match(state: MoeInfinityState) -> int:
-    """Score all pieces under the current pEAM; the place with these scores, -1 for `mixed`."""
+    """Find the scores of all experts under MoE-Infinity's predicted activation matrix.
+
+    Returns the index of the stored matrix whose scores apply. If several stored matrices are
+    equally near, or none is stored, the scores are written to `state.mixed`, and the result is -1.
+    """
     size = state.numbers[SIZE]
     if size == 0:
         score(state.current, state.begin, state.mixed)

@@ -1,29 +1,31 @@
 """NEXT-USE, Greenroom's eviction policy: evict the expert with the farthest expected next use.
 
-OPT evicts the expert with the farthest next use. This policy estimates it for all experts of a
-layer whenever that layer is served, as
+The optimal policy OPT evicts the expert whose next use is farthest in the future. This policy
+estimates the next use of all experts of a layer whenever the layer is computed, as
 
     value = E[discount ** (T - 1)],   T = steps of this layer until the expert is used
 
-which is 1 for an expert of the next token and falls towards 0. The estimate is an S-shaped function
-of a sum of these terms:
+where E is the expected value. The value is 1 for an expert that the next token uses, and falls
+towards 0 for a later use. The estimate is an S-shaped function of a sum of two kinds of terms:
 
-  - links: which experts this token used, which the token before it, and which this token used one
-    layer earlier. A set of n experts counts 1/sqrt(n) for each of them, and every pair (expert
-    used, expert to come) has a weight: a Markov estimate, trained to predict instead of counted;
-  - shares, as logarithms relative to the layer's mean: of the last few tokens, of this prompt, and
-    of the past when the prompt began. The prompt's begins as that of the past.
+  - Links from three sets of experts: those that this token used, those that the token before it
+    used, and those that this token used one layer earlier. Every pair of a used expert and an
+    expert to come has a learned weight, which counts 1/sqrt(n) in a set of n experts.
+  - Shares of the steps in which the expert was used, as logarithms relative to the layer's mean:
+    in the last few tokens, in this prompt, and in the past when the prompt began. A prompt's share
+    begins as the share of the past.
 
-All weights are learned at run time, from zero, by temporal differences (Sutton, 1988): at the next
-step of the layer, an expert's value should have been 1 if it is used now, discount * (its new
-value) if not; every weight moves along that error. So a horizon of many tokens is learned one step
-at a time, and the future is not needed.
+All weights are learned at run time by temporal differences (Sutton, 1988). At a layer's next step,
+the value of an expert should have been 1 if the expert is used now, and discount * (its new value)
+otherwise. Every weight moves along that error. So a horizon of many tokens is learned one step at a
+time, and the future is not needed.
 
-The victim has the smallest value * exp(-distance * d / layers), where its layer comes again after d
-layers: of two experts that wait for equally many tokens, the one just served is evicted first. The
-experts of the current step are evicted last. Ties go to the lowest id.
+The victim has the smallest value * exp(-distance * d / layers), where d is the number of layers
+until its layer is computed again. Of two experts with equal values, the one whose layer was just
+computed is evicted first. The experts of the current step are evicted last, and of equal experts
+the one with the lowest id is evicted.
 
-docs/policies.md has its derivation, its results and what failed.
+docs/policies.md has the policy's derivation and results, and what failed.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ NOT_RESIDENT = np.inf  # the key of an expert without a slot
 
 
 class NextUseState(NamedTuple):
-    """State arrays of the NEXT-USE policy: L layers, P pieces, E experts in the largest layer."""
+    """State arrays of the NEXT-USE eviction policy.
+
+    L layers, P experts in all, E experts in the largest layer.
+    """
 
     begin: Ints  # [L + 1] the first piece of each layer
     layer: Ints  # [P]
@@ -165,7 +170,10 @@ def on_step(
 
 @compiled
 def _observe(state: NextUseState, layer: int, experts: int, pieces: Ids) -> None:
-    """Count the step. Only used experts need a logarithm: other shares just decay."""
+    """Count a step's experts in the layer's shares of use.
+
+    Only used experts need a new logarithm, since the shares of others just decay.
+    """
     share = pieces.size / experts
     if state.layer_steps[layer] == 0:
         # The first step: every expert has the step's share of experts as its probability.
@@ -212,7 +220,7 @@ def _begin_prompt(state: NextUseState, layer: int, experts: int) -> None:
 
 @compiled
 def _estimate(state: NextUseState, layer: int, experts: int) -> None:
-    """Write the scores of the new values to `error`."""
+    """Write the sums of terms, from which new values are computed, to `state.error`."""
     total = log(state.prompt_steps[layer] + state.prior_tokens)
     constant = state.weights[layer, CONSTANT] - state.weights[layer, PROMPT] * total
     short, long, prompt = (
@@ -236,7 +244,7 @@ def _estimate(state: NextUseState, layer: int, experts: int) -> None:
 def _add_links(
     state: NextUseState, kind: int, layer: int, experts: int, source: int, source_layer: int
 ) -> None:
-    """Add the links of a set to the scores."""
+    """Add the weights of links from a set of experts to the sums in `state.error`."""
     size = state.set_sizes[source, source_layer]
     strength = np.float32(1.0 / sqrt(max(size, 1)))
     for j in range(size):
@@ -247,7 +255,7 @@ def _add_links(
 
 @compiled
 def _learn(state: NextUseState, layer: int, experts: int) -> None:
-    """Turn scores into values and errors, and move the weights of the old values."""
+    """Compute new values and the old values' errors, and move all weights by the errors."""
     by_short = by_long = by_prompt = by_constant = 0.0
     for i in range(experts):
         half = 0.5 * state.error[i]
@@ -343,7 +351,8 @@ def victim(cache: CacheState, state: NextUseState, group: int, piece: int, now: 
 
 @compiled
 def _ahead(layer: int, now: int, layers: int) -> int:
-    """Layers until this one comes again, 1 .. layers. (A remainder would be ten times slower.)"""
+    """Return the number of layers until `layer` is computed again, from 1 to `layers`."""
+    # A remainder would be ten times slower.
     return layer - now if layer > now else layer - now + layers
 
 

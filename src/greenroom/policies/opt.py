@@ -1,7 +1,8 @@
-"""OPT eviction policy: evict the piece requested farthest in the future (Belady, 1966).
+"""OPT eviction policy: evict the expert requested farthest in the future (Belady, 1966).
 
-No policy that must insert every miss has fewer misses, as long as nothing is pinned. Pieces that
-are never requested again are evicted first, of these the least recently requested.
+No policy that inserts every miss has fewer misses, as long as no expert is pinned. Experts that are
+never requested again are evicted first, of these the least recently requested one. OPT needs the
+complete trace of requests, so it runs in simulations only.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ NEVER = -1
 
 
 class OptState(NamedTuple):
-    """State arrays of OPT: requests are numbered by cache group, then in trace order.
+    """State arrays of the OPT eviction policy.
 
-    `awaited` holds the number of every resident's next request; the largest one of a group is the
-    victim's. Numbers are int32 where they fit: they take most of the memory.
+    Requests are numbered by slot group, and in trace order within a group. `awaited` has the number
+    of each cached expert's next request: the victim is the expert with the group's largest number.
+    Numbers are int32 if they fit, since they take most of the memory.
     """
 
     next_number: Ids  # [N] number of the next request for the piece of request i, or NEVER
@@ -45,9 +47,9 @@ def _look_ahead(
     piece_of: Ids,
     reorder: bool,
 ) -> None:
-    """Compute the number of the next request for each request's piece.
+    """Compute the number of the next request for each request's expert.
 
-    Fills `next_number`, and `piece_of` on `reorder`; `after` [P] is all NEVER.
+    Fills `next_number`, and with `reorder` also `piece_of`. `after` [P] is all NEVER at first.
     """
     end = begin[1:].copy()
     for i in range(pieces.size - 1, -1, -1):
@@ -62,11 +64,10 @@ def _look_ahead(
 
 @jit
 def next_uses(pieces: Ids, count: int) -> Ints:
-    """Find the index of the next request for the same piece, for each request.
+    """Find the index of the next request for the same expert, for each request.
 
-    Ids are below `count`.
-
-    Pieces that are not requested again have indices past the end, no two the same.
+    pieces: the ids of the requested experts, all below `count`, in the order of requests
+    A last request of an expert gets an index past the end, a different one for each expert.
     """
     after = pieces.size + np.arange(count)
     result = np.empty(pieces.size, np.int64)

@@ -1,4 +1,7 @@
-"""Random eviction policy: evict any piece, each with equal probability. `seed` repeats a run."""
+"""Random eviction policy: evict any expert, each with equal probability.
+
+The draws repeat with the same `seed`.
+"""
 
 from __future__ import annotations
 

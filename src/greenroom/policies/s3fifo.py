@@ -1,11 +1,13 @@
 """S3-FIFO eviction policy: small, main and ghost queues (Yang et al., SOSP 2023).
 
-"FIFO queues are all you need for cache eviction", section 4, algorithm 1. Each group has three FIFO
-queues: S (small), with a tenth of the slots, for new pieces; M (main); G (ghost), the ids of pieces
-evicted from S, as many as M has slots. A hit raises the piece's frequency, to 3 at most. A miss
-enters M if it is in G, else S. While S has its share of slots, its oldest piece leaves it: to M
-with frequency 0 if it was hit more than once, else it is evicted and enters G. Otherwise M's oldest
-is evicted, after one more round for each hit. Pinned pieces are skipped.
+Source: "FIFO queues are all you need for cache eviction", section 4, algorithm 1. Each slot group
+has three FIFO queues: S (small) for new experts, with a tenth of the slots; M (main); and G
+(ghost), the ids of experts evicted from S, at most as many as M has slots. A hit raises an expert's
+frequency, to 3 at most. A missed expert enters M if its id is in G, else S. If S is full, its
+oldest expert leaves S: if it was hit more than once, it enters M with frequency 0, and the next one
+is considered; else it is evicted, and its id enters G. If S is not full, the oldest expert of M is
+considered: if its frequency is above 0, the frequency falls by 1 and the expert becomes the newest
+of M; else it is evicted. Pinned experts are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MOST = 3  # frequency: two bits
 
 
 class S3FifoState(NamedTuple):
-    """State arrays of the S3-FIFO eviction policy."""
+    """State arrays of the S3-FIFO eviction policy, for P experts."""
 
     queues: Queues  # S, M and G
     frequency: Ints  # [P]
@@ -49,7 +51,7 @@ def build_state(setup: PolicySetup) -> S3FifoState:
 
 @compiled
 def small_slots(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """Compute the number of slots of S3-FIFO's small queue, at least one."""
+    """Compute the number of a slot group's slots for S3-FIFO's small queue, at least 1."""
     slots = cache.first[group + 1] - cache.first[group]
     return max(1, int(slots * state.share[0]))
 
@@ -82,9 +84,10 @@ def on_evict(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime
 
 @compiled
 def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """Choose a victim in S3-FIFO's small queue; move pieces hit twice to the main queue.
+    """Choose a victim in S3-FIFO's small queue.
 
-    The victim is the oldest piece that was not hit twice, or -1.
+    The victim is the oldest unpinned expert that was hit less than twice, or -1. Older unpinned
+    experts are moved to the main queue.
     """
     queues, head = state.queues, lists.head_of(state.queues, group, S)
     piece = queues.lists.before[head]
@@ -102,9 +105,10 @@ def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
 
 @compiled
 def from_main(cache: CacheState, state: S3FifoState, group: int) -> int:
-    """Choose a victim in S3-FIFO's main queue: the oldest piece with frequency 0.
+    """Choose a victim in S3-FIFO's main queue.
 
-    Returns -1 if there is none.
+    The oldest unpinned expert is the victim if its frequency is 0. Otherwise its frequency falls by
+    1, and it becomes the newest expert of the queue. The result is -1 if all are pinned.
     """
     piece = lists.oldest_unpinned(state.queues, group, M, cache)
     while piece >= 0 and state.frequency[piece] > 0:

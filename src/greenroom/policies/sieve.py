@@ -1,8 +1,9 @@
 """SIEVE eviction policy (Zhang et al., NSDI 2024, "SIEVE is simpler than LRU", algorithm 1).
 
-Pieces are in a queue in order of arrival. A hit sets the piece's visited bit and moves nothing. A
-hand goes from the oldest to the newest and around again: it clears set bits and evicts the first
-piece whose bit is clear. Pinned pieces are skipped, their bits unchanged.
+The experts of a slot group are in a queue in order of insertion. A hit sets the expert's visited
+bit, and does not move the expert. A pointer, the hand, goes from the oldest expert to the newest
+and around again. It clears bits that are set, and the first expert whose bit is clear is the
+victim. Pinned experts are skipped, and their bits do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class SieveState(NamedTuple):
-    """State arrays of the SIEVE eviction policy: P pieces, G cache groups."""
+    """State arrays of the SIEVE eviction policy, for P experts and G slot groups."""
 
     queue: Lists  # one a group, the newest in front
     visited: NDArray[np.bool_]  # [P]

@@ -1,9 +1,9 @@
 """Static policy: the most requested experts stay in the cache, and no miss is inserted.
 
-This is the baseline of ProMoE, section 5.1. Requests are counted on a named part of the trace. The
-pieces requested most there are resident from the start, as many as each group has slots; all others
-are computed from scratch slots. Ties go to the later last request, then to the lower id. All other
-policies insert every miss.
+This is the baseline of ProMoE, section 5.1. Requests are counted in a named part of a trace. The
+experts requested most in that part are in the cache from the start, as many as each slot group has
+slots. All other experts are computed from scratch slots. Of equal experts, the one requested last
+is cached first, then the one with the lower id. All other policies insert every miss.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, coun
 
 
 class StaticState(NamedTuple):
-    """State arrays of the static policy: P pieces."""
+    """State arrays of the static cache policy, for P experts."""
 
     rank: Ints  # [P] 0 is the piece that was requested most
     score: Floats  # [P] its negative
 
 
 def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
-    """Flag the steps [S] in a named part of a trace. UsageError for an unknown or empty part."""
+    """Return a flag for each step of a trace, set in the named part.
+
+    The parts are all, first-half and second-half (of the prompts), prefill, decode, and FROM-TO
+    (prompt numbers). Raises UsageError for another name, and for a part without steps.
+    """
     prompts = int(stream.request[-1]) + 1 if stream.request.size else 0
     begin, dash, end = part.partition("-")
     if part == "all":
@@ -52,9 +56,11 @@ def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
     elif dash and begin.isdigit() and end.isdigit():
         steps = (stream.request >= int(begin)) & (stream.request <= int(end))
     else:
-        raise UsageError(f"part of static must be {PARTS}: {part!r}")
+        raise UsageError(f"part of static must be {PARTS}; got {part!r}")
     if stream.layer.size and not steps.any():
-        raise UsageError(f"part of static is empty: {part!r} of {prompts} prompts")
+        raise UsageError(
+            f"part of static is {part!r}, which has no step of this trace of {prompts} prompts"
+        )
     return steps
 
 
@@ -73,7 +79,7 @@ def build_state(setup: PolicySetup) -> StaticState:
 
 
 def residents(setup: PolicySetup) -> Ints:
-    """List the most requested pieces of each cache group, which the static policy pins."""
+    """Return the most requested experts of each slot group, one for each slot."""
     rank = build_state(setup).rank
     chosen = []
     for group, size in enumerate(setup.sizes):
@@ -84,7 +90,7 @@ def residents(setup: PolicySetup) -> Ints:
 
 @compiled
 def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
-    """Choose the least requested piece as the static policy's victim when the cache shrinks."""
+    """Choose the least requested expert as the victim, which happens if the cache shrinks."""
     return int(scan.lowest_unpinned(cache, group, state.score, state.rank))
 
 

@@ -136,7 +136,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--memory", "lots"), "write bytes as 8GiB or 500MB, a share as 60%"),
         (("--memory", "0"), "--memory must be more than 0"),
         (("--cache", "101%"), "a share is at most 100%"),
-        (("--cache", "10B"), r"has no room for an expert: one takes \d+ bytes"),
+        (("--cache", "10B"), r"has no room for an expert: give at least \d+ bytes"),
         (("--policy", "mru"), "unknown policy 'mru': choose one of auto, .*fifo.*lfu"),
         (("--kernels", "fast"), "unknown kernels? 'fast': choose one of auto, eager, numba"),
         (("--device", "tpu"), "unknown device 'tpu': choose one of auto, cpu"),
@@ -214,7 +214,7 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
 
 def test_a_config_that_would_end_its_parser(cli: Run, copy: Path, machine: Path) -> None:
     (copy / "config.json").write_text("[" * 200_000)
-    said = "not readable: it is not JSON: its brackets are not in pairs"
+    said = "cannot be used: it is not JSON: its brackets are not in pairs"
     plan = ("plan", copy, "--memory", "1GiB", "--machine", machine)
     for command in (("run", copy, "Hi"), plan, ("verify", copy)):
         assert cli(*command).mistake == f"{copy / 'config.json'}: {said}"
@@ -251,7 +251,7 @@ def test_a_budget_that_is_too_small_says_how_much_would_do(
 def test_a_prompt_that_does_not_fit(cli: Run, folder: Path) -> None:
     assert "the prompt is empty" in cli("run", folder, "", "--cache", "25%").mistake
     line = cli("run", folder, "word " * 40, "--cache", "25%", "--context", 8).err.splitlines()[-1]
-    assert re.search(r"the prompt has \d+ tokens, --context has room for 8: raise it", line)
+    assert re.search(r"\d+ tokens, which leaves no room for an answer in --context 8", line)
 
 
 @pytest.mark.parametrize(

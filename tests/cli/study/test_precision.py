@@ -128,9 +128,15 @@ def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--low-below", 0.3), "--low-below is for --miss-precision, which is off"),
-        (("--low-share", "20%"), "--low-share is for --miss-precision, which is off"),
-        (("--low-follow",), "--low-follow is for --miss-precision, which is off"),
+        (
+            ("--low-below", 0.3),
+            "--low-below has an effect only with --miss-precision, which is off",
+        ),
+        (
+            ("--low-share", "20%"),
+            "--low-share has an effect only with --miss-precision, which is off",
+        ),
+        (("--low-follow",), "--low-follow has an effect only with --miss-precision, which is off"),
         (("--miss-precision", "int2"), "unknown miss_precision 'int2'"),
         (
             ("--skip-below", 1.5),
@@ -154,8 +160,11 @@ def test_mistakes_of_a_run(cli: Run, folder: Path, options: tuple, said: str) ->
         (("--miss-precision", "int4"), "--miss-precision has an effect only with --machine"),
         (("--miss-precision", "int2"), "unknown miss_precision 'int2'"),
         (("--nested",), "--nested is for --miss-precision int4"),
-        (("--low-share", "10%"), "--low-share is for --miss-precision, which is off"),
-        (("--low-follow",), "--low-follow is for --miss-precision, which is off"),
+        (
+            ("--low-share", "10%"),
+            "--low-share has an effect only with --miss-precision, which is off",
+        ),
+        (("--low-follow",), "--low-follow has an effect only with --miss-precision, which is off"),
     ],
 )
 def test_mistakes_of_simulate(cli: Run, tmp_path: Path, options: tuple, said: str) -> None:

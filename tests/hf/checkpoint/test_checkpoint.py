@@ -142,8 +142,8 @@ WRONG: list[tuple[Any, type[ModelError], str]] = [
     (index_names_no_file, CheckpointError, "model-9.safetensors: this file is missing"),
     (index_names_no_tensor, CheckpointError, "model-1.safetensors: the tensor e is missing"),
     (truncated_shard, CheckpointError, "model-1.safetensors: truncated: the tensor a ends"),
-    (broken_index, CheckpointError, f"{INDEX}: not readable"),
-    (index_without_map, CheckpointError, f"{INDEX}: not readable"),
+    (broken_index, CheckpointError, f"{INDEX} cannot be used"),
+    (index_without_map, CheckpointError, f"{INDEX} cannot be used"),
     (index_with_numbers, CheckpointError, f"{INDEX}: damaged"),
     (empty_index, CheckpointError, f"{INDEX}: damaged"),
     (index_leads_outside, CheckpointError, "outside the model's folder"),
@@ -153,7 +153,7 @@ WRONG: list[tuple[Any, type[ModelError], str]] = [
     (gguf_beside_config, NotAModel, "give the path of a GGUF file"),
     (index_of_pickles, UnsupportedModel, "Greenroom reads only .safetensors"),
     (no_config, NotAModel, "no config.json"),
-    (broken_config, NotAModel, "config.json: not readable"),
+    (broken_config, NotAModel, "config.json cannot be used"),
     (config_of_something_else, NotAModel, "has no model_type"),
 ]
 

@@ -65,7 +65,7 @@ def test_a_set_leaves_the_slots_of_a_token():
     Calibration(trace, None).fill(apart, capacity=8, least=8)
     assert apart.pins is not None
     assert np.bincount(apart.pins.first // 8).tolist() == [2, 2]
-    with pytest.raises(BudgetError, match="2 slots leave none for pinned experts"):
+    with pytest.raises(BudgetError, match="2 slots has none for pinned experts"):
         Calibration(trace, None).fill(entry("pin"), capacity=2, least=2)
 
 

@@ -220,7 +220,7 @@ def test_mistakes(options, said):
 
 
 def test_more_mistakes(tmp_path):
-    with pytest.raises(UsageError, match="--split has 3 numbers, the model has 2 layers"):
+    with pytest.raises(UsageError, match="--split has 3 numbers, but the model has 2 MoE layers"):
         greenroom.load(str(packed()), cache="50%", split="0.5,0.5,0.5")
     with pytest.raises(UsageError, match="computes in bfloat16: leave out --dtype"):
         greenroom.load(str(packed()), cache="50%", dtype="float32")

@@ -49,7 +49,7 @@ def test_an_answer_ends_where_the_context_does(ready):
     sampling = SamplingConfig(max_new_tokens=50, temperature=0)
     result = answer(*ready, "The green", sampling, context=length + 3)
     assert (result.new_tokens, result.cut_short) == (3, True)
-    with pytest.raises(UsageError, match="--context has room for 2: raise it"):
+    with pytest.raises(UsageError, match="no room for an answer in --context 2: raise --context"):
         answer(*ready, "The green", sampling, context=2)
 
 

@@ -51,7 +51,7 @@ class TestPrompts:
             lambda: limit.check_messages([{"role": "user", "content": "x"}], [LONG]),
             lambda: limit.check_messages([{"role": "user", "content": ""}] * 257),
         ):
-            with pytest.raises(TooLong, match="there is room for 256 tokens"):
+            with pytest.raises(TooLong, match="context of 256 tokens"):
                 refuses()
         assert tokenizer.chars == 0
         assert count_chars({"ab": ["c", {"de": "fgh"}, 1, None]}) == 8
@@ -59,7 +59,7 @@ class TestPrompts:
     def test_a_text_is_tokenised_piece_by_piece_until_it_is_too_long(self) -> None:
         limit = PromptLimit(tokenizer := Counting(), 20_000)
         limit.most_chars = len(LONG)  # as of a vocabulary with long tokens
-        with pytest.raises(TooLong, match="more than 20000 tokens"):
+        with pytest.raises(TooLong, match="context of 20,000 tokens"):
             limit.check_text(LONG)
         assert tokenizer.chars < 8 * 2 * 20_000 + PIECE
 
@@ -74,7 +74,7 @@ class TestPrompts:
             name = next(key for key in ("prompt", "input", "messages") if key in body)
             value: Any = LONG if name != "messages" else [{"role": "user", "content": LONG}]
             error = refused(running, path, {**body, name: value})
-            assert "there is room for 512 tokens" in error["message"]
+            assert "context of 512 tokens" in error["message"]
         tools = [{**TOOL, "function": {"name": "look", "description": LONG}}]
         assert "not supported" in refused(
             running, "/v1/chat/completions", {**CHAT, "tools": tools}

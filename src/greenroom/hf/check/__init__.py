@@ -1,1 +1,1 @@
-"""Checks of a streamed model: equality with transformers, quality of inexact settings."""
+"""Checks of a model with streamed experts: equality with transformers, and quality."""

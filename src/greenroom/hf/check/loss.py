@@ -1,8 +1,8 @@
 """Store and look up the quality loss of approximate misses that `verify --quality` measured.
 
-It is stored with a model's other records (plan/history/records.py) for the thresholds that it was
-measured with, and later runs print it. The share of inexact requests at that time is stored too: a
-larger cache misses less, and loses less.
+The loss is stored with a model's other records (plan/history/records.py), for the thresholds that
+it was measured with, and later runs print it. The share of expert requests that were not exact is
+stored too, since a larger cache misses less and so loses less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 def store_loss(config: LoadConfig, quality: Quality) -> None:
     """Store the measured quality loss of approximate misses for later runs.
 
-    A failure to write is a warning only.
+    Nothing is stored for a `quality` without approximate misses. If the file cannot be written, a
+    warning is logged.
     """
     if quality.lesser is None:
         return
@@ -42,11 +43,14 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
     try:
         files.update_records(digest, name, lambda records: records.with_loss(loss))
     except OutputError as error:
-        log.warning("the measured quality is not stored for later runs: %s", error)
+        log.warning("the measured quality loss was not stored for later runs: %s", error)
 
 
 def stored_loss(setup: ModelSetup) -> Loss | None:
-    """Return the quality loss measured with a run's thresholds for approximate misses, or None."""
+    """Return the quality loss that was measured with a run's thresholds for approximate misses.
+
+    The result is None if no miss is approximated, or if no loss was measured with the thresholds.
+    """
     at = setup.approximation
     if at is None or not setup.fingerprint:
         return None
@@ -58,11 +62,11 @@ def describe_loss(source: str, loss: Loss | None) -> str:
     """Describe the quality loss of approximate misses, or name the command that measures it."""
     if loss is None:
         return (
-            "the loss in quality was not measured with these thresholds: greenroom verify"
-            f" {source} --quality TEXT, with the same options, measures it"
+            "misses are approximated, and their quality loss was not measured: to measure it, run"
+            f" `greenroom verify {source} --quality FILE` with the same options"
         )
     return (
-        f"quality, as verify measured it on {loss.when} over {loss.tokens} tokens with"
-        f" {loss.inexact:.1%} not exact: KL divergence {loss.kl:.3g} nats, perplexity"
-        f" {loss.perplexity:.6g}, with exact experts {loss.exact_perplexity:.6g}"
+        f"quality, measured by `greenroom verify` on {loss.when} over {loss.tokens} tokens with"
+        f" {loss.inexact:.1%} of expert requests not exact: KL divergence {loss.kl:.3g} nats,"
+        f" perplexity {loss.perplexity:.6g}, with exact experts {loss.exact_perplexity:.6g}"
     )

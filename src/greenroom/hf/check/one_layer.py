@@ -1,12 +1,14 @@
 """Compare a model with transformers layer by layer, for models larger than memory.
 
-The inputs of every experts module are recorded in a real run from disk. Then, layer by layer,
-transformers' own loading code loads the full parameters, and its eager forward is called on the
-same inputs. Equal outputs in every layer make equal logits: all other parts are transformers' own.
+The inputs of every experts module are recorded in a run whose experts are streamed from disk. Then,
+layer by layer, transformers' own code loads the layer's parameters, and its eager forward computes
+the same inputs. If all layers' outputs are equal, the logits are equal: every other module is
+transformers' own.
 
-The distance of kernels is measured to eager too. Where weights are stored in a format whose values
-the model's type cannot hold, the reference is eager in float32 with those values: transformers
-rounds them when it expands a checkpoint, and the distance would be mostly its own rounding.
+The distance of other kernels is measured to the eager forward too. If the checkpoint stores values
+that the model's dtype cannot hold, the reference is the eager forward in float32 with the stored
+values. Otherwise the distance would be mostly the rounding of transformers, which converts the
+values to the model's dtype.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """Comparison of one layer's outputs with those of transformers.
+    """Comparison of one MoE layer's outputs with those of transformers.
 
-    equal:      whether every output equals `expected`, bit for bit
-    grouped_mm: distance of transformers' grouped_mm to `reference`
-    expected:   outputs of transformers' eager for each of `inputs`
-    reference:  the same, or outputs of eager with the values as stored (see the module)
+    name:       the layer's experts module
+    equal:      whether every recorded output equals `expected`, bit for bit
+    grouped_mm: largest difference of transformers' grouped_mm outputs from `reference`
+    inputs:     recorded arguments of the experts module, one tuple for each pass
+    expected:   outputs of transformers' eager forward for `inputs`
+    reference:  `expected`, or the outputs of the eager forward in float32 if the checkpoint stores
+                values that the model's dtype cannot hold
     """
 
     name: str
@@ -47,9 +52,9 @@ class LayerCheck:
     reference: list[Tensor]
 
     def distance(self, model: PreTrainedModel) -> float:
-        """Measure how far a layer of an attached model is from transformers' layer.
+        """Return the largest difference of a model's layer outputs from `reference`.
 
-        Both have the same inputs.
+        The layer of `model` computes the recorded inputs again.
         """
         module = model.get_submodule(self.name)
         return max(
@@ -61,11 +66,12 @@ class LayerCheck:
 def compare_layers(
     skeleton: ModelSkeleton, model: PreTrainedModel, passes: list[Tensor], in_memory: bool = False
 ) -> Iterator[LayerCheck]:
-    """Compare a model with transformers layer by layer, on recorded inputs.
+    """Compare a model with transformers layer by layer, on the inputs of its own passes.
 
-    `passes` are token ids [1, T] each; the model runs them first. `skeleton` is of the model before
-    it was loaded. The model is attached, or (`in_memory`) transformers' own with all of its experts
-    in memory.
+    skeleton:  the same model without weights, with its checkpoint
+    model:     a model with streamed experts; or, with `in_memory`, transformers' own model with all
+               weights in memory
+    passes:    token ids [1, tokens] of forward passes, which the model runs first
     """
     checkpoint, dtype = skeleton.checkpoint, str(skeleton.dtype)[6:]
     inputs, outputs = _record(model, skeleton.catalog.layers, passes)
@@ -113,7 +119,7 @@ def _record(
 
 @contextmanager
 def _with_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Return a context in which a module has these parameters instead of its own."""
+    """Give a module these parameters instead of its own, for one context."""
     before = {name: module._parameters.get(name) for name in parameters}
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -1,10 +1,11 @@
 """Run forward passes of one request and return their logits, without `generate`.
 
     passes = Passes(model)
-    logits = passes(prompt)      # [1, T] -> [T, V]
-    logits = passes(token)       # [1, 1] -> [1, V]: after all that came before
+    logits = passes(prompt)      # ids [1, tokens] -> logits [tokens, vocabulary]
+    logits = passes(token)       # ids [1, 1] -> logits [1, vocabulary], with all earlier tokens
 
-Of an encoder-decoder model the first ids go to the encoder, and the decoder begins an answer.
+In an encoder-decoder model, the first ids go to the encoder, and the decoder begins with its start
+token. The next ids go to the decoder.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from greenroom.runtime.memory.system import release_memory
 def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
     """Load a model with streamed experts for the duration of a context.
 
-    Its routing is not saved for later runs.
+    The run neither uses nor saves what Greenroom stores between runs.
     """
     model, _ = load_with(source, config, remember=False)
     try:
@@ -38,7 +39,10 @@ def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]
 
 
 def start_token(model: PreTrainedModel) -> int:
-    """Return the token id with which an encoder-decoder model's decoder begins."""
+    """Return the token id with which an encoder-decoder model's decoder begins.
+
+    The result is 0 if the model's configs name neither a decoder start token nor a BOS token.
+    """
     for config in (model.generation_config, model.config):
         token = getattr(config, "decoder_start_token_id", None)
         token = getattr(config, "bos_token_id", None) if token is None else token
@@ -49,16 +53,17 @@ def start_token(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, inputs: Iterable[Tensor]) -> Tensor:
-    """Return one request's logits [T, V] in host memory.
+    """Run one sequence through a model, and return its logits in host memory.
 
-    Each input [1, T] is a forward pass.
+    Each of `inputs` has token ids [1, tokens], and is one forward pass with the KV cache of the
+    passes before. The result is [tokens of all inputs, vocabulary].
     """
     passes = Passes(model)
     return torch.cat([passes(ids).cpu() for ids in inputs])
 
 
 class Passes:
-    """Runs one request's forward passes with a KV cache; each sees all earlier tokens."""
+    """Runs the forward passes of one sequence, with one KV cache for all of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._cache, self._encoded = model, None, None

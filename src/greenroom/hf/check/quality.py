@@ -1,10 +1,10 @@
 """Measure a model's KL divergence and perplexity against its original, on a text.
 
 The original may be another checkpoint, or the same one without an option that changes the output:
-a quantised KV cache, other kernels, or approximated misses. Both are streamed, one after the other,
-so that neither need fit into memory. The original's logits are written to a temporary file, in the
-type that it computes them in; memory holds the logits of one window of the text, and
-log-probabilities of a few of its tokens.
+a quantised KV cache, other kernels, or approximated misses. Both models are streamed, one after the
+other, so that neither needs to fit into memory. The original's logits are written to a temporary
+file in the dtype of the model. Memory holds the logits of one window of the text, and the
+log-probabilities of a few tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """KL divergence and perplexity of a model against its original, over `tokens` predictions.
+    """KL divergence and perplexity of a model against its original, over a text.
 
-    kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
+    tokens:          number of predicted tokens
+    kl_mean, kl_p99: mean and 99th percentile of KL(original || model) of the next token's
+                     distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
-    same_top:        how often both find the same token likeliest
-    lesser:          how the model's misses were approximated (see `approximation_stats`)
+    same_top:        share of tokens for which both models have the same likeliest token
+    lesser:          counts of the model's approximated misses, None if all misses were exact
     """
 
     model: str
@@ -74,16 +76,21 @@ def quality(
 ) -> Quality:
     """Measure a model's KL divergence and perplexity against its original on a text.
 
-    A pack's header names the original. `kv`, `kernels` and `lesser` are the model's options, the
-    original has the defaults; with one of them a model may be compared with itself. With a
-    quantised `kv` both are read in passes of 64 tokens. `lesser` are the options of approximate
-    misses: the original is the same checkpoint, exact, unless `against` names another. Both are
-    then read token by token, as decoding does, and without prefetching, so that only the cache
-    decides which experts are missing. The first `tokens` of the text are read, or all. `say` is
-    called with a line for each stage.
+    source:  folder or hub id of the model
+    against: the original; by default the model that a pack was made of, or else the model itself
+             without the options `kv`, `kernels` and `lesser`
+    cache:   size of the expert cache of both models
+    tokens:  number of the text's first tokens that are computed; None for all
+    kv, kernels: options of the model; the original has the defaults
+    lesser:  options of approximate misses, by name; without `against` the original is then the same
+             checkpoint with exact misses
+    say:     called with a line for each stage
 
-    UsageError where there is nothing to compare, or the two models do not match; OutputError where
-    there is no room for the temporary file.
+    A forward pass has 512 tokens of the text; 64 if `kv` is not dynamic, so that later passes use
+    quantised keys; and one with `lesser`, as in decoding. With `lesser` nothing is prefetched.
+
+    Raises UsageError if there is no original or the two models do not match, and OutputError if the
+    temporary file for the original's logits cannot be written.
     """
     config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if lesser else "auto")
     changed = replace(config, kv=kv, kernels=kernels, **(lesser or {}))
@@ -102,10 +109,10 @@ def quality(
     _check_room(sum(len(window) - 1 for window in windows) * size * skeletons[1].dtype.itemsize)
     rows: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
-        say(f"reading {sum(map(len, windows))} tokens with {original}")
+        say(f"computing {sum(map(len, windows))} tokens with {original}")
         with streamed_model(original, config) as model:
             shapes = [_spool(_logits(model, window, step), spool) for window in windows]
-        say(f"reading them with {source}{_option_text(config, changed)}")
+        say(f"computing the same tokens with {source}{_option_text(config, changed)}")
         spool.seek(0)
         with streamed_model(source, changed) as model:
             for window, shape in zip(windows, shapes, strict=True):
@@ -115,7 +122,7 @@ def quality(
 
 
 def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
-    """Return the quality result from the rows of `_compare`."""
+    """Make the quality result from the rows [n, 4] of `_compare`."""
     kl, theirs, mine, same = rows.mean(0).tolist()
     return Quality(
         model=source,
@@ -131,15 +138,17 @@ def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | N
 
 
 def _find_original(source: str, against: str | None, itself: bool) -> str:
-    """Load the original to compare a model with.
+    """Find the name of the original to compare a model with.
 
-    It may be the model `itself` where options differ.
+    With `itself`, the model differs from its original in options, so both may be one checkpoint.
     """
     checkpoint = find_checkpoint(source)
     if against is None and checkpoint.pack is None:
         if itself:
             return source
-        raise UsageError(f"--quality compares with an original: name that of {source} by --against")
+        raise UsageError(
+            f"--quality needs an original to compare {source} with: name one by --against"
+        )
     original = against or checkpoint.pack.header.source.model  # type: ignore[union-attr]
     try:
         other = find_checkpoint(original)
@@ -147,10 +156,12 @@ def _find_original(source: str, against: str | None, itself: bool) -> str:
         if against is not None:
             raise
         raise NotAModel(
-            f"{source}: its original was not found (--against FOLDER names it): {error}"
+            f"the original of {source} was not found: {error}; name its folder by --against"
         ) from error
     if other.folder == checkpoint.folder and not itself:
-        raise UsageError(f"{source} and its original are the same model")
+        raise UsageError(
+            f"{source} and its original are the same model: name another original by --against"
+        )
     return original
 
 
@@ -158,16 +169,24 @@ def _check_match(source: str, original: str, skeletons: Sequence[ModelSkeleton])
     """Raise UsageError unless both models are decoders of one architecture and vocabulary."""
     kinds = [type(skeleton.model).__name__ for skeleton in skeletons]
     if kinds[0] != kinds[1]:
-        raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
+        raise UsageError(
+            f"--quality compares models of one architecture: {source} is a {kinds[0]}, and"
+            f" {original} is a {kinds[1]}"
+        )
     sizes = [skeleton.model.config.get_text_config().vocab_size for skeleton in skeletons]
     if sizes[0] != sizes[1]:
-        raise UsageError(f"{source} has {sizes[0]} tokens and {original} has {sizes[1]}")
+        raise UsageError(
+            f"--quality compares models of one vocabulary: {source} has {sizes[0]} tokens, and"
+            f" {original} has {sizes[1]}"
+        )
     if skeletons[0].model.config.is_encoder_decoder:
-        raise UsageError(f"{source} is an encoder-decoder: --quality is for decoder-only models")
+        raise UsageError(
+            f"{source} is an encoder-decoder model: --quality is for decoder-only models"
+        )
 
 
 def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
-    """Return the options that only the compared model has, as on the command line."""
+    """Return the options in which the compared model differs, as on the command line."""
     names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
@@ -176,16 +195,19 @@ def _option_text(config: LoadConfig, changed: LoadConfig) -> str:
 def _cut_windows(
     names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
 ) -> list[list[int]]:
-    """Cut a text's token ids into windows; both models' tokenizers must agree on them."""
+    """Cut a text's token ids into windows. Raises UsageError if the tokenizers differ."""
     tokenized = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
     if tokenized[0] != tokenized[1]:
-        raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
+        raise UsageError(
+            f"the tokenizers of {names[0]} and {names[1]} cut the text into different tokens:"
+            " --quality compares models of one tokenizer"
+        )
     ids = tokenized[0][:tokens]
     window = min(WINDOW, *(context_of(skeleton.model, WINDOW) for skeleton in skeletons))
     cut = [ids[at : at + window] for at in range(0, len(ids), window)]
     windows = [each for each in cut if len(each) > 1]  # a first token is not predicted
     if not windows:
-        raise UsageError("--quality: the text is too short: it needs two tokens at least")
+        raise UsageError("the text of --quality is too short: at least 2 tokens are needed")
     return windows
 
 
@@ -194,27 +216,27 @@ def _check_room(nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise OutputError(
-            f"{folder}: the original's logits need {show_bytes(nbytes)} there, {show_bytes(free)}"
-            f" are free: fewer --tokens, or set TMPDIR"
+            f"the original's logits need {show_bytes(nbytes)} in {folder}, which has"
+            f" {show_bytes(free)} free: give fewer --tokens, or set TMPDIR to another disk"
         )
 
 
 def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
-    """Return the logits [n - 1, V] after a window's n tokens but the last.
+    """Return the logits [tokens - 1, vocabulary] after all of a window's tokens but the last.
 
-    Each pass has `step` tokens.
+    Each forward pass has `step` tokens.
     """
     return logits_of(model, torch.tensor([window], device=model.device).split(step, dim=1))[:-1]
 
 
 def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
-    """Append logits to a file; returns their shape and type."""
+    """Append logits to a file, and return their shape and dtype."""
     try:
         for row in logits:
             spool.write(row.contiguous().view(torch.uint8).numpy().data)
     except OSError as error:
         raise OutputError(
-            f"{tempfile.gettempdir()}: cannot be written: {error.strerror}"
+            f"cannot write the original's logits to {tempfile.gettempdir()}: {error.strerror}"
         ) from error
     return logits.shape, logits.dtype
 
@@ -223,10 +245,10 @@ def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
 def _compare(
     spool: BinaryIO, shape: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Compare a window's logits with those of the original model, next in the file.
+    """Compare a window's logits with those of the original, which are next in the file.
 
-    Yields rows [n, 4] for some positions at a time: the KL divergence, the negative log-likelihood
-    of the original and of the model, and whether the likeliest token is the same.
+    Yields rows [n, 4] for n positions at a time. Their columns are the KL divergence, the negative
+    log-likelihood by the original and by the model, and 1 if the likeliest token is the same.
     """
     (count, size), dtype = shape
     for row in range(0, count, ROWS):
@@ -243,10 +265,10 @@ def _compare(
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file; UsageError where it cannot be read."""
+    """Read a UTF-8 text file. Raises UsageError if that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text") from error
+        raise UsageError(f"{path} is not UTF-8 text") from error

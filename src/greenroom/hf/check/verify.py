@@ -1,11 +1,14 @@
-"""Verify that a streamed model computes the same bits as one wholly in memory.
+"""Verify that a model with streamed experts computes the same bits as one in memory.
 
-Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
-transformers' own `experts_implementation="eager"`. With the default kernels: the bits are those of
-the same kernels with every expert in memory (of a run with this cache, where they do not fit),
-whatever the cache's size, the prefetching and the order of arrival; and their distance to eager is
-at most twice that of transformers' `grouped_mm` (to eager with the values as stored, where the
-model's type cannot hold them: one_layer.py).
+Three claims are checked:
+
+- With `kernels="eager"`, logits and greedy tokens are bit-identical to those of transformers with
+  `experts_implementation="eager"`.
+- The kernels to be judged give the same bits for every cache size, with and without prefetching,
+  and in every order in which experts arrive. The reference run has every expert in memory; if the
+  model does not fit, it has the given cache.
+- The layer outputs of these kernels differ from those of the eager forward at most twice as much as
+  those of transformers' `grouped_mm` (one_layer.py has the details).
 """
 
 from __future__ import annotations
@@ -42,11 +45,16 @@ Report = Callable[[str], None]
 class Verdict:
     """Result of `verify`: all comparisons with transformers, and the largest differences.
 
-    Differences are of logits, or of layers' outputs where the model was not loaded as an
-    `entire_model`. Logits may differ by a lot where a router's scores are nearly equal; so the
-    kernels are judged by layers on the same inputs: `layer_differences` to eager (`as_stored`: with
-    weights that are not rounded), of our kernels and of grouped_mm, and `resolution`, one unit in
-    the last place of the largest output.
+    entire_model: whether transformers' model was loaded; otherwise single layers were compared
+    max_logit_difference, grouped_mm_difference: largest difference of the judged kernels, and of
+        transformers' grouped_mm, from transformers' eager: of logits, or of layer outputs if the
+        entire model was not loaded
+    kernels: the kernels that were judged
+    layer_differences: the same two differences of layer outputs for the same inputs. The kernels
+        are judged by these, since a router with nearly equal scores makes logits differ by a lot
+    as_stored: whether the eager layers had weights as stored, not rounded to the model's dtype
+    resolution: one unit in the last place of the largest layer output
+    checks: each comparison that must be bit-identical, and whether it passed
     """
 
     entire_model: bool
@@ -61,12 +69,12 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Check that every comparison that must be bit-identical is."""
+        """Check that all outputs that must be bit-identical are."""
         return all(passed for _, passed in self.checks)
 
     @property
     def near(self) -> bool:
-        """Check that the kernels are as close to transformers' eager ones as promised."""
+        """Check that the kernels differ from eager at most twice as much as grouped_mm."""
         ours, grouped_mm = self.layer_differences
         return ours <= max(2 * grouped_mm, self.resolution)
 
@@ -82,10 +90,17 @@ def verify(
     layers: bool | None = None,
     say: Report = lambda line: None,
 ) -> Verdict:
-    """Verify that a streamed model computes the same bits as transformers (see the module).
+    """Verify that a model with streamed experts computes the same bits as transformers.
 
-    `kernels` are judged against transformers' eager. `layers` compares layer by layer although the
-    entire model would fit (None: as memory allows). `say` is called with each finding.
+    source:  folder or hub id of the model
+    cache:   size of the expert cache, as for `load`
+    tokens:  number of tokens that are decoded greedily after `prompt`
+    kernels: the kernels that are judged against transformers' eager
+    layers:  True to compare layer by layer, False to load the entire model with transformers, None
+             to load it if it fits into memory
+    say:     called with a line for each comparison
+
+    Raises UsageError for wrong options. Differences are no error: see `Verdict`.
     """
     if tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
@@ -114,7 +129,7 @@ def verify(
 
 
 def _describe_reads(config: LoadConfig) -> str:
-    """Describe in words how a run reads its experts."""
+    """Describe how a run reads its experts, for the line of a comparison."""
     threads = f"{config.readers} thread{'s' * (config.readers != 1)}"
     fake = config.device == "fake"
     parts = [f"read in random order by {threads}" if fake else "read from disk"]
@@ -132,7 +147,7 @@ def _slots(model: PreTrainedModel) -> str:
 
 @dataclass
 class _Trial:
-    """The runs of one model; `config` has the kernels to be judged and the cache."""
+    """Runs of one model; `config` has the cache and the kernels to be judged."""
 
     source: str
     skeleton: ModelSkeleton
@@ -153,7 +168,7 @@ class _Trial:
         return replace(self.config, kernels="eager")
 
     def compare_with_transformers(self) -> None:
-        """Compare our eager kernels with transformers' eager and grouped_mm, all in memory."""
+        """Compare streamed eager kernels with transformers' eager and grouped_mm in memory."""
         with streamed_model(self.source, self.eager) as model:
             ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
@@ -213,7 +228,7 @@ class _Trial:
             )
 
     def _cases(self, reference: Any) -> list[LoadConfig]:
-        """The runs that are compared with the first one, whose cache is `reference`."""
+        """Return the configs of the runs compared with the first, whose cache is `reference`."""
         case, catalog = partial(replace, self.config), self.skeleton.catalog
         caches: tuple[Any, ...] = "50%", catalog.slot_bytes, self.config.cache
         sizes = {slots_for(each, catalog): each for each in caches}
@@ -227,7 +242,7 @@ class _Trial:
         return cases
 
     def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
-        """Logits with the kernels to be judged, and the number of slots in words."""
+        """Compute logits with the kernels to be judged; return the number of slots as text too."""
         with streamed_model(self.source, config) as model:
             self.verdict.kernels = model.greenroom.stats().kernels
             if self.reference is not None:
@@ -255,7 +270,10 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class GreedyRun:
-    """Tokens decoded greedily, and the logits [prompt + tokens - 1, V] that chose them."""
+    """Greedily decoded tokens, and the logits after the prompt and each earlier token.
+
+    logits: [tokens of the prompt + decoded tokens - 1, vocabulary]
+    """
 
     tokens: list[int]
     logits: Tensor
@@ -263,7 +281,7 @@ class GreedyRun:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
-    """Decode `tokens` tokens greedily, each in a forward pass of its own."""
+    """Decode `tokens` tokens greedily after a prompt `ids` [1, tokens of the prompt]."""
     chosen: list[int] = []
     passes = Passes(model)
     rows = [passes(ids)]
@@ -275,5 +293,5 @@ def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
 
 
 def pass_inputs(ids: Tensor, tokens: list[int]) -> list[Tensor]:
-    """Return the inputs of the passes in which `greedy` decoded these tokens."""
+    """Return the token ids of each forward pass in which `greedy` decoded these tokens."""
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

@@ -1,1 +1,1 @@
-"""KV caches that grow in place, their kinds and sizes, and batched passes over several."""
+"""KV caches: layers that grow in place, kinds, memory sizes, and batched forward passes."""

@@ -1,15 +1,14 @@
 """Run several sequences in one forward pass, each with its own KV cache.
 
-transformers' continuous batching stores all keys and values in blocks of one tensor of fixed size,
-and has no memory budget that experts share; single tokens could use neither our compiled layers nor
-a cache that grows in place. So batches are formed here: the tokens of all sequences are
-concatenated, [1, T], like one prompt. Modules that compute token by token need no change; the
-attention of a layer (`ATTENTION`, in place of the model's own) takes each sequence by itself; and
-the experts are called once for all tokens, so that each expert is fetched once.
+transformers' continuous batching stores all keys and values in blocks of one tensor of fixed size.
+It cannot share a memory budget with experts, and its single tokens could use neither Greenroom's
+compiled layers nor KV caches that grow in place. So this module forms its own batches. The tokens
+of all sequences are concatenated, [1, tokens], like one prompt. Modules that compute token by token
+need no change. Attention functions (`ATTENTION`) in place of the model's own compute each sequence
+separately. A layer's experts are called once for all tokens, so that each expert is fetched once.
 
-Batching is tried out when a `Batch` is made (`try_batching`), without the experts. Where a model
-cannot batch (states of a recurrence, sparse attention, a cache of another kind), each sequence has
-a pass of its own, one after another, with the same scheduling.
+When a `Batch` is made, `try_batching` tests batched passes without experts. If a model cannot batch
+(recurrent states, sparse attention, another kind of KV cache), each sequence has a pass of its own.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 class BatchedCache(Cache):
-    """KV caches of all sequences in one pass, with each sequence's new tokens.
+    """KV caches of several sequences that share one forward pass.
 
-    caches, lengths: a cache and the new tokens of each sequence
-    exact:  every token has the bits that it would have in a pass of one sequence
-    joined: `update` returns all sequences' keys and values in one tensor, since the layer expands
-            them before its attention (multi-head latent attention)
-    layer_states: keys and values of each sequence in the layer that was last updated
+    caches, lengths: the KV cache and the number of new tokens of each sequence
+    exact:  whether every token must have the same bits as in a pass of one sequence
+    joined: whether `update` returns the keys and values of all sequences in one tensor, for layers
+            that expand them before attention (multi-head latent attention)
+    layer_states: keys and values of each sequence in the layer that was updated last
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class BatchedCache(Cache):
         self._positions: list[tuple[Tensor, Tensor]] = []
 
     def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Split a pass's rotary cosines and sines, [1, T, width], by token."""
+        """Split the rotary cosines and sines of a pass, [1, tokens, width] each, by token."""
         if self._embeddings is not embeddings:
             cos, sin = (each.split(1, 1) for each in embeddings)
             self._embeddings, self._positions = embeddings, list(zip(cos, sin, strict=True))
@@ -71,10 +70,10 @@ class BatchedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values [1, heads, T, width] to their sequences' KV caches.
+        """Append new keys and values [1, heads, tokens, width] to their sequences' KV caches.
 
-        Returns the arguments, since attention reads `layer_states`; where `joined`, all keys and
-        values, [1, heads, tokens of all sequences, width].
+        Returns the two arguments unchanged, since the batched attention reads `layer_states`. With
+        `joined`, returns all keys and values, [1, heads, tokens of all sequences, width].
         """
         parts = zip(
             self.caches,
@@ -91,9 +90,9 @@ class BatchedCache(Cache):
         return key_states, value_states
 
     def split_states(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split a layer's keys and values by sequence, for the attention of each.
+        """Return a layer's keys and values of each sequence, old and new tokens.
 
-        `key` and `value` are the layer's.
+        `key` and `value` are the arguments of the layer's attention function.
         """
         if not self._joined:
             return self.layer_states
@@ -101,15 +100,15 @@ class BatchedCache(Cache):
         return list(zip(key.split(tokens, 2), value.split(tokens, 2), strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens of the longest sequence in the pass.
+        """Return the number of tokens of the longest sequence in a batched pass.
 
-        Positions are given, so nothing depends on it.
+        transformers asks for it; no result depends on it, since the pass has explicit positions.
         """
         return max(length_of(cache) for cache in self.caches)
 
 
 def length_of(cache: Any) -> int:
-    """Return the number of tokens in a KV cache; 0 for None."""
+    """Return the number of tokens in a sequence's KV cache; 0 if the cache is None."""
     return 0 if cache is None else int(cache.get_seq_length())
 
 
@@ -157,9 +156,10 @@ for _name, _batched_name in ATTENTION.items():
 
 
 def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | None:
-    """Return the causal mask [1, 1, new, tokens] of the last `new` tokens.
+    """Return the causal attention mask [1, 1, new, tokens] of a sequence's last `new` tokens.
 
-    None where they attend to all.
+    The mask is boolean and on the device of `like`. `window` is the width of sliding-window
+    attention. The result is None for a single token that attends to all tokens.
     """
     if new == 1 and (window is None or tokens <= window):
         return None
@@ -172,13 +172,13 @@ def causal(new: int, tokens: int, window: int | None, like: Tensor) -> Tensor | 
 
 
 class Batch:
-    """Runs forward passes of many sequences, batched where the model allows it.
+    """Runs forward passes of many sequences, batched if the model allows it.
 
-    sequential_reason: why sequences cannot be batched, "" where they can
-    has_dynamic_cache: the KV cache has separate keys and values for each token
+    sequential_reason: why sequences cannot be batched; "" if they can
+    has_dynamic_cache: whether the KV cache has separate keys and values for each token
 
-    With `exact` every token has the bits that it would have without batching: then only single
-    tokens are batched, and only where all dense layers are compiled token by token.
+    With `exact`, every token has the same bits as without batching. Then only single new tokens are
+    batched, and only if compiled kernels compute all dense layers token by token.
     """
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
@@ -201,14 +201,11 @@ class Batch:
         return reason
 
     def cache(self) -> Any:
-        """Return an empty KV cache for a sequence; None where the model makes its own."""
+        """Return an empty KV cache for a sequence; None if the model's forward makes its own."""
         return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
-        """Check that sequences with so many new tokens each can share one forward pass.
-
-        With `exact` each must have one new token.
-        """
+        """Check that sequences with these numbers of new tokens can share one forward pass."""
         if len(lengths) == 1:
             return True
         return not self.sequential_reason and (not self.exact or max(lengths) == 1)
@@ -216,10 +213,11 @@ class Batch:
     def __call__(
         self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
     ) -> list[Tensor]:
-        """Run a forward pass with each sequence's new tokens, and append them to `caches`.
+        """Run one forward pass with the new tokens of several sequences.
 
-        Returns logits after the last token of each sequence, [V]; after every new token, [new, V],
-        of the sequences that are `scored`.
+        `ids` has the new token ids of each sequence. Their keys and values are appended to
+        `caches`. Returns each sequence's logits after its last token, [vocabulary]; if the
+        sequence's flag in `scored` is set, after each of its new tokens, [new tokens, vocabulary].
         """
         if len(ids) == 1:
             return self._run_one(ids[0], caches, scored is not None and scored[0])
@@ -240,7 +238,10 @@ class Batch:
     def _run_batch(
         self, ids: Sequence[Sequence[int]], cache: BatchedCache, keep: Sequence[int]
     ) -> Tensor:
-        """Return a batched pass's logits [sum(keep), V] of each sequence's last `keep` tokens."""
+        """Return a batched pass's logits after the last `keep` tokens of each sequence.
+
+        They are concatenated: [sum(keep), vocabulary].
+        """
         model = self._model
         positions: list[int] = []
         rows: list[int] = []
@@ -267,7 +268,7 @@ class Batch:
 
     @contextmanager
     def _attending(self) -> Iterator[None]:
-        """Return a context with the attention functions for batched passes of several sequences."""
+        """Give the model the attention functions for batched passes, for one context."""
         names = [config._attn_implementation_internal for config in self._configs]
         try:
             for config, name in zip(self._configs, names, strict=True):
@@ -279,7 +280,7 @@ class Batch:
 
     @contextmanager
     def _head_by_tokens(self) -> Iterator[None]:
-        """Return a context in which the head computes one token at a time, where `exact`."""
+        """With `exact`, let the output head compute one token at a time, for one context."""
         head = self._model.get_output_embeddings()
         if not self.exact or head is None:
             yield
@@ -302,27 +303,27 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
-    """Return the reason, known without a pass, why a model cannot batch sequences.
+    """Return the reason in a model's config why it cannot batch sequences, or "".
 
-    "" where there is none.
+    `configs` are the model's configs that name an attention implementation.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder"
+        return f"{name} is an encoder-decoder model"
     if not has_dynamic_cache(model):
         return f"the KV cache of {name} does not store keys and values token by token"
     if others := {c._attn_implementation_internal for c in configs} - set(ATTENTION):
-        return f"{name} computes attention by {', '.join(sorted(others))}"
+        return f"{name} computes attention by {', '.join(sorted(others))}, not by sdpa or eager"
     text = model.config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
-        return f"{name} has layers of {', '.join(sorted(others))}"
+        return f"{name} has layers of type {', '.join(sorted(others))}"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} has chunked attention"
     return ""
 
 
 def has_dynamic_cache(model: Any) -> bool:
-    """Check that a KV cache is a DynamicCache of plain or sliding layers."""
+    """Check that a model's KV cache is a DynamicCache of plain or sliding-window layers."""
     if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
         return False
     if not model._supports_default_dynamic_cache():
@@ -333,10 +334,11 @@ def has_dynamic_cache(model: Any) -> bool:
 
 @torch.inference_mode()
 def try_batching(batch: Batch, model: Any) -> str:
-    """Try batched passes without experts, and return why they cannot be used.
+    """Try batched passes without experts, and return why a model cannot batch, or "".
 
-    "" where they can. They fail where the batched pass raises an error, or differs from sequential
-    passes by more than rounding. Nothing is read, and it takes little time.
+    It cannot if the batched passes raise an error, or if their logits differ from those of
+    sequential passes by more than rounding; with `batch.exact`, if one bit differs. No expert is
+    read from disk.
     """
     batch.sequential_reason = ""
     random = torch.Generator().manual_seed(0)
@@ -351,11 +353,11 @@ def try_batching(batch: Batch, model: Any) -> str:
             ]
             batched = _read_parts(batch, ids, ends)
     except Exception as error:  # a model's own code fails in its own way
-        return f"{type(model).__name__} takes one sequence at a time: {str(error)[:200]!r}"
+        return f"a batched pass of {type(model).__name__} fails: {str(error)[:200]!r}"
     for place in range(3):
         for each, (single, *_) in zip(batched[place], (e[place] for e in expected), strict=True):
             if not (each - single).float().norm() <= near * single.float().norm():
-                return f"{type(model).__name__} mixes tokens of different sequences"
+                return f"{type(model).__name__} mixes tokens of different sequences in a batch"
             if batch.exact and not torch.equal(each, single):
                 return f"{type(model).__name__}: a token's bits depend on other tokens of its pass"
     return ""
@@ -364,7 +366,7 @@ def try_batching(batch: Batch, model: Any) -> str:
 def _read_parts(
     batch: Batch, ids: Sequence[list[int]], ends: Sequence[tuple[int, ...]]
 ) -> list[list[Tensor]]:
-    """The logits of sequences that are read in parts; `ends` has each sequence's part ends."""
+    """Return the logits after each part of some sequences; `ends` has the parts' ends."""
     caches, begins, logits = [batch.cache() for _ in ids], [0] * len(ids), []
     for part in zip(*ends, strict=True):
         new = [each[a:b] for each, a, b in zip(ids, begins, part, strict=True)]

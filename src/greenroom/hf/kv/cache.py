@@ -1,10 +1,10 @@
 """KV cache layers that grow in place, and functions on KV caches of any kind.
 
-transformers' `DynamicCache` makes new tensors of all keys and values for every token: with 190
-tokens of context 0.2 ms a layer, and more as the context grows; and it fragments memory. Here a
-layer's tensors are views of larger ones. In host memory these are reserved address space: a page
-takes memory once it is written, and all are freed with the last view, so that nothing is copied
-within `room` tokens. On a GPU they grow by a BLOCK of tokens.
+transformers' `DynamicCache` copies all keys and values for every token: with a context of 190
+tokens, this takes 0.2 ms for each layer, and more as the context grows; and it fragments memory.
+Here, a layer's keys and values are views of larger tensors. In host memory, the larger tensors are
+reserved address space, whose pages take memory only once they are written, so that nothing is
+copied within `room` tokens. On a GPU, the larger tensors grow by blocks of 256 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FREED = 64 << 20  # bytes of outgrown tensors that a GPU's allocator may keep
 
 
 def _view(number: int) -> Any:
-    """Make the property for a KV cache layer's keys (0) or values (1)."""
+    """Make the property of a KV cache layer for its keys (0) or its values (1)."""
 
     def look(layer: GrowingLayer) -> Tensor | None:
         return layer._current_views()[number]
@@ -49,17 +49,18 @@ def _view(number: int) -> Any:
 
 
 class GrowingLayer(DynamicLayer):
-    """KV cache layer (a `DynamicLayer`) with room for further tokens behind its last one.
+    """KV cache layer, a `DynamicLayer` of transformers, that appends tokens without a copy.
 
-    Keys and values are views of larger tensors, until other tensors are assigned to them. Views are
-    made when they are read: making two for every layer takes a compiled pass as long as a layer.
+    `keys` and `values` are views of larger tensors, until other tensors are assigned to them. The
+    views are made when they are read, since making them costs a compiled decode pass as much time
+    as computing one more layer.
     """
 
     def __init__(self, room: int, in_blocks: bool) -> None:
-        """Make an empty KV cache layer that has room to grow in place.
+        """Make an empty KV cache layer that grows in place.
 
-        `room` is in tokens of address space; `in_blocks` takes as many blocks of memory as tokens
-        need.
+        room:      tokens that address space is reserved for, in host memory
+        in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU
         """
         self._room, self._in_blocks = room, in_blocks
         self._views: list[Tensor | None] | None = [None, None]  # None: not yet made of `_buffers`
@@ -69,7 +70,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> GrowingLayer:
-        """Make a growing KV-cache layer that takes over a plain layer's tokens."""
+        """Make a growing KV cache layer that takes over the tokens of a plain one."""
         growing = cls(room, in_blocks)
         for name, value in vars(layer).items():
             setattr(growing, name, value)
@@ -90,9 +91,9 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [batch, heads, new, width] to a KV cache layer.
+        """Append keys and values [batch, heads, new tokens, width] to a KV cache layer.
 
-        Returns all keys and values.
+        Returns the keys and values of all tokens.
         """
         # Beam search replaces the tensors for every token, so room would be wasted.
         moved = self._buffers is None and self.get_seq_length() and len(key_states) > 1
@@ -107,9 +108,11 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def append_token(self) -> KeyValueView | None:
-        """Append a token, not yet written, to a KV cache layer.
+        """Add room for one token to a KV cache layer.
 
-        None, and no change, with several sequences.
+        A kernel writes the token's keys and values later. Returns the layer's tensors and its new
+        number of tokens. If the layer has several sequences, it is not changed, and the result is
+        None.
         """
         keys, values = self._buffers or self._tensors()
         if keys.shape[0] != 1:
@@ -119,14 +122,14 @@ class GrowingLayer(DynamicLayer):
         return KeyValueView(*self._buffers, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
-        """Append tokens, not yet written, to a KV cache layer."""
+        """Add room for tokens, which are not written yet, to a KV cache layer."""
         if self._buffers is None or self._count + tokens > self._most:
             self._make(self.get_seq_length() + tokens, like)
         self._count += tokens
         self._views = None
 
     def _make(self, tokens: int, like: Sequence[Tensor]) -> None:
-        """Move a KV cache layer to new tensors with room for so many tokens."""
+        """Move a KV cache layer to new tensors with room for `tokens` tokens."""
         have, before = self.get_seq_length(), self._current_views()
         keys, values = (self._fresh(each, tokens) for each in like)
         for old, new in zip(before, (keys, values), strict=True):
@@ -136,7 +139,7 @@ class GrowingLayer(DynamicLayer):
         self._most = min(keys.shape[2], values.shape[2])
 
     def _fresh(self, like: Tensor, tokens: int) -> Tensor:
-        """Return a new tensor like this one, with room for at least so many tokens."""
+        """Return a new tensor of the same kind, with room for at least `tokens` tokens."""
         batch, heads, _, width = like.shape
         with torch.inference_mode(False):  # else it could not be written outside of inference mode
             if self._in_blocks:
@@ -150,16 +153,19 @@ class GrowingLayer(DynamicLayer):
             return torch.frombuffer(space, dtype=like.dtype).view(batch, heads, room, width)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -`tokens_to_remove` tokens of a KV cache layer; others do not move."""
+        """Remove the last tokens of a KV cache layer; the others are not copied.
+
+        `tokens_to_remove` is a negative number, as in transformers; 0 changes nothing.
+        """
         if self._buffers is None or tokens_to_remove >= 0:
             super().crop(tokens_to_remove)
         else:
             self._count, self._views = max(0, self._count + tokens_to_remove), None
 
     def grow(self, tokens: int) -> int:
-        """Make room for so many tokens in a KV cache layer.
+        """Make room for `tokens` tokens in total in a KV cache layer.
 
-        Returns the bytes of the tensors that were outgrown.
+        Returns the bytes of the smaller tensors that were replaced; 0 if there was room.
         """
         if not self.get_seq_length() or (self._buffers is not None and tokens <= self._most):
             return 0
@@ -175,7 +181,10 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory that a KV cache layer takes; unwritten pages take none."""
+        """Return the bytes of memory that a KV cache layer takes now.
+
+        Reserved pages that were never written take none.
+        """
         if not self.is_initialized:
             return 0
         if self._buffers is None or self._in_blocks:
@@ -187,7 +196,7 @@ class GrowingLayer(DynamicLayer):
         return pages * PAGESIZE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        """Copy a KV cache layer with its tokens, without the room behind them."""
+        """Copy a KV cache layer with its tokens, without its room for further tokens."""
         duplicate = copy.copy(self)
         duplicate._views = [
             tensor if tensor is None else tensor.clone() for tensor in self._current_views()
@@ -197,7 +206,11 @@ class GrowingLayer(DynamicLayer):
 
 
 def caches_of(cache: Any) -> tuple[Any, ...]:
-    """Return a KV cache's decoder caches: two of an encoder-decoder model, or one."""
+    """Return the caches that a KV cache consists of.
+
+    An encoder-decoder model has two, of self-attention and of cross-attention. Other models have
+    one. The result is empty for None.
+    """
     if isinstance(cache, EncoderDecoderCache):
         return cache.self_attention_cache, cache.cross_attention_cache
     return () if cache is None else (cache,)
@@ -210,7 +223,10 @@ def layers_of(cache: Any) -> Iterator[Any]:
 
 
 def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
-    """Make the plain layers of a KV cache grow in place, also layers added later."""
+    """Make all plain layers of a KV cache grow in place, also later ones.
+
+    `room` and `in_blocks` are as for `GrowingLayer`. Other kinds of layers do not change.
+    """
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
             continue
@@ -222,9 +238,11 @@ def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
 
 
 def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
-    """Append a token, not yet written, to one layer of a KV cache.
+    """Add room for one token to a layer of a KV cache.
 
-    None where the cache is of another kind, empty, or holds several sequences.
+    A kernel writes the token's keys and values later. Returns the layer's tensors and its new
+    number of tokens. If the cache is of another kind, empty, or of several sequences, it is not
+    changed, and the result is None.
     """
     if type(cache) is not DynamicCache or cache.offloading or layer_idx >= len(cache.layers):
         return None
@@ -237,15 +255,15 @@ def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
 
 
 def remove_token(cache: Any, layer_idx: int) -> None:
-    """Remove the token that `append_token` added to a layer of a KV cache."""
+    """Remove the last token of one layer of a KV cache, as `append_token` added it."""
     cache.layers[layer_idx].crop(-1)
 
 
 def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
-    """Make room for so many tokens in a GPU's KV cache, layer by layer.
+    """Make room for `tokens` tokens in total in a GPU's KV cache, layer by layer.
 
-    Every FREED bytes of outgrown tensors `release` is called; else the allocator would keep all of
-    them until the last layer has grown.
+    `release` returns the allocator's unused memory to the GPU. It is called after every 64 MiB of
+    replaced tensors; otherwise the allocator would keep all of them until the last layer has grown.
     """
     freed = 0
     for layer in layers_of(cache):
@@ -259,9 +277,10 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
 
 
 def has_all_tokens(cache: Any, tokens: int) -> bool:
-    """Check that a KV cache has separate keys and values for its first tokens.
+    """Check that a KV cache has keys and values of its first `tokens` tokens.
 
-    It has not with a recurrence, behind a sliding window, or where it is quantised.
+    The result is False for recurrent states, offloaded or quantised caches, and sliding windows
+    that have dropped tokens.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return False
@@ -277,9 +296,9 @@ def _has_all_tokens(layer: Any) -> bool:
 
 
 def truncate(cache: Any, tokens: int) -> bool:
-    """Truncate a KV cache in place to a sequence's first tokens; False where impossible.
+    """Truncate a KV cache in place to its first `tokens` tokens; return False if impossible.
 
-    Layers may have different numbers of tokens, as after a pass that failed.
+    The layers may have different numbers of tokens, as after a forward pass that failed.
     """
     if cache is None or type(cache) is not DynamicCache or cache.offloading:
         return cache is None and tokens == 0
@@ -294,9 +313,9 @@ def truncate(cache: Any, tokens: int) -> bool:
 
 
 def copy_tokens(cache: Any, tokens: int, into: Any) -> Any:
-    """Copy a sequence's first tokens to the empty KV cache `into`.
+    """Copy the first `tokens` tokens of a KV cache to the empty cache `into`.
 
-    `has_all_tokens` must hold.
+    Returns `into`. `has_all_tokens(cache, tokens)` must be true.
     """
     for index, layer in enumerate(cache.layers):
         into.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
@@ -312,13 +331,13 @@ def held_bytes(cache: Any) -> int:
 
 
 def tensor_bytes(values: Any) -> int:
-    """Return the bytes of all tensors' storages in nested lists, dicts and composite tensors."""
+    """Return the bytes of all tensors in nested lists and dicts; shared storages count once."""
     storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The plain tensors in a nested value; optimum-quanto's tensors contain others."""
+    """Yield the plain tensors in a nested value; optimum-quanto's tensors contain others."""
     for value in tree_leaves(values):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()

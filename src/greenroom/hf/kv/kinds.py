@@ -1,7 +1,8 @@
 """Kinds of KV cache (plain, quantised, offloaded) that `--kv` names, as transformers' caches.
 
-`dynamic` stores keys and values as computed. `fp8`, `int4` and `int2` quantise them, which changes
-the output; `offloaded` stores a GPU's keys and values in host memory, which does not.
+`dynamic` stores keys and values as computed. `fp8`, `int4` and `int2` quantise keys and values,
+which changes the output. `offloaded` stores a GPU's keys and values in host memory, which does not
+change the output.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of value
 class CacheKind:
     """Kind of KV cache for one model: plain, quantised or offloaded.
 
-    `group` values share a scale where it is quantised.
+    name:  the value of `--kv`
+    group: number of values that share a scale, in an int4 or int2 cache
     """
 
     name: str = DYNAMIC
@@ -46,7 +48,7 @@ class CacheKind:
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """Return the options of transformers' generation config for this kind of KV cache."""
+        """Return the options of transformers' generation config that select this KV cache."""
         if self.name == DYNAMIC:
             return {}
         if self.name == OFFLOADED:
@@ -71,9 +73,9 @@ class CacheKind:
         return DynamicCache(config=config, offloading=self.name == OFFLOADED)
 
     def stored_bytes(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
-        """Measure the bytes of 64 tokens in a layer of this kind of KV cache.
+        """Measure the bytes of 64 tokens in one layer of a quantised KV cache.
 
-        One more token makes optimum-quanto compile its kernels now.
+        heads, keys, values: numbers of heads, and widths of a key and a value
         """
         from transformers.cache_utils import Fp8QuantizedLayer, QuantoQuantizedLayer
 
@@ -82,21 +84,24 @@ class CacheKind:
         tensors = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
         layer.update(*tensors)
         stored_bytes = tensor_bytes([layer._quantized_keys, layer._quantized_values])
+        # One more token makes optimum-quanto compile its kernels now, not in the first answer.
         layer.update(*(tensor[:, :, :1] for tensor in tensors))
         return stored_bytes
 
 
 def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> CacheKind:
-    """Return the KV cache kind of `--kv NAME` for a model on the meta device.
+    """Return the kind of KV cache that `--kv NAME` selects for a model.
 
-    UsageError where the model has none.
+    widths: heads and widths of keys and values of each layer
+    Raises UsageError if this model, device or installation does not support the kind.
     """
     if name == DYNAMIC:
         return CacheKind()
     config: Any = model.config
     if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         raise UsageError(
-            f"--kv {name}: {config.model_type} has a cache of its own: use --kv dynamic"
+            f"--kv {name} does not work with {config.model_type} models, which have a KV cache of"
+            " their own kind: use --kv dynamic"
         )
     if name == OFFLOADED:
         if not on_a_gpu:
@@ -108,7 +113,7 @@ def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool
         is_optimum_quanto_available() and is_quanto_greater("0.2.5", accept_dev=True)
     ):
         raise UsageError(
-            f"--kv {name} needs optimum-quanto (pip install optimum-quanto); --kv fp8 needs nothing"
+            f"--kv {name} needs optimum-quanto: run pip install optimum-quanto, or use --kv fp8"
         )
     group = gcd(GROUP, *(width for _, *both in widths for width in both))
     kind = CacheKind(name, group)
@@ -116,7 +121,7 @@ def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool
         kind.cache(config)
     except ValueError as error:
         raise UsageError(
-            f"--kv {name}: {config.model_type} has layers without full attention, whose keys and"
-            " values transformers cannot quantise: use --kv dynamic"
+            f"--kv {name} does not work with {config.model_type} models: transformers can quantise"
+            " keys and values of full-attention layers only; use --kv dynamic"
         ) from error
     return kind

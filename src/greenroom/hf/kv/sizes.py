@@ -21,14 +21,14 @@ LARGE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Memory of one layer's keys and values, for one sequence.
+    """Memory of one layer's KV cache, for one sequence.
 
-    token:    bytes a token
-    fixed:    bytes of states, whatever the tokens
-    rows:     heads of keys and of values: each begins on a page of its own
-    max_tokens: tokens that a sliding window keeps, None without
-    in_place: whether its tensors grow in place
-    shape:    heads, width of keys, width of values
+    token:    bytes for each token
+    fixed:    bytes that do not depend on the number of tokens, such as recurrent states
+    rows:     heads of keys plus heads of values; each begins on a memory page of its own
+    max_tokens: most tokens that the layer stores, if it has a sliding window; else None
+    in_place: whether the layer's tensors grow in place
+    shape:    number of heads, width of a key, width of a value
     """
 
     token: int
@@ -39,7 +39,7 @@ class LayerSize:
     shape: tuple[int, int, int] = (1, 1, 1)
 
     def held_bytes(self, tokens: int) -> int:
-        """Return the bytes of a layer's keys and values, without the unused ends of pages."""
+        """Return the bytes of a layer's KV cache with `tokens` tokens, not rounded to pages."""
         return (
             self.token * (tokens if self.max_tokens is None else min(tokens, self.max_tokens))
             + self.fixed
@@ -48,16 +48,23 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Memory of a model's KV cache, on the slots' device and in host memory."""
+    """Memory of a model's KV cache, as a function of the tokens in each sequence.
+
+    layers:       the memory of each layer
+    kind:         plain, quantised or offloaded
+    stored_bytes: bytes of 64 tokens in each layer, if the cache is quantised
+    on_a_gpu:     whether the cache is in a GPU's memory
+    room:         tokens within which a cache in host memory grows without a copy
+    """
 
     layers: tuple[LayerSize, ...]
     kind: CacheKind = field(default_factory=CacheKind)
-    stored_bytes: tuple[int, ...] = ()  # of each layer's 64 tokens, where it is quantised
+    stored_bytes: tuple[int, ...] = ()
     on_a_gpu: bool = False
-    room: int = 4096  # tokens that grow without a copy
+    room: int = 4096
 
     def held_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return a KV cache's bytes between passes, with so many tokens in each sequence."""
+        """Return a KV cache's bytes between passes, with `tokens` tokens in each sequence."""
         if self.kind.quantised:
             stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
             residual = RESIDUAL * sum(layer.token for layer in self.layers)
@@ -67,12 +74,12 @@ class KVBytes:
         return sum(self._paged_bytes(layer, tokens, batch) for layer in self.layers)
 
     def host_bytes(self, tokens: int) -> int:
-        """Return the bytes of host memory that a GPU's offloaded KV cache takes."""
+        """Return the bytes of host memory that an offloaded KV cache takes; 0 for other kinds."""
         offloaded = self.kind.name == OFFLOADED
         return sum(layer.held_bytes(tokens) for layer in self.layers) if offloaded else 0
 
     def update_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return the extra bytes a KV cache takes while one layer adds its tokens."""
+        """Return the most extra bytes that a KV cache takes while a layer adds tokens."""
         if self.kind.quantised:
             return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
         if self.kind.name == OFFLOADED:
@@ -86,10 +93,7 @@ class KVBytes:
         return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
 
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes that this KV cache kind saves over `dynamic`.
-
-        Negative where it takes more.
-        """
+        """Return the bytes that this kind of KV cache saves over `dynamic`; negative if none."""
         return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
             tokens
         ) - self.total_bytes(tokens)
@@ -98,7 +102,7 @@ class KVBytes:
         return max((layer.held_bytes(tokens) for layer in self.layers), default=0)
 
     def _paged_bytes(self, layer: LayerSize, tokens: int, batch: int) -> int:
-        """Return the bytes of a KV cache layer, with the unused ends of its pages."""
+        """Return the bytes of a layer's plain KV cache, rounded up to pages or blocks."""
         if not layer.in_place:
             return batch * layer.held_bytes(tokens)
         if not self.on_a_gpu:
@@ -118,9 +122,11 @@ def kv_bytes(
     on_a_gpu: bool = False,
     room: int = 4096,
 ) -> KVBytes:
-    """Measure the KV cache's memory for a model on the meta device.
+    """Measure a model's KV cache memory by a forward pass on the meta device.
 
-    Prompts are read in `block` tokens. UsageError where the model cannot have the kind `kv`.
+    kv:    the kind of KV cache, a value of `--kv`; UsageError if the model does not support it
+    block: most tokens of a prompt that one forward pass computes
+    on_a_gpu, room: fields of the result
     """
     config = model.config
     key = type(model), model.dtype, block, config.to_json_string(), config._attn_implementation
@@ -142,7 +148,7 @@ def kv_bytes(
 
 
 def _layers(model: PreTrainedModel, block: int) -> list[LayerSize]:
-    """The layers' sizes, from the cache after a pass of PROBE tokens."""
+    """Measure the size of each KV cache layer after a pass of PROBE tokens."""
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
     # Some encoders refuse `use_cache`; decoders have a cache by default.
     options: dict[str, Any] = {"use_cache": True}
@@ -175,7 +181,7 @@ def _layer(layer: Any, block: int) -> LayerSize:
 
 
 def _by_config(model: PreTrainedModel) -> list[LayerSize]:
-    """Return the sizes of KV cache layers by the config, as full attention."""
+    """Compute the sizes of KV cache layers from the model's config, as full attention."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,8 +1,8 @@
 """Calibrate cache sizes, splits and pinned experts from the routing of a warm-up prompt.
 
-A prompt is answered and recorded before the first round. AdapMoE's sizes come from a dynamic
-programme over its routing, MoEpic's budgets and splits from Algorithm 1, and a pinned set has the
-experts that it used most.
+Before the first round of a benchmark, one prompt is answered and its expert routing is recorded.
+From the routing, AdapMoE's dynamic programme computes cache sizes for each layer, MoEpic's
+Algorithm 1 computes cache sizes and the split of experts, and the most used experts are pinned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from greenroom.trace.segments import Header
 
 @dataclass(frozen=True)
 class Calibration:
-    """Expert routing and predictions of a warm-up prompt, and latencies of decoded tokens."""
+    """Expert routing and predictions recorded on a warm-up prompt, for benchmark settings.
+
+    latency: measured times of decoded tokens; None if too few tokens were decoded
+    """
 
     trace: Trace
     latency: TokenLatency | None
@@ -46,8 +49,9 @@ class Calibration:
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
         """Set a benchmark entry's `calibrated_options` from the warm-up prompt's routing.
 
-        Sizes and splits divide `capacity` slots. A pinned set has the `least` slots that there will
-        be, without those of a token; BudgetError where none is left.
+        capacity: expert slots that cache sizes and splits divide
+        least:    expert slots that remain with a full context; pinned experts leave enough of them
+                  free for one token, or BudgetError is raised
         """
         options: dict[str, Any] = {}
         if "split" in entry.calibrated_options:
@@ -68,9 +72,12 @@ class Calibration:
         return f"warm-up ({self.trace.tokens} tokens)"
 
     def _moepic_options(self, entry: Entry, capacity: int) -> dict[str, str]:
-        """Algorithm 1's splits, and its budgets where `scope` is calibrated too."""
+        """Return MoEpic's splits, and its cache sizes if `scope` is calibrated too."""
         if self.latency is None:
-            raise UsageError("Algorithm 1 needs the times of decoded tokens: give more --tokens")
+            raise UsageError(
+                "calibrating splits and cache sizes of layers (MoEpic) needs the times of more"
+                " decoded tokens: raise --tokens"
+            )
         activity = recorded_activity(self.trace)
         chosen = CacheConfiguration.of(activity, capacity, self.latency)
         ratios = chosen.split or (1.0,) * self.trace.layers
@@ -84,14 +91,15 @@ class Calibration:
         return options
 
     def _hot_set(self, scope: str, least: int) -> Pins:
-        """Choose the most used experts to pin, in slots that a token does not need."""
+        """Choose the most used experts to pin, in the slots that a token leaves free."""
         trace, offsets = self.trace, self.trace.offsets.tolist()
         groups = 1 if scope == "shared" else trace.layers
         room = least - trace.top_k * groups
         if room < groups:
+            each = f" in each of {groups} layers" if groups > 1 else ""
             raise BudgetError(
-                f"{least} slots leave none for pinned experts: a token needs {trace.top_k} slots in"
-                f" each of {groups} groups"
+                f"an expert cache of {least} slots has none for pinned experts: a token needs"
+                f" {trace.top_k} slots{each}; give more memory or a larger --cache"
             )
         experts = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
         uses = np.bincount(experts.reshape(-1), minlength=offsets[-1])
@@ -100,7 +108,7 @@ class Calibration:
 
 
 def _as_option(numbers: Sequence[float]) -> str:
-    """Return numbers in the form of a command-line option."""
+    """Format numbers as a command-line option's value, separated by commas."""
     return ",".join(f"{number:.6f}".rstrip("0").rstrip(".") for number in numbers)
 
 
@@ -109,7 +117,7 @@ def record_warm_up(
 ) -> Calibration:
     """Answer the warm-up prompt, and record its routing with the predictors' predictions.
 
-    TraceError where this model's passes cannot be recorded.
+    Raises TraceError if this model's passes cannot be recorded.
     """
     model, catalog = harness.model, harness.setup.catalog
     header = Header(
@@ -132,15 +140,18 @@ def record_warm_up(
 
 
 def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
-    """Return the expert predictors for a benchmark entry whose split is calibrated.
+    """Return the expert predictors that a benchmark entry's calibration observes.
 
-    None for other entries. UsageError or PredictorError where they cannot run with this model, or
-    its routing cannot be recorded.
+    There are none unless the entry's split is calibrated. Raises UsageError for an encoder-decoder
+    model, whose routing cannot be recorded, and PredictorError or UsageError if a predictor cannot
+    run with this model.
     """
     model, catalog = harness.model, harness.setup.catalog
     if model.config.is_encoder_decoder:
-        raise UsageError("it is calibrated from routing, and the passes of an encoder-decoder skip"
-                         " layers")  # fmt: skip
+        raise UsageError(
+            "the setting is calibrated from recorded routing, which an encoder-decoder model does"
+            " not have: its passes skip layers"
+        )
     name = entry.config.prefetch if "split" in entry.calibrated_options else OFF
     if predictor(name).kind is AUTO:
         name = AUTOMATIC[0]
@@ -152,10 +163,10 @@ def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
 def calibrate(
     harness: Harness, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
 ) -> None:
-    """Answer an uncounted prompt, and calibrate benchmark entries from its expert routing.
+    """Answer a warm-up prompt, and calibrate benchmark entries from its expert routing.
 
-    The cache has the config that the model was loaded with. An entry that cannot be calibrated gets
-    a `skip_reason`.
+    The answer is not measured. Its expert cache has the config that the model was loaded with. An
+    entry that cannot be calibrated gets a `skip_reason`.
     """
     attached = harness.attach(harness.config)
     calibrated = [entry for entry in entries if entry.calibrated_options and not entry.skip_reason]

@@ -1,8 +1,8 @@
 """Measure a machine's costs besides matrix products, with a small random model.
 
-A layer takes more time than its weights (attention, norms, router, Python between kernels),
-fetching an expert takes time of the cores that compute, and these are slower after a wait. All of
-it is measured with the code that runs any other model, and is saved in the machine's profile.
+A layer takes time beyond its matrix products (attention, norms, router, Python between kernels).
+Fetching an expert takes time from the cores that compute, and these are slower after a wait. The
+costs are measured with the code that runs real models, and are saved in the machine's profile.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def with_dry_run(
     shape: Shape | None = None,
     devices: Mapping[str, str] | None = None,
 ) -> Machine:
-    """Add overheads, measured with a small random model, to a machine's description.
+    """Measure overheads with small random models, and add them to a machine's description.
 
-    The model is written to `folder`.
+    folder:  where the models are written, and removed afterwards
+    shape:   the larger model's shape, by default `Shape()`
+    devices: the `--device` that computes from each memory, "host" or "device"
     """
     shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
@@ -83,38 +85,40 @@ def _measure_processor(
 
 
 def compute_seconds(session: Measurement) -> float:
-    """Return the seconds that a measured token takes without waits for experts."""
+    """Return the mean seconds that a token takes without waits for experts."""
     return session.tpot_s - session.stall_s / len(session.gaps)
 
 
 def wait_seconds(session: Measurement) -> float:
-    """Return the seconds that a token waits for experts.
+    """Return the mean seconds that a token waits for experts.
 
-    Each wait counts up to a limit (see `Costs.wake`).
+    The sum of waits counts at most COOLED seconds for each miss: after that time, a longer wait
+    does not make the next computation slower.
     """
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 
 
 def wake_cost(short: Measurement, long: Measurement) -> float:
-    """Return the slowdown of computation per second waited (`Costs.wake`), from two runs.
+    """Return by how many seconds each second of waiting lengthens computation, from two runs.
 
-    Both waited for about as many experts.
+    The runs wait for about the same number of experts, one for longer than the other. The result is
+    a processor's `wake` cost.
     """
     more = wait_seconds(long) - wait_seconds(short)
     return max(0.0, (compute_seconds(long) - compute_seconds(short)) / more) if more > 0 else 0.0
 
 
 def _copy_rate(machine: Machine) -> float:
-    """Bytes a second that one thread copies, half of the memory traffic."""
+    """Return the bytes per second that one thread copies, half of its memory traffic."""
     return float(machine.measured["memory"]["1"]) / 2
 
 
 class Case(NamedTuple):
     """Setting in which the small random model of a dry run is measured.
 
-    all_resident: every expert is in a slot; else there are slots for SHARE of them
-    prefetch:     a predictor, without its guard
-    read_limit:   bytes a second of the disk
+    all_resident: whether every expert has a slot; otherwise half of them have one
+    prefetch:     the predictor that prefetches, or "off"
+    read_limit:   bytes per second that the disk delivers; None for its own speed
     """
 
     all_resident: bool = False
@@ -128,7 +132,7 @@ ALL_RESIDENT, PART, AHEAD = Case(all_resident=True), Case(), Case(prefetch="next
 def measure(
     model: str, shape: Shape, device: str, cases: Sequence[Case] = (ALL_RESIDENT, PART, AHEAD)
 ) -> list[Measurement]:
-    """Measure the answer to one prompt by a small random model in each setting."""
+    """Measure one prompt's answer by a small random model in each setting (`Case`)."""
     harness = Harness(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     slots, measurements = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []
@@ -149,6 +153,6 @@ def measure(
 
 
 def _dense_bytes(shape: Shape) -> int:
-    """Bytes of a layer's attention, with its share of the head."""
+    """Return the bytes of a layer's attention weights, with its share of the output head."""
     attention = 2 * shape.hidden * (2 * shape.heads * 64 + 2 * 4 * 64)
     return attention + 2 * shape.vocabulary * shape.hidden // shape.layers

@@ -22,10 +22,10 @@ PAIRED = 8  # tokens whose total time is one sample of a comparison
 class Entry:
     """Named setting of a benchmark, with its measured rounds.
 
-    calibrated_options: options that are set from the routing of the warm-up
-    pins:        the pinned set, where that is one of them
-    notes:       its description, and its calibrated values in words
-    skip_reason: why it is not measured; "" where it is
+    calibrated_options: names of options that are set from the routing of a warm-up prompt
+    pins:        the pinned experts, if `pin` is a calibrated option
+    notes:       the setting's description, and its calibrated values in words
+    skip_reason: why the setting is not measured; "" if it is measured
     """
 
     name: str
@@ -41,9 +41,10 @@ class Entry:
         return [session.tpot_s for session in self.rounds]
 
     def as_row(self, of: Entry) -> dict[str, Any]:
-        """Return a benchmark entry's means over its rounds, with intervals.
+        """Return a benchmark entry's row of the result table, from its rounds.
 
-        `ratio` is its TPOT over that of another entry.
+        `tpot_s` and `ttft_s` are means with confidence intervals, and `ratio` is this entry's time
+        per output token divided by that of the entry `of`.
         """
         tokens = sum(len(session.gaps) for session in self.rounds)
         requests = sum(session.requests for session in self.rounds)
@@ -65,9 +66,10 @@ class Entry:
         }
 
     def observed(self, expert_bytes: int) -> list[RunMeasurement]:
-        """Return a benchmark entry's rounds as measurements for plans.
+        """Return a benchmark entry's rounds as measurements that plans are fitted to.
 
-        None of a guarded predictor, which may be off.
+        The list is empty if the entry prefetches with the guard, which may turn prefetching off
+        unnoticed.
         """
         ahead = self.config.prefetch != "off"
         if ahead and not self.config.no_guard:
@@ -86,9 +88,10 @@ class Entry:
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
-    """Return the fastest benchmark entry if significantly faster than plain LRU; else plain LRU.
+    """Return the fastest benchmark entry, or `plain` if it is not significantly slower.
 
-    Significance is that of a ratio over pairs of the same PAIRED tokens, in LEAST rounds or more.
+    Times of the same 8 tokens are compared in pairs. The fastest entry wins if the upper end of the
+    confidence interval of their ratio is below 1, after 2 or more rounds of both.
     """
     best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
     if best is plain or min(len(best.rounds), len(plain.rounds)) < LEAST:
@@ -98,7 +101,7 @@ def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
 
 
 def _pairs(one: Entry, other: Entry) -> tuple[list[float], list[float]]:
-    """Pairs of seconds that both entries took for the same PAIRED tokens."""
+    """Return the seconds that each of two entries took for the same groups of PAIRED tokens."""
     first_seconds, second_seconds = [], []
     for a, b in zip(one.rounds, other.rounds, strict=False):
         n = min(len(a.gaps), len(b.gaps))

@@ -1,7 +1,7 @@
 """Benchmark harness: load a model once, and measure it with many settings.
 
-Each setting gets a new expert cache, and answers the same prompts with the same seeds. Lossless
-settings give the same tokens and do the same work; they differ in their waits.
+Each setting gets a new expert cache, and answers the same prompts with the same seeds. Settings
+that do not change the model's output give the same tokens; they differ only in time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ WARM_S = 10.0  # seconds for filling a cache with the experts used most before
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurement of one benchmark setting on some prompts; times in seconds.
+    """Measurement of one benchmark setting on some prompts; times are in seconds.
 
-    ttft:   times to the first token, of each prompt
-    gaps:   times between tokens, without the first ones after a prompt
-    tokens: the answers, which must be the same with every lossless setting
-    requests, misses and bytes are those of the decode passes in `gaps`
+    ttft:   time to the first token of each answer
+    gaps:   times between tokens, without the first `settle` ones of each answer
+    tokens: token ids of the answers, the same with every setting that does not change the output
+    requests, misses, bytes_read: of the expert cache, in the decode passes of `gaps`
+    stall_s: time in which these passes waited for experts
+    busy_s:  time in which these passes' reads kept the first link (the disk) busy
     """
 
     ttft: tuple[float, ...]
@@ -50,11 +52,11 @@ class Measurement:
     misses: int
     bytes_read: int
     stall_s: float
-    busy_s: float  # of the link, with these bytes
+    busy_s: float
 
     @property
     def tpot_s(self) -> float:
-        """Return the mean time per output token, in which slow tokens count."""
+        """Return the mean time per output token, in seconds."""
         return float(np.mean(self.gaps))
 
     @property
@@ -68,7 +70,7 @@ class Harness:
     def __init__(
         self, source: str, config: LoadConfig, progress: Progress = lambda share, what: None
     ) -> None:
-        """Load a model for benchmarks, without reading or saving state of other runs."""
+        """Load a model for benchmarks; nothing from earlier runs is used or saved."""
         self.model: Any
         self.source, self._progress = source, progress
         self._load(config)
@@ -87,18 +89,19 @@ class Harness:
         self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     def learn(self) -> None:
-        """Make later caches start with the experts used most in all requests so far."""
+        """Make expert caches that are attached later start with the experts used most so far."""
         self.request_counts += self._pending
         self._pending[:] = 0
 
     def attach(
         self, config: LoadConfig, capacity: int | None = None, pins: Pins | None = None
     ) -> Greenroom:
-        """Replace the expert cache by one of this config, filled with the experts used most.
+        """Replace the model's expert cache by one of this config, and fill it.
 
-        It has `capacity` slots, or those of the budget. The model is loaded again for another split
-        or other approximations. `pins` replace those of a file. After an error there is no cache
-        until the next call.
+        The new cache has `capacity` slots, or as many as the memory budget leaves, and starts with
+        the experts used most before. `pins` replaces the file of `--pin`. The model is loaded again
+        if the split of experts or the approximation of misses changes. After an error the model
+        has no cache until the next call.
         """
         self.close()
         cut = {name: getattr(config, name) for name in ("split", *APPROXIMATION_OPTIONS)}
@@ -132,7 +135,7 @@ class Harness:
         return attached
 
     def _warm(self, attached: Greenroom) -> None:
-        """Fill an expert cache with the experts used most; these reads are uncounted."""
+        """Fill an expert cache with the experts used most; these reads are not counted."""
         view, offsets = attached.driver.scheduler.view, self.setup.catalog.offsets
         hot = RoutingHistory.of_counts(self.request_counts).hot_set(offsets, view.slots, view.scope)
         if hot.size:
@@ -140,11 +143,11 @@ class Harness:
         attached.driver.request_counts[:] = 0
 
     def fill(self) -> None:
-        """Load every expert into a cache that has a slot for each."""
+        """Load every expert into the present expert cache, which has a slot for each."""
         warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
 
     def close(self) -> None:
-        """Detach the expert cache, if there is one: end its threads and free its slots."""
+        """Detach the model's expert cache, if any: end its threads and free its slots."""
         if (attached := getattr(self.model, "greenroom", None)) is not None:
             attached.detach()
 
@@ -153,7 +156,9 @@ class Harness:
     ) -> Measurement:
         """Answer the prompts with the present expert cache, and measure times and misses.
 
-        Sampling has fixed seeds.
+        Each answer has `tokens` tokens, of which the first `settle` are not counted. The seed of
+        sampling is the prompt's number. Raises UsageError if the context has no room for a counted
+        token.
         """
         greenroom: Greenroom = self.model.greenroom
         ttft, gaps, answers = [], [], []
@@ -173,7 +178,8 @@ class Harness:
         if not gaps:
             raise UsageError(
                 f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
-                f" --context {self.setup.context} has no room for more after the prompt: raise it"
+                f" --context {self.setup.context} leaves no room for more after the prompt:"
+                " raise --context"
             )
         counts = greenroom.driver.request_counts
         self._pending += counts[: self.experts]  # of split experts, the tops
@@ -186,7 +192,7 @@ class Harness:
 
 
 def _counters(greenroom: Greenroom) -> Floats:
-    """Totals [5]: requests, misses, bytes read, seconds stalled, seconds of the link."""
+    """Return [requests, misses, bytes read, seconds stalled, seconds of the first link]."""
     counts, meter = greenroom.driver.scheduler.view.counted(), greenroom.driver.meter.copy()
     busy = meter.links[0].busy_s
     return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s, busy])
@@ -194,9 +200,9 @@ def _counters(greenroom: Greenroom) -> Floats:
 
 @contextmanager
 def _decodes(model: Any, settle: int) -> Iterator[list[Floats]]:
-    """Yields a list that gets the totals after an answer's first `settle` decode passes.
+    """Yield a list that gets the counters' totals after `settle` decode passes of an answer.
 
-    It stays empty where there are fewer passes.
+    The list stays empty if the answer has fewer decode passes.
     """
     snapshots: list[Floats] = []
     passed = 0

@@ -1,4 +1,4 @@
-"""Write a small random Qwen3-MoE model to a folder, to measure the machine."""
+"""Write a small Qwen3-MoE model with random weights to a folder, to measure a machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greenroom.interrupts import undo_on_interrupt
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a small random MoE model; the default is typical of measured kernels."""
+    """Shape of a small random Qwen3-MoE model that measures a machine."""
 
     hidden: int = 1024
     inner: int = 512
@@ -47,9 +47,10 @@ class Shape:
 
 @contextmanager
 def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
-    """Make a temporary folder with a random Qwen3-MoE model.
+    """Write a random Qwen3-MoE model for the duration of a context.
 
-    OutputError where it cannot be written.
+    The context gets the model's temporary folder, which is made in `folder`. Raises OutputError if
+    the model cannot be written.
     """
     try:
         with (
@@ -59,11 +60,13 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
             write(Path(name), shape)
             yield Path(name)
     except OSError as error:
-        raise OutputError(f"cannot write a small model in {folder}: {error.strerror}") from error
+        raise OutputError(
+            f"cannot write a small test model to {folder}: {error.strerror}"
+        ) from error
 
 
 def write(folder: Path, shape: Shape) -> None:
-    """Write a random model's config, word tokenizer and weights.
+    """Write the config, the word tokenizer and the weights of a random Qwen3-MoE model.
 
     All experts of a layer have equal weights.
     """

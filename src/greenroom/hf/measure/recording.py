@@ -1,4 +1,4 @@
-"""Record which experts a loaded model's routers choose, prompt after prompt."""
+"""Record which experts a loaded model's routers choose while it answers prompts."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def record(
     name: str,
     on_request: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> int:
-    """Answer every prompt, and write the routers' choices to the trace `path`.
+    """Answer every prompt, and write the routers' choices to the trace file `path`.
 
-    Returns the tokens recorded now. Of an encoder-decoder model the decoder is recorded: its passes
-    go through all of its layers. The trace grows in a journal beside `path`; an unfinished journal
-    of the same arguments is continued. `on_request(done, tokens)` is called after every request,
-    and at the start with the requests that the journal already has.
+    Returns the number of tokens that this call recorded. Of an encoder-decoder model, only the
+    decoder is recorded. The trace grows in a journal file in the folder of `path`. If an unfinished
+    journal of the same arguments is there, it is continued. `on_request(done, tokens)` is called at
+    the start with the number of prompts that the journal has, and after every prompt. Raises
+    UsageError, before the first answer, if a prompt does not fit into the context.
     """
     setup, catalog = model.greenroom.setup, model.greenroom.setup.catalog
     context = setup.context
     lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
     if (longest := max(lengths)) + 1 > context:
         raise UsageError(
-            f"prompt {lengths.index(longest) + 1} has {longest} tokens, --context has room for"
-            f" {context}: raise it"
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, which leaves no room for an"
+            f" answer in --context {context}: raise --context, or shorten the prompt"
         )
     encoded = model.config.is_encoder_decoder
     skipped = _encoders(model, catalog) if encoded else 0
@@ -91,9 +92,9 @@ def recorder_of(
     predictors: ModelPredictors,
     skipped: int = 0,
 ) -> Recorder:
-    """Make a recorder of the routers' and predictors' choices in a model's layers.
+    """Make a recorder of the routers' and predictors' choices in a model's MoE layers.
 
-    The first `skipped` layers are left out. Its segments are written to `sink`.
+    The first `skipped` layers are not recorded. The recorder writes to `sink`, such as a journal.
     """
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]
@@ -112,9 +113,9 @@ def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
-    """Return the bytes of an expert and of a layer's dense parts, for simulated machines.
+    """Return the mean bytes of an expert, and of a layer's dense weights, for simulations.
 
-    The input embedding does not count: a token reads one row of it.
+    The input embedding does not count, since a token reads one row of it.
     """
     catalog = model.greenroom.setup.catalog
     embedding, head = weight_matrix(model.get_input_embeddings()), model.get_output_embeddings()

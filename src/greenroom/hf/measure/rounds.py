@@ -1,6 +1,6 @@
-"""Benchmark settings of one model in rounds: they take turns on real prompts.
+"""Benchmark several settings of one model in rounds, in which they take turns.
 
-A machine that slows down then slows all of them.
+If the machine becomes slower, for example because it heats up, all settings suffer alike.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def run_rounds(
     raw: bool,
     report: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Measure all benchmark entries in rounds, each on the next prompt in a new order.
+    """Measure all benchmark entries in rounds; each round has its own prompt and order.
 
-    No round begins after `seconds`, except the first LEAST. Caches begin with the experts that
-    rounds before used most; for the first round the last prompt is answered, uncounted.
+    Before the first round, the last prompt is answered as a warm-up that is not measured. Every
+    expert cache starts with the experts that the warm-up and earlier rounds used most. No round
+    begins after `seconds`, except the first two. `report` is called with each stage.
 
-    Of several entries, those that this model or machine cannot run get a `skip_reason`; the error
-    of a single entry is raised. `report` is called with each stage.
+    Of several entries, one that this model or machine cannot run gets a `skip_reason`. If there is
+    only one entry, its error is raised.
     """
     end = time.perf_counter() + seconds
     report("warming up")
@@ -76,12 +77,12 @@ def run_rounds(
 
 
 def _check_co_compute(harness: Harness, entry: Entry, single: bool) -> None:
-    """Check that a benchmark entry has the GPU and host memory that it needs.
+    """Raise UsageError if a benchmark entry computes on CPU and GPU, and that cannot work here.
 
-    UsageError where co-computing lacks them: the entry's row would be misleading. A single entry's
-    run prints a warning instead.
+    The entry's row would be misleading. A single entry is not checked, since attaching it logs a
+    warning.
     """
     if entry.config.uses_host() and not single and (why := co_compute_obstacle(harness.setup)):
         raise UsageError(
-            f"computing misses on the host needs a GPU, and room for experts in host memory: {why}"
+            f"--co-compute auto needs a GPU, and room for experts in host memory: {why}"
         )

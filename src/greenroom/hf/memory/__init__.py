@@ -1,10 +1,12 @@
 """Budget a model's memory, and make the slots of its experts on their devices.
 
+A slot is memory for one expert in the expert cache. The modules:
+
 setup        options, sizes and devices of one run
 slots        number, size and memory of slots
-split        experts split in two parts
+split        experts split into a top and a bottom segment
 approximate  approximated misses
 devices      devices, links and kernels that compute the experts
 budget       memory that is needed besides slots
-slot_budget  slots that leave memory to the KV cache as it grows
+slot_budget  number of slots, which falls as the KV cache grows
 """

@@ -1,4 +1,4 @@
-"""Set up approximate misses: checks, low-precision copies of a pack, and their slots."""
+"""Set up approximate misses: low-precision expert copies in a pack, and their slots."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ APPROXIMATION_OPTIONS = tuple(
 
 
 def check_copies(catalog: Catalog, at: Approximation | None) -> None:
-    """Check that a checkpoint has the low-precision expert copies that the options need.
+    """Check that a checkpoint has the low-precision expert copies that `--miss-precision` needs.
 
-    UsageError, which names the command that makes such a pack.
+    Raises UsageError otherwise, which names the command that makes a pack with copies.
     """
     if at is None or not at.low:
         return
@@ -38,9 +38,10 @@ def check_copies(catalog: Catalog, at: Approximation | None) -> None:
 
 
 def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int) -> Copies | None:
-    """Return a pack's low-precision expert copies, and the number of their slots.
+    """Return the sizes of a pack's low-precision expert copies, and the number of their slots.
 
-    These take their share of the memory of `room` experts, but hold those of a token at least.
+    The slots take the share of `--low-share` of the memory of `room` experts, but hold at least the
+    `top_k` copies that a token may need. The result is None if no copies are used.
     """
     if at is None or not at.low:
         return None
@@ -54,7 +55,13 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """Return a layer's experts with approximate misses, and with low-precision copies if any."""
+    """Make the experts module of a layer whose misses may be approximated.
+
+    module: the layer's experts module
+    layer:  the layer's number among the MoE layers
+    slots:  the slots of experts, and of low-precision copies if the run has any
+    Raises UsageError if `--substitute-below` is set and the experts have biases.
+    """
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)

@@ -1,8 +1,9 @@
-"""Compute the expert slots that a memory budget leaves besides everything else.
+"""Compute how many expert slots a memory budget leaves besides everything else.
 
-`--memory M` covers the entire process: Python and its libraries, dense parts, KV cache, workspace,
-staging; the remainder becomes slots. With a GPU it covers the GPU's memory, and `--host-memory` the
-process: Python, CUDA's own memory, staging slots; the remainder caches experts there.
+Without a GPU, `--memory M` covers the entire process: Python and its libraries, dense weights, KV
+cache, activations and staging slots. The remainder becomes slots of the expert cache. With a GPU,
+`--memory` covers the GPU's memory, and `--host-memory` covers the process: Python, CUDA's own
+memory and staging slots. The remainder of host memory caches further experts.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ class MemoryNeeds:
 
 
 def budget_bytes(memory: str | int | None) -> int:
-    """Return `--memory` in bytes.
+    """Return the value of `--memory` in bytes, for a run without a GPU.
 
-    A share (or `auto`) is of available memory and this process's.
+    A share is taken of the system's available memory plus this process's resident memory. `auto`
+    and None are a share of 80%.
     """
     return _amount(memory, "--memory", available_bytes() + rss_bytes())
 
@@ -96,11 +98,14 @@ def capacity_for(
     label: str = "",
     devices: int = 1,
 ) -> int:
-    """Return the expert slots that a memory budget leaves, at most one per expert.
+    """Return the number of expert slots that a memory budget leaves.
 
-    `label` is the memory in words, where it is not the process's. The budget is of each of several
-    GPUs, which all have the same number of slots. BudgetError, which names a sufficient budget,
-    where fewer than `min_slots` are left.
+    It is at most the number of experts.
+
+    budget:  bytes; with several GPUs, of each of them
+    label:   which memory the budget is of, for the error message; "" for the process's memory
+    devices: number of GPUs, which all have the same number of slots
+    Raises BudgetError if fewer than `min_slots` are left. It names a sufficient budget.
     """
     slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < min_slots:
@@ -115,10 +120,10 @@ def capacity_for(
 
 
 class DeviceBudget:
-    """GPU memory budget from `--memory`: bytes, or a share of free memory at the start.
+    """GPU memory budget from `--memory`: bytes, or a share of the GPU's free memory at start.
 
-    `read` returns free and total bytes now. BudgetError where more is asked for than is free: other
-    processes may use it, and a GPU cannot swap.
+    `read` returns the free and total bytes of the GPU now. Raises BudgetError if the budget exceeds
+    free memory, since a GPU cannot swap.
     """
 
     LABEL = " of the GPU's memory"
@@ -130,14 +135,14 @@ class DeviceBudget:
         if self.nbytes > self.free:
             raise BudgetError(
                 f"--memory {memory} is more than the GPU has free: {show_bytes(self.free)} of"
-                f" {show_bytes(total)}; with a GPU, --memory is the GPU's memory and --host-memory"
-                " the host's"
+                f" {show_bytes(total)}; with a GPU, --memory limits the GPU's memory and"
+                " --host-memory the process's memory on the host"
             )
 
     def after(self, slots: int) -> MemoryNeeds:
-        """Return a loaded run's memory needs on the GPU besides its bytes of expert slots.
+        """Return a loaded run's memory needs on the GPU besides `slots` bytes of expert slots.
 
-        Dense parts and libraries take what else became used since the start.
+        All other memory that became used since the start counts as dense weights and libraries.
         """
         return MemoryNeeds(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
 
@@ -149,11 +154,13 @@ def host_slots(
     kv: int = 0,
     slot_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """Return the budget of host memory in bytes, and how many experts fit in it.
+    """Return the `--host-memory` budget in bytes, and how many experts it can cache.
 
-    `kv` bytes are for offloaded keys and values; an expert takes `slot_bytes` where its layout is
-    not that of the disk. Without an amount it is AUTO_SHARE of available memory, and may leave room
-    for no expert. BudgetError where an amount is too small for the process and its staging slots.
+    host_memory: value of the option; None and `auto` are 80% of available memory, which may leave
+                 room for no expert
+    kv:          bytes of keys and values that are offloaded to host memory
+    slot_bytes:  bytes of an expert, if it is not cached in the layout of the disk
+    Raises BudgetError if an amount is too small for the process and its staging slots.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
@@ -171,7 +178,7 @@ def host_slots(
 
 
 def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
-    """Return the chunks in which each expert is read from the checkpoint's files."""
+    """Return, for each expert id, the file chunks in which the expert is read."""
     return [
         tuple(chunk for extent in catalog.extents(e) for chunk in cut(extent, CHUNK_BYTES))
         for e in range(catalog.experts)
@@ -179,7 +186,7 @@ def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """Return a layer's experts per token, by the config; 1 without an entry."""
+    """Return `num_experts_per_tok` of a model's config; 1 if the config has no such entry."""
     config = model.config.get_text_config()
     return int(getattr(config, "num_experts_per_tok", None) or 1)
 
@@ -188,8 +195,10 @@ def experts_per_token(model: PreTrainedModel) -> int:
 class Workspace:
     """Memory of a forward pass's activations, in bytes.
 
-    They are `fixed` bytes, bytes for each new `token`, for each token of the `context`, and for
-    each `pair` of a new token and a token of the context.
+    fixed:   bytes that do not depend on the number of tokens
+    token:   bytes for each new token
+    context: bytes for each token of the context
+    pair:    bytes for each pair of a new token and a token of the context
     """
 
     fixed: int
@@ -199,7 +208,7 @@ class Workspace:
 
     @classmethod
     def of(cls, model: PreTrainedModel, catalog: Catalog) -> Workspace:
-        """Compute a model's activation sizes: experts, widest dense layer, attention and logits."""
+        """Compute activation sizes from a model's config and from its experts' layouts."""
         config: Any = model.config.get_text_config()
         hidden, heads = config.hidden_size, config.num_attention_heads
         weights = [
@@ -225,10 +234,11 @@ class Workspace:
         return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
 
     def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
-        """Return the activation bytes of a pass with `length` new tokens in each sequence.
+        """Return the activation bytes of a pass of `batch` sequences.
 
-        `tokens` counts the context too. A block of a prompt is always counted, also while single
-        tokens are decoded.
+        length: new tokens of each sequence
+        tokens: all tokens of a sequence, new ones included
+        block:  new tokens of a prompt's block; the pass counts as at least one such block
         """
         rows = max(batch * length, min(block, tokens))
         attention = batch * tokens * (self.context + length * self.pair)

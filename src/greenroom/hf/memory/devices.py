@@ -1,4 +1,4 @@
-"""Devices that compute a model's experts, their links and their kernels."""
+"""Choose the devices that compute a model's experts, their transfer links and kernels."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ log = logging.getLogger(__name__)
 
 
 def engine_for(setup: ModelSetup, number: int) -> Engine:
-    """Return one of a run's GPUs by number; the first has the dense weights."""
+    """Open one of a run's GPUs by its index in the run's devices.
+
+    The first GPU has the dense weights.
+    """
     return Cuda(setup.devices[number])
 
 
 def engines_for(setup: ModelSetup) -> list[Engine]:
-    """Return all GPUs of a run; none where expert slots are in host memory."""
+    """Open all GPUs of a run; the list is empty if expert slots are in host memory."""
     return [engine_for(setup, n) for n in range(len(setup.devices))] if setup.cuda else []
 
 
 def lanes_of(setup: ModelSetup) -> tuple[int, ...]:
-    """Return each link's concurrent transfers: from disk to host, and to GPU."""
+    """Return the number of concurrent transfers of each link: from disk, and to a GPU."""
     if setup.cuda:
         return setup.readers, IN_FLIGHT
     return (setup.readers, 1) if setup.fake else (setup.readers,)
 
 
 def links_of(setup: ModelSetup) -> tuple[str, ...]:
-    """Return the names of a run's links (disk to host, host to each device).
+    """Return the names of a run's transfer links, such as "disk -> host".
 
-    Each of several devices has a last link of its own.
+    Each of several devices has its own link from the host.
     """
     chain = LINKS[: len(lanes_of(setup))]
     if len(setup.devices) == 1:
@@ -47,27 +50,31 @@ def links_of(setup: ModelSetup) -> tuple[str, ...]:
 
 
 def kernels_of(setup: ModelSetup) -> str:
-    """Choose the kernels that compute experts; UsageError where the device cannot run them."""
+    """Return the name of the kernels that compute experts, for `--kernels` and the device.
+
+    Raises UsageError if the device cannot run the kernels that the user named.
+    """
     if setup.kernels == "auto":
         if not setup.cuda:
             return "numba"
         if find_spec("triton") is not None:
             return GPU_KERNEL
         log.warning(
-            "Triton is not installed (pip install 'greenroom[gpu]'): the eager kernels are slower"
+            "Triton is not installed, so the slower eager kernels compute experts on the GPU:"
+            " run pip install 'greenroom[gpu]'"
         )
         return "eager"
     if setup.cuda and setup.kernels in COMPILED:
         raise UsageError(
-            f"--kernels {setup.kernels} is for a CPU: with --device cuda use triton or eager"
+            f"--kernels {setup.kernels} runs on a CPU only: with --device cuda use triton or eager"
         )
     return setup.kernels
 
 
 def host_computes(setup: ModelSetup) -> bool:
-    """Check that the host's CPU computes experts missing on the GPU.
+    """Check that the CPU computes some of the experts missing in GPU memory.
 
-    Warns where it was asked to and cannot.
+    Logs a warning if `--co-compute` asks for that and this machine cannot do it.
     """
     if not setup.config.uses_host():
         return False
@@ -78,10 +85,7 @@ def host_computes(setup: ModelSetup) -> bool:
 
 
 def co_compute_obstacle(setup: ModelSetup) -> str:
-    """Return the reason why CPU and GPU cannot share missing experts.
-
-    "" where they can.
-    """
+    """Return why CPU and GPU cannot share the experts missing on the GPU; "" if they can."""
     if not (setup.cuda or setup.fake):
         return "without a GPU the CPU computes everything"
     if setup.host_capacity < len(setup.devices):

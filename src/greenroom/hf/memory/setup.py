@@ -18,8 +18,10 @@ from greenroom.hf.kv.sizes import KVBytes
 class ModelSetup:
     """Setup of one model's run: options, sizes and devices.
 
-    On a GPU (`cuda`) the slots are in its memory, and `host_capacity` further experts are in host
-    memory, by `host_policy`. The `fake` device has that second link too, and poisons stale slots.
+    With `cuda`, the `capacity` expert slots are in GPU memory, and up to `host_capacity` further
+    experts are cached in host memory, with the eviction policy `host_policy`. The `fake` device of
+    tests imitates a GPU's slots and transfers in host memory, and overwrites slots that must not be
+    read.
     """
 
     catalog: Catalog
@@ -57,5 +59,5 @@ class ModelSetup:
 
     @property
     def approximation(self) -> Approximation | None:
-        """Return how cache misses may be approximated; None where all are exact."""
+        """Return how cache misses may be approximated; None if every miss is exact."""
         return self.config.approximation()

@@ -1,9 +1,9 @@
-"""Share one memory budget: expert slots shrink as the KV cache grows.
+"""Share one memory budget: the number of expert slots falls as the KV cache grows.
 
-The tokens of a pass's context are known before it runs. Their memory is taken from the slots a
-block of tokens at a time, before the pass; so memory stays inside the budget, and a conversation
-costs a resize every BLOCK tokens. When a prompt was read, or another one begins, slots are added
-again where enough are gained.
+The number of tokens in a forward pass is known before the pass runs. Before the pass, slots are
+removed to make room for their keys and values, in steps of 256 tokens. So memory stays inside the
+budget, and a conversation costs one resize every 256 tokens. When the needs fall, after a prompt or
+for another conversation, slots are added again if enough are gained.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ log = logging.getLogger(__name__)
 class SlotBudget:
     """Divides a memory budget between expert slots and the forward passes of one model.
 
-    need:      constant memory; KV cache and workspace of passes come on top of it
-    min_slots: slots that a full `context` must leave, else BudgetError
-    label:     the memory in words, where it is not the process's
-    release:   returns unused memory to the system
-    full_context_slots: slots that a full context leaves
+    budget:    bytes; with several GPUs, of each of them
+    need:      memory that is constant during the run, without KV cache and activations
+    context:   most tokens of a sequence
+    min_slots: slots that a full context must leave; otherwise BudgetError is raised
+    label:     which memory the budget is of, for messages; "" for the process's memory
+    devices:   number of GPUs that the slots are distributed over
+    release:   function that returns unused memory to the system
+    full_context_slots: number of slots that a full context leaves
     """
 
     budget: int
@@ -62,11 +65,11 @@ class SlotBudget:
         self.full_context_slots = self._slots(self.full_context_needs())
 
     def full_context_needs(self) -> MemoryNeeds:
-        """Return the memory needs besides expert slots at the end of the longest prompt."""
+        """Return the memory needs besides expert slots for the last block of a full context."""
         return self._sequence_needs(self._block, self.context)
 
     def first_block_needs(self) -> MemoryNeeds:
-        """Return the memory needs besides expert slots with a prompt's first block."""
+        """Return the memory needs besides expert slots for the first block of a prompt."""
         return self._sequence_needs(self._block, self._block)
 
     def initial_slots(self) -> int:
@@ -78,21 +81,25 @@ class SlotBudget:
         return self._slots(self._sequence_needs(1, min(BLOCK, self.context)))
 
     def for_slots(self, slots: int) -> SlotBudget:
-        """Return a memory budget that leaves so many expert slots with a full context."""
+        """Return a memory budget that leaves `slots` expert slots with a full context."""
         return replace(self, budget=self.full_context_needs().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
-        """Resize this driver's expert slots from now on, first to `initial_slots`."""
+        """Take control of the number of expert slots of a model's driver.
+
+        The number becomes `initial_slots` now, and follows the KV cache from then on.
+        """
         self._driver = driver
         driver.resize(self.initial_slots())
         self._resized_for = self.first_block_needs().total
 
     def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
-        """Shrink expert slots to make room for a pass that adds tokens to KV caches.
+        """Resize the expert slots so that a forward pass has room for its tokens.
 
-        The pass adds `lengths` tokens to these caches of `batch` sequences. None stands for a cache
-        that the pass will make. BudgetError, before anything is changed, where not even the fewest
-        slots leave room.
+        caches:  KV caches of the pass; None stands for a cache that the pass will make
+        lengths: new tokens for each cache
+        batch:   sequences in each cache
+        Raises BudgetError, before anything is changed, if even the fewest slots leave no room.
         """
         existing = [cache for cache in caches if cache is not None]
         lengths_before = [_tokens(cache) for cache in caches]
@@ -118,19 +125,19 @@ class SlotBudget:
             self._last_pass = this_pass
 
     def reserve(self, nbytes: int) -> None:
-        """Shrink expert slots to make room for so many further bytes of KV cache."""
+        """Shrink the expert slots to make room for `nbytes` further bytes of KV cache."""
         with self._lock:
             nbytes += self._other_caches(())
             self._resize_slots(self._needs(nbytes, 1, self._block, self.context))
             self._last_pass = ()
 
     def max_kv_bytes(self) -> int:
-        """Return the most bytes that the KV cache can have, with the fewest expert slots."""
+        """Return the most bytes that KV caches can take, if expert slots are fewest."""
         need = self._needs(0, 1, self._block, self.context)
         return max(0, self.budget - need.total - self._nbytes(self.min_slots))
 
     def track(self, cache: Any) -> None:
-        """Count the memory of a pass's KV cache as long as the cache lives."""
+        """Count a KV cache's memory in the budget for as long as the cache exists."""
         if cache is not None:
             self._caches.add(cache)
 
@@ -153,7 +160,10 @@ class SlotBudget:
         return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
     def _resize_slots(self, need: MemoryNeeds) -> None:
-        """Resize the expert slots to what memory needs leave, where that gains enough."""
+        """Resize the expert slots to the number that fits beside the memory needs.
+
+        Slots are removed whenever they must, and added only if that gains enough.
+        """
         driver = self._driver
         target, now = self._slots(need), driver.scheduler.capacity
         if target < now:
@@ -167,19 +177,21 @@ class SlotBudget:
             try:
                 driver.resize(target)
             except DeviceError as error:
-                log.warning("the expert cache stays smaller than the budget allows: %s", error)
+                log.warning(
+                    "no expert slots were added, although the memory budget allows more: %s", error
+                )
             self._resized_for = need.total
 
     def _margin(self, now: int) -> int:
-        """Bytes by which needs must have fallen since the last resize before slots are added.
+        """Return by how many bytes memory needs must fall before slots are added.
 
-        Memory is freed in whole segments, so a margin keeps one block of tokens from alternating
-        with the next.
+        Memory is freed in whole segments. Without a margin, slots would be added and removed again
+        from one block of tokens to the next.
         """
         return max(1, now // MIN_GAIN) * self.catalog.slot_bytes
 
     def _nbytes(self, slots: int) -> int:
-        """Bytes of slots in the budget, which is of each device where there are several."""
+        """Return the bytes that `slots` expert slots take on each device."""
         return -(-slots // self.devices) * self.catalog.slot_bytes
 
     def _slots(self, need: MemoryNeeds) -> int:
@@ -189,9 +201,9 @@ class SlotBudget:
 
 
 def _tokens(cache: Any) -> int:
-    """Count the tokens in a KV cache; 0 where no layer counts them.
+    """Return the number of tokens in a KV cache; 0 for None.
 
-    A recurrence has one state for all tokens.
+    It is 0, too, if no layer counts tokens, as with recurrent states.
     """
     try:
         return 0 if cache is None else int(cache.get_seq_length())

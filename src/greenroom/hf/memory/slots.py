@@ -1,4 +1,4 @@
-"""Make the slots of a model's experts, and open the store that fills them."""
+"""Make the slots of a model's expert cache, and open the files that fill them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ Chunks = Sequence[tuple[Chunk, ...]]
 
 
 def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache") -> int:
-    """Return the number of expert slots in an amount of cache.
+    """Return the number of expert slots in an expert cache of a given size.
 
-    BudgetError where no expert fits.
+    It is at most the number of experts.
+
+    cache: bytes, or a share of all experts
+    what:  the option's name, for error messages
+    Raises BudgetError if not even one expert fits.
     """
     amount = Amount.parse(cache, what)
     if amount.share is not None:
@@ -40,14 +44,19 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
         slots = amount.of(0) // catalog.slot_bytes
     if slots < 1:
         raise BudgetError(
-            f"{what} {cache} has no room for an expert: one takes {catalog.slot_bytes} bytes"
-            f" ({1 / catalog.experts:.2%} of the {catalog.experts} experts)"
+            f"{what} {cache} has no room for an expert: give at least {catalog.slot_bytes} bytes,"
+            f" or {1 / catalog.experts:.2%} of the model's {catalog.experts} experts"
         )
     return min(slots, catalog.experts)
 
 
 def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
-    """Return all units that are loaded (experts, segments or copies), each with its home device."""
+    """Return the sizes and home devices of everything that slots are loaded with.
+
+    A piece is an expert, a segment of a split expert, or a low-precision copy. `chunks` has the
+    number of file chunks of each piece. Raises UsageError if the experts' format does not work with
+    this run's devices.
+    """
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
         _check_one_memory(setup)
@@ -60,7 +69,7 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
 
 
 def _check_one_memory(setup: ModelSetup) -> None:
-    """UsageError for formats of experts that one host memory must have alone."""
+    """Raise UsageError for formats of experts that work in one CPU's memory only."""
     catalog = setup.catalog
     if any(layout.segments for layout in catalog.layouts):
         raise UsageError(
@@ -80,10 +89,10 @@ def _check_one_memory(setup: ModelSetup) -> None:
 
 
 def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, bool]:
-    """Open the store that experts are read from.
+    """Open the store that experts are read from: the checkpoint's files, or `replacement`.
 
-    Returns the store, and whether it reads past the page cache. It is the checkpoint's files or
-    their `replacement`, slowed to the read limit if there is one.
+    Returns the store, and whether its reads bypass the page cache. Reads are slowed down to the
+    run's read limit, if there is one.
     """
     if replacement is not None:
         store, direct = replacement, True
@@ -98,9 +107,9 @@ def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, boo
 
 
 def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
-    """Return the file chunks of every loadable unit (expert, segment or copy), by its id.
+    """Return the file chunks of every expert, expert segment or low-precision copy, by id.
 
-    () for ids without one.
+    An id that no file has data for gets ().
     """
     catalog = setup.catalog
     pieces, count = set(range(catalog.experts)), catalog.experts
@@ -111,10 +120,10 @@ def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
 
 
 def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
-    """Make cache slots for `setup.capacity` experts, in the memory of each device.
+    """Make the slots of the expert cache, `setup.capacity` in all, in the devices' memory.
 
-    Tops of split experts have slots of one size for each group. Bottoms and copies have a pool of
-    secondary slots.
+    Top segments of split experts have slots of one size in each layer, or one size in all layers if
+    they share slots. Bottom segments and low-precision copies have slots of their own.
     """
     catalog, copies, split = setup.catalog, setup.copies, setup.split
     strides, most = [catalog.slot_bytes], [catalog.experts]
@@ -156,7 +165,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
-    """Make the cache of experts in host memory; None where no expert fits."""
+    """Make the cache of a GPU's experts in host memory; None if it has too few slots."""
     if setup.host_capacity < len(setup.devices):
         return None
     return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
@@ -170,9 +179,9 @@ def make_host_memory(
     engines: Sequence[Engine],
     computes: bool,
 ) -> HostMemory:
-    """Make the host memory between disk and GPU: staging slots and cached experts.
+    """Make the host memory between disk and GPU: staging slots, and slots of cached experts.
 
-    `computes`: the tier's slots have the layout from which the host's CPU can compute.
+    computes: whether cached experts have the layout from which the CPU can compute them
     """
     capacity = setup.host_capacity
     nodes = []

@@ -1,4 +1,4 @@
-"""Split a pack's experts in two: a top segment for slots, and a bottom segment."""
+"""Split a pack's experts into a top segment for the cache and a bottom segment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 def split_experts(
     catalog: Catalog, shares: float | Sequence[float], top_k: int
 ) -> tuple[Catalog, Split | None]:
-    """Split each layer's experts in a pack at the segment boundary nearest to its share.
+    """Split each layer's experts in a pack into a top and a bottom segment.
 
-    Returns the catalog of tops and bottoms with their sizes; the same catalog and None where no
-    layer is split. UsageError where the pack has no segments, or another number of layers.
+    shares: share of an expert's bytes in the top segment, one for all layers or one for each; the
+            split is at the pack's nearest segment boundary
+    Returns the catalog of top and bottom segments, and their sizes; the same catalog and None if no
+    layer is split. Raises UsageError if the experts are not packed in segments, or if the number of
+    shares is not the number of layers.
     """
     layers = len(catalog.layers)
     each = [shares] * layers if isinstance(shares, float) else list(shares)
     if len(each) != layers:
-        raise UsageError(f"--split has {len(each)} numbers, the model has {layers} layers")
+        raise UsageError(f"--split has {len(each)} numbers, but the model has {layers} MoE layers")
     if not isinstance(catalog, PackCatalog) or not any(x.segments for x in catalog.layouts):
         raise UsageError(
             "--split needs experts that are packed in segments: make such a pack with"
@@ -39,7 +42,7 @@ def split_experts(
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """Return the number of segments, at least 1, nearest to this share of an expert."""
+    """Return how many of an expert's first segments have nearly this share of its bytes."""
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))

@@ -1,1 +1,1 @@
-"""Prompts and answers of a model: chat templates, generation, tool calls."""
+"""Chat templates, text generation and tool calls of a model."""

@@ -1,8 +1,8 @@
-"""Learn how a model writes tool calls from its chat template.
+"""Learn the text format of a model's tool calls from its chat template.
 
-The template renders an answer that calls a tool, and an answer that is a marker; the text in place
-of the marker is the call. So no table of models is needed, and templates are refused whose calls
-are not one JSON object of arguments.
+The template renders one conversation that ends in a tool call and one that ends in a marker text.
+The part in which the two results differ is the text of the call. So no table of models is needed.
+Templates that do not write a call's arguments as one JSON object are refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format of a model's tool call, as the texts around name and arguments.
+    """Format of a model's tool calls: the texts around a tool's name and arguments.
 
-    The text of a call is `before`, its name, `between`, its arguments as JSON, `after`. free: an
-    answer without a call is plain text
+    A call is written as `before`, the tool's name, `between`, the arguments as JSON, and `after`.
+
+    free: whether the template adds no text to an answer that calls no tool
     """
 
     before: str
@@ -42,10 +43,11 @@ class CallFormat:
 def find_call_format(
     dialogue: Dialogue, prompt: Sequence[int], tools: list[dict[str, Any]]
 ) -> CallFormat | None:
-    """Find the format of a model's tool calls in answers to prompts that list `tools`.
+    """Find how a model writes calls of the tools that its prompt lists.
 
-    None where the template writes calls in another way, or where the reply parser does not
-    recognise such a call.
+    `prompt` has the token ids of a conversation, and `tools` are its tools. The result is None if
+    the chat template does not write a call as a name and one JSON object, or if the reply parser
+    does not recognise a call in this format.
     """
     try:
         called, marked = (_render(dialogue, tools, call) for call in (True, False))
@@ -58,7 +60,7 @@ def find_call_format(
 
 
 def _render(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
-    """Render a conversation whose last message is a tool call, or the marker."""
+    """Render a conversation whose last message is a tool call, or the text MARK."""
     message: dict[str, Any] = {"role": "assistant", "content": "" if call else MARK}
     if call:
         function = {"name": NAME, "arguments": {KEY: VALUE}}

@@ -5,8 +5,8 @@
     parser = dialogue.reply_parser(ids)
     parts = parser.feed(token_id)               # for each token of the answer, then parser.end()
 
-Transformers' own response parsers find reasoning and tool calls, where the model has a response
-template; other models' answers are text.
+If the model has a response template, transformers' response parser finds reasoning and tool calls
+in its answers. The answers of other models are plain text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tools = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call that a model's answer asks for; `arguments` is JSON."""
+    """Tool call in a model's answer: the tool's name, and its arguments as a JSON text."""
 
     name: str
     arguments: str
@@ -45,7 +45,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """Part of a model's answer: text, reasoning, or a tool call; one is set."""
+    """Part of a model's answer; exactly one of text, reasoning and tool call is set."""
 
     text: str = ""
     reasoning: str = ""
@@ -53,7 +53,11 @@ class ReplyPart:
 
 
 class Dialogue:
-    """Tokenizer with chat template and response template, for conversations with a model."""
+    """Tokenizer, chat template and response template for conversations with a model.
+
+    The chat template renders a conversation as a prompt. The response template tells how to find
+    reasoning and tool calls in an answer.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,9 @@ class Dialogue:
     ) -> None:
         """Set up a model's tokenizer for conversations of at most `context` tokens.
 
-        `model_type` is the model config's. Prompts of over `context` tokens are refused.
+        `model_type` is the entry of the model's config. It selects transformers' response template
+        if the tokenizer has none. Prompts that are clearly too long for `context` are refused
+        before they are rendered or tokenised.
         """
         self.tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
@@ -77,21 +83,21 @@ class Dialogue:
 
     @cached_property
     def supports_tools(self) -> bool:
-        """Check that the chat template lists tools, and that answers are parsed for calls."""
+        """Check that the chat template uses tools, and that tool calls in answers are parsed."""
         return self.template_uses("tools") and "tool_calls" in self._fields
 
     @property
     def supports_reasoning(self) -> bool:
-        """Check that the model's answers have a part for reasoning."""
+        """Check that the model's response template separates reasoning from the answer."""
         return any(name in self._fields for name in REASONING)
 
     @property
     def _fields(self) -> Any:
-        """Return the fields of the tokenizer's response template; empty without one."""
+        """Return the fields of the model's response template; empty if it has none."""
         return self._response_template.fields if self._response_template else {}
 
     def template_uses(self, name: str) -> bool:
-        """Check that the chat template refers to this variable."""
+        """Check that the model's chat template contains this name as a word."""
         templates = self.tokenizer.chat_template or ""
         texts = templates.values() if isinstance(templates, dict) else (templates,)
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
@@ -106,33 +112,41 @@ class Dialogue:
     ) -> list[int]:
         """Convert a conversation to token ids, up to where the model's answer begins.
 
-        With `resume` the answer continues the last message; with `ends` the conversation is
-        complete. `variables` are further variables of the template. UsageError where the template
-        does not accept the messages.
+        With `resume`, the model's answer continues the text of the last message. With `ends`, the
+        conversation ends with its last message, and the start of an answer is not added.
+        `variables` are passed to the chat template. Raises TooLong for a conversation that cannot
+        fit into the context, and UsageError if the model has no chat template or its template
+        fails on the messages.
         """
         if not self.has_template:
-            raise UsageError("this model has no chat template: use it to complete text")
+            raise UsageError(
+                "this model has no chat template: send a text to complete instead of messages"
+            )
         self._limit.check_messages(messages, tools)
         text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **variables)
         return self.encode(text, special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Convert a text to token ids; with the tokenizer's special tokens where `special`."""
+        """Convert a text to token ids.
+
+        With `special`, the tokenizer adds its special tokens, such as the start token. Raises
+        TooLong for a text that cannot fit into the context.
+        """
         self._limit.check_text(text)
         return token_ids(self.tokenizer, text, special)
 
     def close(self) -> None:
-        """End the separate process that renders chat templates."""
+        """End the separate process that renders chat templates, if one runs."""
         self.templates.close()
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Convert token ids to text, with special tokens or without."""
+        """Convert token ids to text; special tokens are left out unless `special` is true."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, also where they are half a character."""
+        """Return the UTF-8 bytes of one token, which may be a part of a character."""
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token_id in self.tokenizer.added_tokens_decoder or token is None:
             return (token or "").encode()
@@ -143,7 +157,10 @@ class Dialogue:
         return self.decode([token_id]).encode()
 
     def reply_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> ReplyParser:
-        """Make a parser of text, reasoning and tool calls for the answer to this prompt."""
+        """Make a parser of text, reasoning and tool calls in a prompt's answer.
+
+        `prompt` has the prompt's token ids, and `tools` are the tools that it lists.
+        """
         if self._response_template is None:
             return ReplyParser(self)
         # The template may have begun the answer, as with "<think>".
@@ -152,14 +169,18 @@ class Dialogue:
 
     @cached_property
     def _letters(self) -> dict[str, int]:
-        """The byte of each letter in a byte-level vocabulary; empty for other vocabularies."""
+        """Return the byte of each letter of a byte-level vocabulary; empty for others."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or "ByteLevel" not in repr(backend.decoder):
             return {}
         return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     def _find_response_template(self, model_type: str | None) -> Any:
-        """The tokenizer's response template, or the model type's if its chat template fits."""
+        """Return the tokenizer's response template, or transformers' for the model type.
+
+        Transformers' template is used only if its start marker occurs in a rendered prompt. The
+        result is None if there is no usable template.
+        """
         declared = getattr(self.tokenizer, "response_template", None)
         if declared is not None:
             return load_response_template(declared)
@@ -178,10 +199,10 @@ class Dialogue:
 
 
 class ReplyParser:
-    """Parses an answer's tokens into text, reasoning and tool calls.
+    """Parses an answer's tokens into text, reasoning and tool calls, token by token.
 
-    All is text without a parser. From an error of the response parser on (a call that is not JSON),
-    the answer is text.
+    Without a transformers `parser`, the entire answer is text. If the parser fails, as on a tool
+    call that is not JSON, the remaining answer is text.
     """
 
     def __init__(self, dialogue: Dialogue, parser: ResponseParser | None = None) -> None:
@@ -196,11 +217,11 @@ class ReplyParser:
             self._shown = 0
 
     def feed(self, token_id: int) -> list[ReplyPart]:
-        """Parse one more token; return the parts of the answer that are now complete."""
+        """Parse one more token of an answer; return the parts that can be shown now."""
         return self._parse(self._text.feed(token_id))
 
     def end(self) -> list[ReplyPart]:
-        """Return the unfinished parts of the answer at the end of its tokens."""
+        """End an answer; return the parts that waited for more tokens."""
         parts = self._parse(self._text.end())
         if self._parser is None:
             return parts
@@ -252,7 +273,7 @@ class ReplyParser:
 
 
 class TextDecoder:
-    """Decodes tokens to text one by one, in complete characters."""
+    """Decodes tokens one by one, and returns text in complete characters."""
 
     def __init__(self, dialogue: Dialogue, special: bool) -> None:
         self._dialogue, self._special = dialogue, special
@@ -260,9 +281,9 @@ class TextDecoder:
         self._returned = 0  # how many of `_ids` were returned
 
     def feed(self, token_id: int) -> str:
-        """Decode one more token; return the text that is now complete.
+        """Decode one more token; return the text that is complete with it.
 
-        "" in the middle of a character.
+        The result is "" while a character's last bytes are missing, for at most 8 tokens.
         """
         self._ids.append(token_id)
         text = self._dialogue.decode(self._ids, self._special)
@@ -270,11 +291,11 @@ class TextDecoder:
         return "" if half else self._take(text)
 
     def end(self) -> str:
-        """Return the remaining text of the decoded tokens, complete or not."""
+        """Return the text that was held back, even if its last character is incomplete."""
         return self._take(self._dialogue.decode(self._ids, self._special))
 
     def _take(self, text: str) -> str:
-        """The part of this text that was not returned before."""
+        """Return the part of this text that was not returned before."""
         before = self._dialogue.decode(self._ids[: self._returned], self._special)
         # Tokenizers that write a space before words need to see the tokens just before.
         self._ids = self._ids[self._returned :]

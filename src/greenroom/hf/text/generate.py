@@ -24,7 +24,12 @@ Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
 @dataclass(slots=True)
 class Answer:
-    """Generated answer with its times in seconds; `gaps` lie between its tokens."""
+    """Generated answer, with the time to its first token and between its tokens.
+
+    text, token_ids: the answer, without the prompt
+    ttft_s: seconds from the start until the first token
+    gaps:   seconds between each token and the next
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +44,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return an answer's median time per output token, in seconds."""
+        """Return the median time per output token in seconds; None for a single token."""
         return float(np.median(self.gaps)) if self.gaps else None
 
     @property
@@ -52,17 +57,20 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return an answer's decoding speed in tokens a second, without the prompt."""
+        """Return the tokens per second after the first one; None for a single token."""
         return len(self.gaps) / sum(self.gaps) if self.gaps else None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False) -> torch.Tensor:
-    """Convert a prompt to token ids [1, T], by the tokenizer's chat template if any.
+    """Convert a prompt to token ids [1, tokens], by the chat template if any.
 
-    With `raw` a text has no template applied; messages need a template.
+    A text is sent as one user message, unless `raw` is true. Raises UsageError for an empty prompt,
+    and for messages if the tokenizer has no chat template.
     """
     if not isinstance(prompt, str) and not tokenizer.chat_template:
-        raise UsageError("the model has no chat template: give each prompt as a text")
+        raise UsageError(
+            "the model has no chat template for a prompt of messages: give each prompt as a text"
+        )
     if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         with closing(Templates()) as templates:
@@ -85,15 +93,19 @@ def answer(
     on_text: OnText = lambda text: None,
     to_the_end: bool = False,
 ) -> Answer:
-    """Generate an answer to a prompt; `on_text` is called with each piece of text.
+    """Generate an answer to a prompt, and measure the time of each token.
 
-    With `to_the_end` the model cannot end its answer before the number of tokens in `sampling`.
+    `on_text` is called with each piece of text as it is decoded. `context` limits the tokens of
+    prompt and answer. With `to_the_end`, the model cannot end its answer before it has
+    `sampling.max_new_tokens` tokens or the context is full. Raises UsageError if the prompt leaves
+    no room for an answer.
     """
     ids = encode(tokenizer, prompt, raw)
     room = context - ids.shape[1]
     if room < 1:
         raise UsageError(
-            f"the prompt has {ids.shape[1]} tokens, --context has room for {context}: raise it"
+            f"the prompt has {ids.shape[1]} tokens, which leaves no room for an answer in"
+            f" --context {context}: raise --context, or shorten the prompt"
         )
     if sampling.seed is not None:
         set_seed(sampling.seed)
@@ -120,7 +132,7 @@ def answer(
 
 
 def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
-    """Options of `generate` that the user set; others come from the generation config."""
+    """Return the options of transformers' `generate` that the user set."""
     options: dict[str, Any] = {}
     if sampling.temperature is not None and bounded_temperature(sampling.temperature) == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

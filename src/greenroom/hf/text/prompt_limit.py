@@ -1,8 +1,11 @@
-"""Refuse prompts that are too long, before templates and tokenizers do work.
+"""Refuse prompts that are much too long before they are rendered and tokenised.
 
-limit = PromptLimit(tokenizer, context=4096)
-limit.check_messages(messages, tools)      # TooLong, by characters, before they are rendered
-limit.check_text(text)                     # TooLong, before the whole of it is tokenised
+    limit = PromptLimit(tokenizer, context=4096)
+    limit.check_messages(messages, tools)  # before the chat template renders the messages
+    limit.check_text(text)                 # before the tokenizer reads the entire text
+
+Both methods raise TooLong. They are upper limits that save work: the exact number of tokens is
+checked later.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ SPARE = 1 << 10  # further characters, for parts of messages that templates drop
 
 
 class PromptLimit:
-    """Limits on the characters and messages of a prompt of at most `context` tokens."""
+    """Limits on a prompt's messages and characters, from the tokens of the context.
+
+    most_chars: characters of `context` tokens of the vocabulary's longest token, and some spare
+    """
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
@@ -27,18 +33,20 @@ class PromptLimit:
     def check_messages(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
         """Raise TooLong for a conversation whose messages cannot fit into the context.
 
-        They have more characters with their tools than any prompt, or more messages than tokens.
+        This is sure if there are more messages than tokens, or if messages and tools have more
+        characters than the longest possible prompt.
         """
         if len(messages) > self._context:
             raise TooLong(
-                f"{len(messages):,} messages do not fit: there is room for {self._context} tokens"
+                f"the conversation has {len(messages):,} messages, too many for the context of"
+                f" {self._context:,} tokens: send fewer messages, or raise --context"
             )
         self._check(count_chars(messages) + count_chars(tools))
 
     def check_text(self, text: str) -> None:
-        """Raise TooLong for a text of too many tokens.
+        """Raise TooLong for a text with many more tokens than the context.
 
-        Not much more is tokenised than fits.
+        A long text is tokenised piece by piece, and only until it has twice the context's tokens.
         """
         self._check(len(text))
         if len(text) <= max(PIECE, DENSE * self._context):
@@ -49,23 +57,25 @@ class PromptLimit:
             # Pieces may have some tokens more than the entire text.
             if tokens > 2 * self._context:
                 raise TooLong(
-                    f"the prompt has more than {self._context} tokens: there is no room for it"
+                    "the prompt has too many tokens for the context of"
+                    f" {self._context:,} tokens: shorten the prompt, or raise --context"
                 )
 
     def _check(self, chars: int) -> None:
         if chars > self.most_chars:
             raise TooLong(
-                f"the prompt has {chars:,} characters: there is room for {self._context} tokens"
+                f"the prompt has {chars:,} characters, too many for the context of"
+                f" {self._context:,} tokens: shorten the prompt, or raise --context"
             )
 
 
 def token_ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Convert a text to token ids; UsageError where it is not valid Unicode."""
+    """Convert a text to token ids. Raises UsageError if the text is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            "the prompt is not valid Unicode: it contains half a surrogate pair"
+            "the prompt is not valid Unicode: one half of a surrogate pair has no other half"
         ) from error
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 

@@ -1,14 +1,14 @@
 """Render chat templates in a process: `python template_worker.py BYTES SECONDS PATH...`.
 
-A template is a program by the author of the checkpoint: it may loop, or write without end. The
-kernel limits this process: to BYTES of address space, and SECONDS of CPU time for each rendering.
-PATH is the path of modules. Only jinja2 and the standard library are imported, so that it stays
-small.
+A chat template is a program by the author of the checkpoint: it may loop, or write without end. The
+kernel limits this process to BYTES of address space, and to SECONDS of CPU time for each rendering.
+The PATHs become Python's module search path. The process imports only jinja2 and the standard
+library, so that it stays small.
 
-It reads requests from standard input and writes one answer to each, as lines of JSON:
+It reads requests from standard input, and writes one answer to each. Both are lines of JSON:
 
     request: [template, variables, most characters of the result]
-    answer:  [whether it is rendered, whether this process ends, the text or what is wrong]
+    answer:  [true if rendered, true if this process ends now, the rendered text or the error]
 """
 
 import json
@@ -33,9 +33,9 @@ class Dict:
 
 
 def environment():
-    """Make the Jinja environment in which transformers renders chat templates.
+    """Make a Jinja environment equal to the one in which transformers renders chat templates.
 
-    It is that of `_compile_jinja_template` of 5.23.
+    The model is `_compile_jinja_template` in transformers 5.23.
     """
     import jinja2
     import jinja2.ext
@@ -43,9 +43,9 @@ def environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """Jinja block {% generation %}, which marks the model's own text.
+        """Jinja block {% generation %}, which renders its content unchanged.
 
-        The block renders its content.
+        Chat templates use the block to mark the text that a model generates.
         """
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
@@ -95,7 +95,7 @@ def environment():
 
 
 def render(compiled, source, variables, most):
-    """Render a chat template; TemplateError where the text exceeds `most` characters."""
+    """Render a chat template. Raises TemplateError for more than `most` characters of text."""
     from jinja2.exceptions import TemplateError
 
     pieces, left = [], most
@@ -103,21 +103,22 @@ def render(compiled, source, variables, most):
         pieces.append(piece)
         left -= len(piece)
         if left < 0:
-            raise TemplateError(f"it writes more than {most:,} characters")
+            raise TemplateError(f"the rendered text has more than {most:,} characters")
     return "".join(pieces)
 
 
 def answer(compiled, request):
-    """Answer a request to render a chat template.
+    """Answer one request, a line of JSON, to render a chat template.
 
-    The answer is whether it is rendered, whether memory ran out, and the text.
+    Returns whether the template was rendered, whether memory ran out, and the rendered text or the
+    error.
     """
     from jinja2.exceptions import TemplateError
 
     try:
         return True, False, render(compiled, *json.loads(request))
     except MemoryError:
-        return False, True, "it needs too much memory"
+        return False, True, "rendering needs too much memory"
     except TemplateError as error:
         return False, False, str(error) or type(error).__name__
     except BaseException as error:  # a template may raise any exception
@@ -144,9 +145,9 @@ def main(limit, seconds, path):
 
 
 def resident_bytes():
-    """Return the resident memory of the template process, in bytes.
+    """Return the resident memory of this template process now, in bytes.
 
-    (Its peak would include that of the parent before exec.)
+    (The peak that the kernel reports would include the parent process's memory before exec.)
     """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -1,10 +1,10 @@
 """Render chat templates in a separate process with limits on time and memory.
 
-with closing(Templates()) as templates:
-    text = templates.chat(tokenizer, messages)
+    with closing(Templates()) as templates:
+        text = templates.chat(tokenizer, messages)
 
 The text is that of `tokenizer.apply_chat_template`. A template that loops, writes without end or
-takes too much memory is a UsageError of one line; the next rendering starts a new process.
+takes too much memory raises a UsageError of one line, and the next rendering starts a new process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Messages = list[dict[str, Any]]
 
 
 class Templates:
-    """Renders chat templates to texts of at most `most_chars`, in a separate process.
+    """Renders chat templates in a separate process, to at most `most_chars` characters.
 
-    Safe to share between threads.
+    The object may be shared between threads. The process starts at the first rendering.
     """
 
     def __init__(self, most_chars: int = MOST_CHARS) -> None:
@@ -48,10 +48,7 @@ class Templates:
         self._end: Any = None  # ends the process, at the latest with ours
 
     def close(self) -> None:
-        """End the process that renders chat templates.
-
-        The next rendering starts another.
-        """
+        """End the process that renders chat templates; the next rendering starts another."""
         with self._lock:
             self._end_process()
 
@@ -64,17 +61,20 @@ class Templates:
         ends: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a conversation by its chat template, up to where the model's answer begins.
+        """Render a conversation by the model's chat template, as a prompt text.
 
-        With `resume` the answer continues the last message; with `ends` the conversation is
-        complete. UsageError where the template does not accept it.
+        The text ends where the model's answer begins. With `resume`, the answer continues the last
+        message. With `ends`, the conversation ends with its last message. `variables` are passed
+        to the template. Raises UsageError if the template fails on the conversation.
         """
         if not messages:
-            raise UsageError("the conversation is empty")
+            raise UsageError("the conversation has no messages: give at least one")
         try:
             template = tokenizer.get_chat_template(None, tools)
         except ValueError as error:
-            raise UsageError(f"the model has no chat template for this: {error}") from error
+            raise UsageError(
+                f"no chat template of the model fits this conversation: {error}"
+            ) from error
         turns = [_template_message(message) for message in messages]
         if resume:
             _mark(turns[-1], template)
@@ -92,12 +92,17 @@ class Templates:
         return _text_before_mark(text, str(messages[-1]["content"])) if resume else text
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """Render a chat template; UsageError where it fails, or exceeds time or memory."""
+        """Render a chat template with these variables.
+
+        Raises UsageError if the template fails or needs too much time or memory, and if a variable
+        cannot be written as JSON.
+        """
         try:
             request = json.dumps([template, variables, self.most_chars], default=_to_json)
         except (ValueError, RecursionError) as error:
             raise UsageError(
-                f"these messages cannot be sent to the chat template, a value is not JSON: {error}"
+                f"the messages, tools or template variables cannot be written as JSON ({error}):"
+                " nest their values less deeply, and without cycles"
             ) from None
         with self._lock:
             try:
@@ -122,10 +127,12 @@ class Templates:
                 done, last, text = json.loads(answers.readline())
                 return done, last, text
         except TimeoutError:
-            raise _refusal(f"it takes longer than {CPU_S} seconds") from None
+            raise _refusal(f"rendering takes longer than {WALL_S:g} seconds") from None
         except (json.JSONDecodeError, ConnectionError):
             # The kernel ends a process beyond its limits; nothing else is expected to.
-            raise _refusal(f"it takes longer than {CPU_S} seconds, or too much memory") from None
+            raise _refusal(
+                f"rendering takes more than {CPU_S} CPU seconds, or too much memory"
+            ) from None
 
     def _start(self) -> None:
         script = str(Path(template_worker.__file__))
@@ -149,7 +156,7 @@ class Templates:
 
 
 def _refusal(why: str) -> UsageError:
-    return UsageError(f"the chat template does not accept these messages: {why}")
+    return UsageError(f"the model's chat template fails on these messages: {why}")
 
 
 def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -159,12 +166,15 @@ def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
 
 
 def _template_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to the form in which transformers passes it to templates.
+    """Convert a message to the form in which transformers passes it to chat templates.
 
-    It has no fields that are None, and its reasoning under the names that templates read.
+    The result has no fields that are None, and has the message's reasoning under both names that
+    templates read.
     """
     if not isinstance(message, Mapping):
-        raise UsageError("a message must be an object with a role and a content")
+        raise UsageError(
+            f"each message must be an object with a role and a content, got {message!r:.60}"
+        )
     turn = {key: one for key, one in message.items() if one is not None}
     reasoning = next((turn[name] for name in REASONING if name in turn), None)
     if reasoning is None:
@@ -173,20 +183,25 @@ def _template_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert an object to a JSON value that replaces it in templates."""
+    """Convert an object that JSON lacks to the value that chat templates get instead."""
     return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 def _mark(last: dict[str, Any], template: str) -> None:
     """Mark the end of the last message, where the model's answer continues."""
     if not isinstance(last.get("content"), str) or "content" not in template:
-        raise UsageError("the chat template cannot continue the last message")
+        raise UsageError(
+            "the last message cannot be continued: its content is not a text that the model's chat"
+            " template writes"
+        )
     last["content"] += END
 
 
 def _text_before_mark(text: str, content: str) -> str:
-    """Return the text up to the mark, without spaces that the template trims."""
+    """Return a rendered text up to the mark END, without spaces that the template trims."""
     at = text.rfind(END.strip())
     if at < 0 or content.strip() not in text:
-        raise UsageError("the chat template cannot continue the last message: it changes its text")
+        raise UsageError(
+            "the last message cannot be continued: the model's chat template changes its text"
+        )
     return text[:at] if text.startswith(END, at) else text[:at].rstrip()

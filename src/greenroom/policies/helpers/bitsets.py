@@ -1,7 +1,7 @@
 """Bit sets of integers, with levels of summary bits to find the next lower member.
 
-Level 0 has a bit for each number; a bit of level k + 1 says that a block of 64 bits of level k is
-not zero.
+Level 0 has a bit for each integer. A bit of level k + 1 says that a block of 64 bits of level k is
+not zero. So every operation takes one step for each level.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ONE = np.uint64(1)
 
 
 class Bits(NamedTuple):
-    """Arrays of a bit set of integers."""
+    """Arrays of a bit set of integers, for compiled eviction policies."""
 
     blocks: NDArray[np.uint64]  # all levels, one after another
-    level: Ints  # [levels + 1] level k has words[level[k] : level[k + 1]]
+    level: Ints  # [levels + 1] level k has blocks[level[k] : level[k + 1]]
 
 
 def empty(size: int) -> Bits:

@@ -1,7 +1,9 @@
-"""Buckets of cached pieces with equal counts, in ascending order: for frequency-based policies.
+"""Buckets of cached experts with equal keys, for eviction policies that count requests.
 
-Moving a piece walks over the keys in between, which are few where keys rise by little. In a bucket
-the piece placed least recently comes first, so that ties go to the least recently requested.
+A bucket has the experts of one key, such as their number of requests. The buckets are linked in
+ascending order of keys. Moving an expert walks over the buckets between its old and its new key,
+which are few if keys rise by little. In a bucket, the expert placed least recently is evicted
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from greenroom.policies.helpers.lists import Lists
 
 
 class Buckets(NamedTuple):
-    """Arrays of the buckets of cached pieces: P pieces, G cache groups, at most P buckets."""
+    """Arrays of the buckets of cached experts with equal keys.
+
+    P experts, G slot groups, at most P buckets.
+    """
 
     key: Ints  # [P] of each bucket
     order: Lists  # of buckets, one a group, the one of the lowest key in front
@@ -28,7 +33,7 @@ class Buckets(NamedTuple):
 
 
 def empty(setup: PolicySetup) -> Buckets:
-    """Create the arrays of buckets of cached pieces, without any piece."""
+    """Create the arrays of buckets of cached experts, all empty."""
     pieces = setup.pieces
     return Buckets(
         key=np.zeros(pieces, np.int64),
@@ -42,9 +47,10 @@ def empty(setup: PolicySetup) -> Buckets:
 
 @compiled
 def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
-    """Put a piece into its key's bucket, searching upwards from a node of no higher key.
+    """Put an expert into the bucket of its key.
 
-    The node is a bucket or the head."""
+    The search goes upwards from `below`: the head, or a bucket of no higher key.
+    """
     higher = b.order.after
     bucket = below if below != head and b.key[below] == key else higher[below]
     while bucket != head and b.key[bucket] < key:
@@ -61,7 +67,10 @@ def _put(b: Buckets, head: int, below: int, piece: int, key: int) -> None:
 
 @compiled
 def drop(b: Buckets, piece: int) -> int:
-    """Remove a piece from its bucket; return the node where a search upwards may start."""
+    """Remove an expert from its bucket.
+
+    Returns the bucket, or the one below it if it became empty; a search upwards may start there.
+    """
     bucket = b.bucket_of[piece]
     lists.unlink(b.members, piece)
     head = b.key.size + bucket
@@ -76,14 +85,14 @@ def drop(b: Buckets, piece: int) -> int:
 
 @compiled
 def place(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Insert a piece into the bucket of its key."""
+    """Insert an expert, which is in no bucket, into the bucket of its key."""
     head = b.key.size + group
     _put(b, head, head, piece, key)
 
 
 @compiled
 def rise(b: Buckets, group: int, piece: int, key: int) -> None:
-    """Raise a cached piece's key, and move the piece to the new key's bucket."""
+    """Raise a cached expert's key, and move the expert to that key's bucket."""
     head, bucket, members = b.key.size + group, b.bucket_of[piece], b.members
     above = b.order.after[bucket]
     only_member = members.before[piece] == members.after[piece]  # both are the bucket's head
@@ -96,7 +105,10 @@ def rise(b: Buckets, group: int, piece: int, key: int) -> None:
 
 @compiled
 def lowest_unpinned(b: Buckets, group: int, cache: CacheState) -> int:
-    """Find the unpinned cached piece with the smallest key; -1 if none."""
+    """Find a slot group's unpinned cached expert with the smallest key; -1 if none.
+
+    Of equal experts, the one placed least recently is found.
+    """
     pieces = b.key.size
     bucket = b.order.after[pieces + group]
     while bucket < pieces:

@@ -1,6 +1,7 @@
 """Circular doubly linked lists in two flat arrays, for queue-like eviction policies.
 
-Nodes 0 .. P-1 are pieces; node P + i is the head of list i. A piece is in one list at most.
+Nodes 0 .. P - 1 are experts, and node P + i is the head of list i. An expert is in one list at
+most.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Lists(NamedTuple):
-    """Arrays of N circular linked lists of P pieces.
+    """Arrays of N circular doubly linked lists of P experts.
 
-    The node after a head is the front of its list, the node before it the back."""
+    The node after a list's head is the front of the list, and the node before the head is the back.
+    """
 
     before: Ints  # [P + N]
     after: Ints  # [P + N]
 
 
 def empty(pieces: int, lists: int) -> Lists:
-    """Create empty linked lists, in which every node points at itself."""
+    """Create `lists` empty linked lists for `pieces` experts: every node points at itself."""
     return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
 
 
 def one_list_per_group(setup: PolicySetup) -> Lists:
-    """Create a policy's state: one empty linked list of cached pieces for each group."""
+    """Create an empty linked list of cached experts for each slot group."""
     return empty(setup.pieces, setup.groups)
 
 
 @compiled
 def unlink(lists: Lists, piece: int) -> None:
-    """Remove a piece from its linked list."""
+    """Remove an expert from its linked list."""
     before, after = lists.before[piece], lists.after[piece]
     lists.after[before] = after
     lists.before[after] = before
@@ -42,7 +44,7 @@ def unlink(lists: Lists, piece: int) -> None:
 
 @compiled
 def push(lists: Lists, head: int, piece: int) -> None:
-    """Insert a piece at the front of a linked list, given the list's head."""
+    """Insert an expert at the front of the linked list with this head."""
     first = lists.after[head]
     lists.before[piece], lists.after[piece] = head, first
     lists.after[head] = piece
@@ -51,7 +53,7 @@ def push(lists: Lists, head: int, piece: int) -> None:
 
 @compiled
 def last_unpinned(lists: Lists, head: int, cache: CacheState) -> int:
-    """Find the unpinned piece nearest to the back of a linked list; -1 if none."""
+    """Find the unpinned expert nearest to the back of a linked list; -1 if none."""
     piece = lists.before[head]
     while piece != head:
         if cache.pinned[piece] == 0:
@@ -64,9 +66,11 @@ QUEUES = 4  # of a group, at most
 
 
 class Queues(NamedTuple):
-    """Queues of pieces with their sizes, several for each cache group, newest piece in front.
+    """Queues of experts with their sizes, up to 4 for each of G slot groups.
 
-    They hold residents, and evicted pieces (ghosts) that a policy remembers."""
+    The newest expert is in front. A queue has cached experts, or evicted ones that a policy
+    remembers (ghosts).
+    """
 
     lists: Lists
     queue_of: Ints  # [P] the queue of a piece, or -1
@@ -74,7 +78,7 @@ class Queues(NamedTuple):
 
 
 def empty_queues(setup: PolicySetup) -> Queues:
-    """Create empty queues of pieces for every cache group."""
+    """Create empty queues of experts for every slot group."""
     return Queues(
         empty(setup.pieces, QUEUES * setup.groups),
         np.full(setup.pieces, -1, np.int64),
@@ -84,13 +88,13 @@ def empty_queues(setup: PolicySetup) -> Queues:
 
 @compiled
 def head_of(queues: Queues, group: int, which: int) -> int:
-    """Return the list node that stands for the head of a queue of pieces."""
+    """Return the list node that is the head of a slot group's queue of experts."""
     return int(queues.queue_of.size + QUEUES * group + which)
 
 
 @compiled
 def dequeue(queues: Queues, group: int, piece: int) -> None:
-    """Remove a piece from its queue."""
+    """Remove an expert from its queue."""
     queues.size[group, queues.queue_of[piece]] -= 1
     queues.queue_of[piece] = -1
     unlink(queues.lists, piece)
@@ -98,7 +102,7 @@ def dequeue(queues: Queues, group: int, piece: int) -> None:
 
 @compiled
 def enqueue(queues: Queues, group: int, piece: int, which: int) -> None:
-    """Insert a piece, which must be in no queue, at the front of a queue."""
+    """Insert an expert, which must be in no queue, at the front of a queue."""
     queues.size[group, which] += 1
     queues.queue_of[piece] = which
     push(queues.lists, head_of(queues, group, which), piece)
@@ -106,11 +110,11 @@ def enqueue(queues: Queues, group: int, piece: int, which: int) -> None:
 
 @compiled
 def drop_oldest(queues: Queues, group: int, which: int) -> None:
-    """Remove the oldest piece of a nonempty queue."""
+    """Remove the oldest expert of a queue that is not empty."""
     dequeue(queues, group, queues.lists.before[head_of(queues, group, which)])
 
 
 @compiled
 def oldest_unpinned(queues: Queues, group: int, which: int, cache: CacheState) -> int:
-    """Find the oldest unpinned piece of a queue; -1 if none."""
+    """Find the oldest unpinned expert of a queue; -1 if none."""
     return int(last_unpinned(queues.lists, head_of(queues, group, which), cache))

@@ -1,4 +1,4 @@
-"""Pools of cached pieces for random draws, one for each cache group."""
+"""Pools of cached experts for random draws, one for each slot group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from greenroom.core.policy import CacheState, PolicySetup, compiled
 
 
 class Pools(NamedTuple):
-    """Arrays of the pools of pieces; group g's is `members[base[g] : base[g] + size[g]]`."""
+    """Arrays of the pools of P cached experts, one for each of G slot groups.
+
+    The pool of group g is `members[base[g] : base[g] + size[g]]`.
+    """
 
     members: Ints  # [P]
     at: Ints  # [P] a piece's position in its group's pool, or -1
@@ -22,7 +25,7 @@ class Pools(NamedTuple):
 
 
 def empty(setup: PolicySetup) -> Pools:
-    """Create empty pools of pieces, each with room for all pieces of its group."""
+    """Create empty pools of experts, each with room for all experts of its slot group."""
     sizes = np.bincount(setup.group_of, minlength=setup.groups)
     return Pools(
         members=np.zeros(setup.pieces, np.int64),
@@ -35,7 +38,7 @@ def empty(setup: PolicySetup) -> Pools:
 
 @compiled
 def add(pools: Pools, group: int, piece: int) -> None:
-    """Add a piece, which must not be a member, to its group's pool."""
+    """Add an expert, not yet a member, to the pool of its slot group."""
     i = pools.size[group]
     pools.members[pools.base[group] + i] = piece
     pools.at[piece] = i
@@ -44,7 +47,7 @@ def add(pools: Pools, group: int, piece: int) -> None:
 
 @compiled
 def swap(pools: Pools, group: int, i: int, j: int) -> None:
-    """Exchange the positions of two members of a pool of pieces."""
+    """Exchange the members at positions `i` and `j` of a slot group's pool."""
     base = pools.base[group]
     a, b = pools.members[base + i], pools.members[base + j]
     pools.members[base + i], pools.members[base + j] = b, a
@@ -53,7 +56,7 @@ def swap(pools: Pools, group: int, i: int, j: int) -> None:
 
 @compiled
 def discard(pools: Pools, group: int, piece: int) -> None:
-    """Remove a piece from its group's pool, if it is a member."""
+    """Remove an expert from the pool of its slot group, if it is a member."""
     if pools.at[piece] >= 0:
         swap(pools, group, pools.at[piece], pools.size[group] - 1)
         pools.size[group] -= 1
@@ -62,7 +65,7 @@ def discard(pools: Pools, group: int, piece: int) -> None:
 
 @compiled
 def random_below(random_state: Any, n: int) -> int:
-    """Draw a random integer below `n`, which is below 2 ** 32."""
+    """Draw a random integer from 0 to `n` - 1; `n` must be below 2 ** 32."""
     random_state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = random_state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -73,7 +76,10 @@ def random_below(random_state: Any, n: int) -> int:
 
 @compiled
 def draw(pools: Pools, group: int, cache: CacheState) -> int:
-    """Draw an unpinned piece of a pool, each with equal probability; -1 if none."""
+    """Draw an unpinned expert of a pool, each with equal probability; -1 if none.
+
+    The expert stays in the pool.
+    """
     base, left = pools.base[group], pools.size[group]
     while left > 0:
         i = random_below(pools.random_state, left)

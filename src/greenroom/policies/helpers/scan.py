@@ -11,21 +11,21 @@ from greenroom.core.policy import CacheState, Floats, LogicalTime, PolicySetup, 
 
 
 def layer_starts(setup: PolicySetup) -> Ints:
-    """Return each layer's first piece id, [L + 1]: layer l has begin[l] .. begin[l + 1] - 1."""
+    """Return the first expert id of each layer, and the end of the last: [layers + 1]."""
     return np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
 
 
 @compiled
 def on_use(cache: CacheState, state: Any, piece: int, now: LogicalTime) -> None:
-    """Record when a piece was last requested, as the index of the request."""
+    """Record the index of an expert's last request in `state.index`."""
     state.index[piece] = now.index
 
 
 @compiled
 def lowest_unpinned(cache: CacheState, group: int, score: Floats, index: Ints) -> int:
-    """Find the unpinned cached piece with the smallest score; -1 if none.
+    """Find a slot group's unpinned cached expert with the smallest score; -1 if none.
 
-    `score` and `index` are by piece [P]; ties go to the smallest index.
+    `score` and `index` have one value for each expert. Of equal scores, the smallest index wins.
     """
     best, least = -1, np.inf
     for slot in range(cache.first[group], cache.first[group + 1]):
