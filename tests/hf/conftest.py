@@ -1,4 +1,4 @@
-"""What the tests of the transformers side share."""
+"""Fixtures and helpers of the tests of greenroom.hf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run takes the settings that are stored for it, and a plan says the same beforehand."""
+"""Runs use the settings stored for them, and plans predict these."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder() -> str:
     return str(cached_tiny("qwen3_moe", tokenizer=True))
 
 
-def test_a_run_says_that_it_took_lru(
+def test_a_run_reports_that_a_quick_plan_chose_lru(
     monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
 ):
     lru = QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
@@ -53,52 +53,54 @@ def test_a_run_says_that_it_took_lru(
     assert "misses no more experts than the default in a quick plan" in parts.settings_origin
 
 
-def test_a_plan_foretells_slots_and_settings(
+def test_a_plan_predicts_slots_and_settings(
     folder: str, monkeypatch: pytest.MonkeyPatch, no_threads_left: None
 ):
-    """Of the first run, as long as compiling takes what is set aside; and of those after it."""
+    """The first run, which still compiles, and the runs after it."""
     config = LoadConfig(device="cpu", kernels="eager", context=64)
-    at_first, whole = 400 << 20, 480 << 20  # the process, and with all that is loaded
+    at_first, loaded_bytes = 400 << 20, 480 << 20  # the process, and with all that is loaded
     for module in (budget, describing):
         monkeypatch.setattr(module, "rss_bytes", lambda: at_first)
-    monkeypatch.setattr(attach, "rss_bytes", lambda: whole)
+    monkeypatch.setattr(attach, "rss_bytes", lambda: loaded_bytes)
     before = describe(folder, config)
     memory = before.memory(10)
     assert before.slots(memory) == 10
 
     def run() -> tuple[int, int]:
         model, _ = load_with(folder, replace(config, memory=memory))
-        made = model.greenroom
-        found = made.capacity, made.slot_budget.full_context_slots
-        sizes = tuple(b - a for a, b in pairwise(made.setup.catalog.offsets))
-        made.detach()
+        greenroom = model.greenroom
+        slots = greenroom.capacity, greenroom.slot_budget.full_context_slots
+        sizes = tuple(b - a for a, b in pairwise(greenroom.setup.catalog.offsets))
+        greenroom.detach()
         assert sizes == before.experts_per_layer
-        return found
+        return slots
 
     first = run()
-    expected = at_first + describing.COMPILERS - (whole - before.dense_bytes)
+    expected = at_first + describing.COMPILERS - (loaded_bytes - before.dense_bytes)
     assert first[0] == min(
         before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
     )
-    known = files.load_records(before.fingerprint, machine_name(host_facts()))
-    assert known.process == whole - before.dense_bytes
+    records = files.load_records(before.fingerprint, machine_name(host_facts()))
+    assert records.process == loaded_bytes - before.dense_bytes
     after = describe(folder, config)
     assert (after.slots(memory), after.slots_when_full(memory)) == first == run()
 
 
-def keep(fingerprint: str, capacity: int, machine: str | None = None, **options: str) -> None:
-    found = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
+def store_setting(
+    fingerprint: str, capacity: int, machine: str | None = None, **options: str
+) -> None:
+    setting = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
     name = machine or machine_name(host_facts())
-    files.update_records(fingerprint, name, lambda records: records.with_setting(found))
+    files.update_records(fingerprint, name, lambda records: records.with_setting(setting))
 
 
-def test_a_run_takes_what_was_measured_and_says_so(folder: str, no_threads_left: None):
+def test_a_run_uses_measured_settings_and_reports_them(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
     digest = model.greenroom.setup.fingerprint
     assert "settings" not in startup_line(folder, model, config, verbose=True)
     model.greenroom.detach()
-    keep(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
+    store_setting(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
     model, _ = load_with(folder, config, remember=True)
     line = startup_line(folder, model, config, verbose=True)
     model.greenroom.detach()
@@ -108,14 +110,16 @@ def test_a_run_takes_what_was_measured_and_says_so(folder: str, no_threads_left:
     assert "--scope per-layer" in line
 
 
-def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
+def test_a_run_uses_a_measured_split(no_threads_left: None):
     folder = str(packed())
     config = LoadConfig(cache="60%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
-    made, capacity = model.greenroom.setup, model.greenroom.capacity
+    setup, capacity = model.greenroom.setup, model.greenroom.capacity
     model.greenroom.detach()
-    assert made.split is None
-    keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
+    assert setup.split is None
+    store_setting(
+        setup.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5"
+    )
     model, _ = load_with(folder, config, remember=True)
     line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.setup
     model.greenroom.detach()
@@ -141,23 +145,23 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
         (LoadConfig(cache="100%", device="cpu"), 16, None),  # nothing to choose
     ],
 )
-def test_what_is_kept_stays_out_of_the_way(
+def test_stored_settings_yield_to_the_user_s_options(
     folder: str, config: LoadConfig, capacity: int, machine: str | None, no_threads_left: None
 ):
     model, _ = load_with(folder, LoadConfig(cache="50%", device="cpu"), remember=False)
     parts = model.greenroom.setup
     model.greenroom.detach()
-    keep(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
+    store_setting(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
     model, _ = load_with(folder, config, remember=True)
     assert model.greenroom.setup.settings_origin == ""
     assert model.greenroom.driver.scheduler.placement.cache.policy.name != "lcp"
     model.greenroom.detach()
 
 
-def test_nothing_is_taken_where_nothing_is_remembered(folder: str, no_threads_left: None):
+def test_no_stored_setting_is_used_without_remember(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu")
     model, _ = load_with(folder, config, remember=False)
     parts = model.greenroom.setup
     model.greenroom.detach()
-    keep(parts.fingerprint, 8, policy="lcp")
+    store_setting(parts.fingerprint, 8, policy="lcp")
     assert apply_defaults(parts, config, 8, 2) is parts

@@ -24,18 +24,18 @@ def test_the_range_is_that_of_the_project_file() -> None:
     assert ceiling == ".".join(map(str, versions.CEILING))
 
 
-@pytest.mark.parametrize("found", ["5.22.9", "5.24.0", "6.0", "5.17.0"])
-def test_another_version_is_refused_in_one_line(found, monkeypatch) -> None:
-    monkeypatch.setattr(versions, "version", lambda name: found)
+@pytest.mark.parametrize("installed", ["5.22.9", "5.24.0", "6.0", "5.17.0"])
+def test_another_version_is_refused_in_one_line(installed, monkeypatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: installed)
     with pytest.raises(VersionError, match=r">=5\.23,<5\.24: run pip install") as caught:
         check_transformers()
-    assert found in str(caught.value)
+    assert installed in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("found", ["5.23.0", "5.23.4", "5.23.0.dev0"])
-def test_a_version_of_the_range_is_taken(found, monkeypatch) -> None:
-    monkeypatch.setattr(versions, "version", lambda name: found)
+@pytest.mark.parametrize("installed", ["5.23.0", "5.23.4", "5.23.0.dev0"])
+def test_a_version_of_the_range_is_taken(installed, monkeypatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: installed)
     check_transformers()
 
 

@@ -11,6 +11,6 @@ from tests.policies.plain import plain_policies
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """Nothing of a policy is compiled in this test."""
+    """Run policies as plain Python functions in this test."""
     with plain_policies():
         yield

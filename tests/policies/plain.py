@@ -21,7 +21,7 @@ def leading_zeros(word: Any) -> int:
     return 64 - int(word).bit_length()
 
 
-MADE: dict[Dispatcher, FunctionType] = {}
+PLAIN_FUNCTIONS: dict[Dispatcher, FunctionType] = {}
 
 
 def plain(part: Any, modules: bool = False) -> Any:
@@ -32,13 +32,13 @@ def plain(part: Any, modules: bool = False) -> Any:
         return SimpleNamespace(**{name: plain(value) for name, value in vars(part).items()})
     if not isinstance(part, Dispatcher):
         return part
-    if part not in MADE:
+    if part not in PLAIN_FUNCTIONS:
         function = part.py_func
         scope = dict(function.__globals__)
-        MADE[part] = FunctionType(function.__code__, scope, function.__name__)
+        PLAIN_FUNCTIONS[part] = FunctionType(function.__code__, scope, function.__name__)
         for name in scope.keys() & {*function.__code__.co_names}:
             scope[name] = plain(scope[name], modules=True)
-    return MADE[part]
+    return PLAIN_FUNCTIONS[part]
 
 
 def uncompiled(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,13 +46,13 @@ def uncompiled(make: Callable[..., Any]) -> Callable[..., Any]:
     original = make.__wrapped__  # type: ignore[attr-defined] # it is kept by functools.cache
 
     @cache
-    def made(*parts: Any) -> Any:
+    def make_plain(*parts: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             for module, name in ((caches, "jit"), (caches, "compiled"), (replays, "jit")):
                 patch.setattr(module, name, lambda function, **options: function)
             return original(*map(plain, parts))
 
-    return made
+    return make_plain
 
 
 BIND, LOOP = uncompiled(caches._bind), uncompiled(replays._loop)

@@ -28,7 +28,7 @@ class Step:
 
 @dataclass
 class World:
-    """What a policy may look at."""
+    """State that a reference policy may read."""
 
     offsets: list[int]
     sizes: list[int]  # slots of each group
@@ -404,11 +404,11 @@ class Static(KeyPolicy):
                     count[piece] += 1
                     last[piece] = i
                 i += 1
-        kept = set()
+        chosen = set()
         for group, size in enumerate(world.sizes):
-            own = [p for p in range(world.offsets[-1]) if world.group_of(p) == group]
-            kept.update(sorted(own, key=lambda p: (-count[p], -last[p], p))[:size])
-        return kept
+            members = [p for p in range(world.offsets[-1]) if world.group_of(p) == group]
+            chosen.update(sorted(members, key=lambda p: (-count[p], -last[p], p))[:size])
+        return chosen
 
 
 REFERENCES = {
@@ -443,7 +443,7 @@ def serve(
     world = World(offsets, sizes, steps, options)
     policy = REFERENCES[name](world)
     fixed = policy.residents() if name == "static" else None
-    held: list[list[int]] = [[] for _ in sizes]
+    resident: list[list[int]] = [[] for _ in sizes]
     results, prompt = [], None
     for step in steps:
         world.step = step
@@ -453,22 +453,22 @@ def serve(
         policy.begin_step(step)
         for piece in step.pieces:
             group = world.group_of(piece)
-            hit, evicted = piece in held[group], -1
+            hit, evicted = piece in resident[group], -1
             if fixed is not None:
                 hit = piece in fixed
-            elif not hit and len(held[group]) == sizes[group]:
+            elif not hit and len(resident[group]) == sizes[group]:
                 protect = pin == "step" and len(step.pieces) <= sizes[group]
-                candidates = [p for p in held[group] if not (protect and p in step.pieces)]
+                candidates = [p for p in resident[group] if not (protect and p in step.pieces)]
                 evicted = policy.victim(group, piece, candidates)
                 policy.evict(evicted)
-                held[group].remove(evicted)
+                resident[group].remove(evicted)
             world.count[piece] += 1
             world.last[piece] = world.time
             world.last_clock[piece], world.last_token[piece] = step.clock, step.token
             if hit:
                 policy.hit(piece)
             elif fixed is None:
-                held[group].append(piece)
+                resident[group].append(piece)
                 policy.insert(piece)
             world.time += 1
             results.append((hit, evicted))

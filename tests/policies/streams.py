@@ -46,7 +46,7 @@ def steps(most: int = 20) -> st.SearchStrategy[list[Step]]:
 
 
 def as_stream(steps: list[Step]) -> Stream:
-    """The same as flat arrays."""
+    """Convert steps to a stream of flat arrays."""
     flat = [piece for step in steps for piece in step.pieces]
     return Stream(
         pieces=np.array(flat, np.int32),

@@ -83,11 +83,11 @@ ONE_LAYER = [
 
 
 @pytest.mark.parametrize(("name", "capacity", "requests", "expected"), ONE_LAYER)
-def test_one_layer(name, capacity, requests, expected):
+def test_victims_in_one_layer_are_those_worked_out_by_hand(name, capacity, requests, expected):
     assert evictions(name, capacity, letters(requests), 1) == expected
 
 
-def layered(layers: int, *tokens: str, prompts: str = "") -> list[Step]:
+def layered_steps(layers: int, *tokens: str, prompts: str = "") -> list[Step]:
     """A token a string, a piece a layer: layer l has the letters from 8 * l."""
     return [
         Step([ord(c) - 97], t * layers + layer, t, int(prompts[t]) if prompts else 0, layer, [], [])
@@ -96,48 +96,53 @@ def layered(layers: int, *tokens: str, prompts: str = "") -> list[Step]:
     ]
 
 
-def test_llru_keeps_the_layer_that_is_next():
-    """At q (t = 2, of 3 layers) a has R 0, D 1 and i R 0, D 2: i, whose layer was just served,
-    goes, though a is older. At i (t = 4): a has D 2, q D 1."""
-    assert evictions("llru", 2, layered(3, "aiq", "aiq"), 3) == "--i.a."
-    assert evictions("lru", 2, layered(3, "aiq", "aiq"), 3) == "--aiqa"
+def test_llru_evicts_the_layer_that_comes_latest():
+    """The victim has the largest D.
+
+    At q (t = 2, of 3 layers) a has R 0, D 1 and i R 0, D 2: i, whose layer was just served, is
+    evicted, though a is older. At i (t = 4): a has D 2, q D 1.
+    """
+    assert evictions("llru", 2, layered_steps(3, "aiq", "aiq"), 3) == "--i.a."
+    assert evictions("lru", 2, layered_steps(3, "aiq", "aiq"), 3) == "--aiqa"
 
 
 def test_llru_counts_rounds_first():
     """At j (t = 3, of 2 layers): a was requested 3 ago (R 1, D 1), i 2 ago (R 1, D 0), b 1 ago
     (R 0, D 1). Of two pieces one round old, a's layer is further ahead."""
-    assert evictions("llru", 3, layered(2, "ai", "bj"), 2) == "---a"
+    assert evictions("llru", 3, layered_steps(2, "ai", "bj"), 2) == "---a"
 
 
-def test_fate_prefers_to_keep_shallow_layers():
+def test_fate_evicts_deep_layers_first():
     """At j (t = 3): a has age 3 * 1, i 2 * 1.5 and is as old, but deeper."""
-    assert evictions("fate", 3, layered(2, "ai", "bj"), 2) == "---i"
+    assert evictions("fate", 3, layered_steps(2, "ai", "bj"), 2) == "---i"
 
 
-def test_moe_infinity_evicts_what_a_like_prompt_used_least():
+def test_moe_infinity_evicts_the_expert_that_a_similar_prompt_used_least():
     """The first prompt leaves the EAM {a 1, b 1 | i 2}. At j: a and b score 1.001 / 2, i
     2.001 * 0.5 / 2, a little less. At i: j scores 0.001 * 0.5 / 2."""
-    steps = layered(2, "ai", "bi", "aj", "bi", prompts="0011")
+    steps = layered_steps(2, "ai", "bi", "aj", "bi", prompts="0011")
     assert evictions("moe-infinity", 3, steps, 2) == "---..i.j"
 
 
 def test_moe_infinity_falls_back_to_the_current_eam():
-    """No prompt is over. At j the pass's EAM is {b 1 | j 1}: a scores 0.001 / 1, b 1.001 / 1, i
-    0.001 * 0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5
-    / 2."""
+    """The first prompt is not over, so the collection is empty.
+
+    At j the pass's EAM is {b 1 | j 1}: a scores 0.001 / 1, b 1.001 / 1, i 0.001 * 0.5 / 1. The
+    prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5 / 2.
+    """
     for name in ("moe-infinity", "moe-infinity:matching=request"):
-        assert evictions(name, 3, layered(2, "ai", "bj"), 2) == "---i"
+        assert evictions(name, 3, layered_steps(2, "ai", "bj"), 2) == "---i"
 
 
-def test_marking_evicts_no_marked_piece_and_chance_decides_among_the_others():
+def test_marking_draws_the_victim_from_unmarked_pieces():
     """c ends a phase: a and b lose their marks. Then one of them is there and unmarked, so that d
     must evict it."""
-    seen = set()
+    orders = set()
     for seed in range(40):
         done = evictions("marking", 2, letters("abcd"), 1, seed)
         assert done in ("--ab", "--ba")
-        seen.add(done)
-    assert len(seen) == 2
+        orders.add(done)
+    assert len(orders) == 2
 
 
 def test_random_evicts_each_piece_as_often_as_the_others():
@@ -147,7 +152,7 @@ def test_random_evicts_each_piece_as_often_as_the_others():
     )
 
 
-def test_every_policy_is_worked_by_hand_or_is_a_reading_of_ours():
+def test_every_policy_of_a_paper_with_a_formula_is_worked_out_by_hand():
     by_hand = {name.partition(":")[0] for name, *_ in ONE_LAYER}
     by_hand |= {"llru", "fate", "moe-infinity", "marking", "random"}
     assert set(POLICIES) - by_hand <= {"hobbit", "hybrimoe", "next-use"}

@@ -20,12 +20,12 @@ PIECES = Pieces.unsplit(OFFSETS, [1] * LAYERS)
 
 
 def decisions(name: str) -> list[list[int]]:
-    """What is evicted for each step of a run, or where that cannot be what a replay misses."""
+    """The evictions of each step of a run; the misses of a replay for policies that need it."""
     stream = as_stream(STEPS)
     if policy(name).needs_trace:
         return [replay(stream, OFFSETS, 6, policy(name), detail=True).missed.tolist()]
     cache = Cache(PIECES, 6, policy(name), trace=stream)
-    found = []
+    evicted = []
     for step in STEPS:
         pieces = np.array(step.pieces, np.int64)
         served = cache.serve(
@@ -38,12 +38,12 @@ def decisions(name: str) -> list[list[int]]:
         )
         if served.pinned:
             cache.release(pieces)
-        found.append(served.evicted.tolist())
-    return found
+        evicted.append(served.evicted.tolist())
+    return evicted
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_decides_as_its_python_functions(name: str) -> None:
+def test_a_compiled_policy_decides_as_its_python_functions(name: str) -> None:
     with plain_policies():
         expected = decisions(name)
     assert decisions(name) == expected

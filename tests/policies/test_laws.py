@@ -18,7 +18,7 @@ from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps
 pytestmark = pytest.mark.usefixtures("uncompiled")
 ALL = OFFSETS[-1]
 PIECES = Pieces.unsplit(OFFSETS, [1] * LAYERS)
-BRINGS_IN = [name for name, p in POLICIES.items() if p.preload is None]  # demand paging
+INSERTING = [name for name, p in POLICIES.items() if p.preload is None]  # demand paging
 STACK = ["lru", "opt"]
 
 
@@ -26,7 +26,7 @@ def misses(name: str, all_steps: list[Step], capacity: int, pin: str = "none", *
     return replay(as_stream(all_steps), OFFSETS, capacity, policy(name), pin=pin, **how).misses
 
 
-@pytest.mark.parametrize("name", BRINGS_IN)
+@pytest.mark.parametrize("name", INSERTING)
 @given(steps=steps(), capacity=st.integers(1, ALL))
 @settings(max_examples=50, deadline=None)
 def test_none_misses_less_than_opt_without_pinning(name, steps, capacity):
@@ -40,9 +40,9 @@ def test_none_misses_less_than_opt_without_pinning(name, steps, capacity):
 @given(steps=steps(), capacity=st.integers(1, ALL - 1))
 @settings(max_examples=50, deadline=None)
 def test_static_with_one_scratch_slot_misses_no_less_than_opt(steps, capacity):
-    """What stays was brought in once; what passes through needs a slot for a moment."""
-    brought_in = min(capacity, len({p for step in steps for p in step.pieces}))
-    assert misses("static", steps, capacity) + brought_in >= misses("opt", steps, capacity + 1)
+    """Pinned pieces are inserted once; the others need a scratch slot for a moment."""
+    inserted = min(capacity, len({p for step in steps for p in step.pieces}))
+    assert misses("static", steps, capacity) + inserted >= misses("opt", steps, capacity + 1)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -64,7 +64,7 @@ def test_no_step_evicts_its_own_pieces(name, steps, capacity):
 @settings(max_examples=30, deadline=None)
 def test_with_room_for_all_each_piece_is_missed_once(name, steps):
     distinct = len({p for step in steps for p in step.pieces})
-    expected = distinct if name in BRINGS_IN else 0
+    expected = distinct if name in INSERTING else 0
     assert misses(name, steps, ALL) == misses(name, steps, ALL, "step") == expected
 
 
@@ -84,7 +84,7 @@ def test_a_larger_cache_of_a_stack_algorithm_holds_all_that_a_smaller_one_does(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_run_needs_no_future_or_says_so(name):
+def test_a_policy_that_needs_the_future_refuses_a_run(name):
     if POLICIES[name].needs_trace:
         with pytest.raises(UsageError, match=f"policy {name} must know the whole trace"):
             Cache(PIECES, 3, policy(name))
@@ -92,10 +92,10 @@ def test_a_run_needs_no_future_or_says_so(name):
         Cache(PIECES, 3, policy(name)).serve(np.array([0], np.int64), 0)
 
 
-@pytest.mark.parametrize("name", BRINGS_IN)
+@pytest.mark.parametrize("name", INSERTING)
 @given(steps=steps(), capacities=st.lists(st.integers(LAYERS, ALL), min_size=2, max_size=4))
 @settings(max_examples=15, deadline=None)
-def test_pieces_removed_and_caches_resized_leave_no_trace(name, steps, capacities):
+def test_removed_pieces_and_resized_caches_keep_the_policy_consistent(name, steps, capacities):
     """Transfers fail and budgets change: what is resident is what the policy thinks it is."""
     trace = as_stream(steps)
     cache = Cache(PIECES, capacities[0], policy(name), trace=trace)
@@ -108,7 +108,7 @@ def test_pieces_removed_and_caches_resized_leave_no_trace(name, steps, capacitie
             cache.remove(step.pieces[0], step.clock)
         if i % 4 == 0:
             cache.resize(capacities[i // 4 % len(capacities)])
-        held = cache.residents()
-        assert len(held) <= cache.capacity
-        assert (cache.state.slot_of[held] >= 0).all()
-        assert int(cache.state.free_count.sum()) == cache.capacity - len(held)
+        residents = cache.residents()
+        assert len(residents) <= cache.capacity
+        assert (cache.state.slot_of[residents] >= 0).all()
+        assert int(cache.state.free_count.sum()) == cache.capacity - len(residents)

@@ -14,14 +14,14 @@ def test_the_table_has_every_policy_by_its_name():
         *("moe-infinity", "static", "s3fifo", "sieve", "arc", "lfuda"),
         *("hobbit", "hybrimoe", "fate"),
     } <= set(POLICIES)
-    assert all(policy(name) is found for name, found in POLICIES.items())
+    assert all(policy(name) is chosen for name, chosen in POLICIES.items())
     assert policy("auto").name == DEFAULT
 
 
 def test_options_follow_the_name():
-    found = policy("moe-infinity:matching=request,capacity=50")
-    assert found.settings == {"matching": "request", "capacity": 50}
-    assert found.name == "moe-infinity:matching=request,capacity=50"
+    chosen = policy("moe-infinity:matching=request,capacity=50")
+    assert chosen.settings == {"matching": "request", "capacity": 50}
+    assert chosen.name == "moe-infinity:matching=request,capacity=50"
     assert policy("moe-infinity").settings == {"matching": "iteration", "capacity": 100}
     assert policy("lcp").settings == {"rho": 0.25, "omega": 128}
 
@@ -47,7 +47,7 @@ def test_options_follow_the_name():
         ("moe-infinity:capacity=0", r"capacity of moe-infinity must be between 1 and"),
     ],
 )
-def test_a_name_or_option_that_cannot_be_right_is_one_clear_line(name, message):
+def test_a_wrong_name_or_option_raises_an_error_of_one_line(name, message):
     with pytest.raises(UsageError, match=message) as caught:
         policy(name)
     assert "\n" not in str(caught.value)

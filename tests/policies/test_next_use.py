@@ -22,7 +22,7 @@ f32 = np.float32
 
 
 class Expert:
-    """What is known of one expert of a layer."""
+    """Estimates of one expert of a layer."""
 
     def __init__(self, share: float) -> None:
         self.short = 0.0  # logarithm, relative to the mean share
@@ -34,7 +34,7 @@ class Expert:
 
 
 class Layer:
-    """The estimates of one layer, a dictionary or a list where the compiled ones are arrays."""
+    """Estimates of one layer, in dictionaries and lists instead of arrays."""
 
     def __init__(self, experts: int) -> None:
         self.size = experts
@@ -110,8 +110,8 @@ class Layer:
         for i, (expert, score) in enumerate(zip(self.experts, scores, strict=True)):
             half = 0.5 * float(score)
             value = 0.5 + 0.5 * (half / math.sqrt(1 + half * half))
-            wanted = 1.0 if i in used else discount * value
-            errors.append(f32(wanted - expert.value))
+            target = 1.0 if i in used else discount * value
+            errors.append(f32(target - expert.value))
             expert.value = value
         return errors
 
@@ -144,7 +144,7 @@ class Reference:
             layer.steps = 0
 
     def step(self, now: int, used: list[int]) -> list[tuple[int, int] | bool | None]:
-        """For each request True for a hit, else what was evicted or None."""
+        """Return for each request True for a hit, else the evicted expert or None."""
         self.layers[now].step(used, self.layers[now - 1].last, self.options)
         current, results = {(now, e) for e in used}, []
         room = self.rooms[now if self.scope == "per-layer" else 0]
@@ -208,7 +208,7 @@ def stream_of(steps: list[tuple[bool, int, list[int]]], sizes: list[int]) -> Str
     pin=st.booleans(),
 )
 @settings(max_examples=20, deadline=None)
-def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, scope, pin):
+def test_next_use_evicts_as_its_plain_reference(seed, sizes, share, scope, pin):
     capacity = max(len(sizes), int(share * sum(sizes)))
     steps, offsets = random_steps(seed, sizes, 40), np.concatenate([[0], np.cumsum(sizes)])
     pieces = Pieces.unsplit(offsets.tolist(), [1] * len(sizes))
@@ -227,8 +227,8 @@ def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, scope, pin):
             reference.step(layer, experts), served.hits, served.evicted, strict=True
         ):
             assert (result is True) == bool(hit)
-            gone = -1 if result is True or result is None else offsets[result[0]] + result[1]
-            assert evicted == gone
+            expected = -1 if result is True or result is None else offsets[result[0]] + result[1]
+            assert evicted == expected
             misses += result is not True
     got = replay(
         stream_of(steps, sizes),
@@ -241,7 +241,7 @@ def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, scope, pin):
     assert got.misses == misses
 
 
-def test_by_hand():
+def test_next_use_learns_the_values_worked_out_by_hand():
     """One layer of four experts, two slots. The first step uses 0 and 1 of four: share 1/2.
 
     Both have the same estimate; 2 needs room, and the tie goes to the lowest id: 0 is evicted.
@@ -267,7 +267,7 @@ def test_by_hand():
     assert learned.links[0, 0, 1, 1] == pytest.approx(0.2 / math.sqrt(2) * (0.85 * new - old))
 
 
-def test_learns_what_follows_what():
+def test_next_use_learns_which_expert_follows_which():
     """Two experts take turns with a third one, at random; only the past tells which comes next."""
     rng, sizes = np.random.default_rng(1), [6]
     steps = []

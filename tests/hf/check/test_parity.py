@@ -39,8 +39,8 @@ def ids(*shape: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def assert_same(model: PreTrainedModel, wanted: PreTrainedModel, batch: torch.Tensor) -> None:
-    mine, theirs = (m(input_ids=batch, use_cache=False).logits for m in (model, wanted))
+def assert_same(model: PreTrainedModel, original: PreTrainedModel, batch: torch.Tensor) -> None:
+    mine, theirs = (m(input_ids=batch, use_cache=False).logits for m in (model, original))
     assert torch.isfinite(theirs).all()
     assert torch.equal(mine, theirs)
 
@@ -49,13 +49,13 @@ def assert_same(model: PreTrainedModel, wanted: PreTrainedModel, batch: torch.Te
 @pytest.mark.parametrize("name", NAMED)
 def test_logits_and_greedy_tokens_with_a_cache_below_one_layer_s_demand(name, dtype):
     folder = cached_tiny(name, dtype=dtype)
-    wanted = reference(folder)
+    original = reference(folder)
     options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True}
     with streamed(folder, capacity=3, kernels="eager") as model:
-        assert_same(model, wanted, ids(2, 9))
+        assert_same(model, original, ids(2, 9))
         prompt = ids(1, 7)
-        mine, theirs = (m.generate(prompt, **options) for m in (model, wanted))
+        mine, theirs = (m.generate(prompt, **options) for m in (model, original))
         assert torch.equal(mine.sequences, theirs.sequences)
         assert all(map(torch.equal, mine.logits, theirs.logits))
         stats = model.greenroom.stats()
@@ -83,8 +83,8 @@ def test_default_kernels_give_the_same_bits_whatever_the_cache_and_the_arrival(n
     assert (outputs[0][:, :-1].float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
 
 
-def test_the_counts_are_those_of_the_simulator():
-    """What a run asks is what `runtime` order says, and the misses are the simulator's."""
+def test_cache_counts_equal_those_of_the_simulator():
+    """A run requests what `runtime` order says, and the misses are the simulator's."""
     import numpy as np
 
     from greenroom.core.events import Routed

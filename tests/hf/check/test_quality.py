@@ -23,8 +23,8 @@ TEXT = "The green room is where the performers wait. An expert waits on disk unt
 
 
 @torch.inference_mode()
-def slow(folder: Path, window: int) -> tuple[float, float, float, float, float, int]:
-    """The same by transformers alone, with all in memory."""
+def quality_in_memory(folder: Path, window: int) -> tuple[float, float, float, float, float, int]:
+    """Quality computed by transformers, with all weights in memory."""
     models = [load_reference_model(ModelSkeleton.of(source())) for _ in range(2)]
     fill(models[1], folder)
     ids = tokenizer_of(open_checkpoint(source()))(TEXT)["input_ids"]
@@ -50,56 +50,56 @@ def slow(folder: Path, window: int) -> tuple[float, float, float, float, float, 
     )
 
 
-def test_figures_are_those_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_equal_those_of_models_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     window = 50
     monkeypatch.setattr(module, "WINDOW", window)
     folder = packed("int4")
-    found = quality(str(folder), TEXT, cache="25%")
-    kl, p99, mine, theirs, same, count = slow(folder, window)
-    assert found.tokens == count
-    assert found.original == str(source())
-    assert found.kl_mean == pytest.approx(kl, rel=0.15)  # compiled kernels round another way
-    assert found.kl_p99 == pytest.approx(p99, rel=0.3)
-    assert found.perplexity == pytest.approx(mine, rel=0.02)
-    assert found.original_perplexity == pytest.approx(theirs, rel=0.02)
-    assert found.same_top == pytest.approx(same, abs=0.05)
-    assert found.kl_mean > 1e-4
+    result = quality(str(folder), TEXT, cache="25%")
+    kl, p99, mine, theirs, same, count = quality_in_memory(folder, window)
+    assert result.tokens == count
+    assert result.original == str(source())
+    assert result.kl_mean == pytest.approx(kl, rel=0.15)  # compiled kernels round another way
+    assert result.kl_p99 == pytest.approx(p99, rel=0.3)
+    assert result.perplexity == pytest.approx(mine, rel=0.02)
+    assert result.original_perplexity == pytest.approx(theirs, rel=0.02)
+    assert result.same_top == pytest.approx(same, abs=0.05)
+    assert result.kl_mean > 1e-4
 
 
-def test_the_same_experts_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_with_the_same_experts_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits are kept in a file; probabilities are computed for a few positions at a time."""
-    seen: list[int] = []
+    row_counts: list[int] = []
     real = torch.Tensor.log_softmax
 
     def counted(self: torch.Tensor, dim: int) -> torch.Tensor:
-        seen.append(self.shape[0])
+        row_counts.append(self.shape[0])
         return real(self, dim)
 
     monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
-    found = quality(str(packed("same")), TEXT, cache="25%")
-    assert found.kl_mean == found.kl_p99 == 0
-    assert found.perplexity == found.original_perplexity
-    assert found.same_top == 1
-    assert max(seen) == module.ROWS
+    result = quality(str(packed("same")), TEXT, cache="25%")
+    assert result.kl_mean == result.kl_p99 == 0
+    assert result.perplexity == result.original_perplexity
+    assert result.same_top == 1
+    assert max(row_counts) == module.ROWS
 
 
-def test_fewer_bits_lose_more() -> None:
+def test_fewer_bits_have_a_larger_loss() -> None:
     losses = [quality(str(packed(kind)), TEXT, tokens=64).kl_mean for kind in ("int8", "int4")]
     assert 0 < losses[0] < losses[1]
 
 
-def test_any_two_of_one_architecture(tmp_path: Path) -> None:
+def test_any_two_models_of_one_architecture_are_compared(tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", "qwen3_moe", {"_exps": "Q4_0", "": "BF16"})
     plain = write(tmp_path / "plain.gguf", "qwen3_moe", {"": "BF16"})
-    found = quality(str(file), TEXT, str(plain), tokens=40)
-    assert found.tokens == 39
-    assert found.kl_mean > 0
+    result = quality(str(file), TEXT, str(plain), tokens=40)
+    assert result.tokens == 39
+    assert result.kl_mean > 0
 
 
 # Mistakes
 
 
-def test_the_original_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_original_is_refused(tmp_path: Path) -> None:
     from greenroom.hf.pack.packing import pack
 
     origin = Path(shutil.copytree(source(), tmp_path / "source"))
@@ -108,12 +108,12 @@ def test_the_original_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NotAModel) as error:
         quality(str(tmp_path / "pack"), TEXT)
     assert "was not found" in one_line(error)
-    found = quality(str(tmp_path / "pack"), TEXT, str(tmp_path / "moved"), tokens=9)
-    assert found.tokens == 8
+    result = quality(str(tmp_path / "pack"), TEXT, str(tmp_path / "moved"), tokens=9)
+    assert result.tokens == 8
 
 
 @pytest.mark.parametrize(
-    ("model", "against", "text", "words"),
+    ("model", "against", "text", "message"),
     [
         ("source", None, TEXT, "name one by --against"),
         ("source", "source", TEXT, "are the same model"),
@@ -122,15 +122,17 @@ def test_the_original_is_not_there(tmp_path: Path) -> None:
         ("pack", None, "", "the text is too short"),
     ],
 )
-def test_what_cannot_be_compared(model: str, against: str | None, text: str, words: str) -> None:
+def test_models_that_cannot_be_compared_are_refused(
+    model: str, against: str | None, text: str, message: str
+) -> None:
     named = {"source": source(), "pack": packed("int8"), "olmoe": source("olmoe")}
     other = None if against is None else str(named[against])
     with pytest.raises(UsageError) as error:
         quality(str(named[model]), text, other)
-    assert words in one_line(error)
+    assert message in one_line(error)
 
 
-def test_no_room_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = packed("int8")
     full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
@@ -141,12 +143,12 @@ def test_no_room_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> None:
     """The original is the same model with the defaults, read in the same passes."""
     name = str(source())
-    said: list[str] = []
-    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="numba", say=said.append)
+    stages: list[str] = []
+    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="numba", say=stages.append)
     assert same.kl_mean == same.kl_p99 == 0
-    assert said[-1].endswith(f"with {name} --kernels numba")
-    fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=said.append)
-    assert said[-1].endswith("--kv fp8")
+    assert stages[-1].endswith(f"with {name} --kernels numba")
+    fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=stages.append)
+    assert stages[-1].endswith("--kv fp8")
     assert fp8.original == fp8.model == name
     assert 1e-6 < fp8.kl_mean < 1
     assert fp8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)

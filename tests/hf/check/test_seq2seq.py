@@ -30,15 +30,15 @@ def test_the_answer_is_transformers_own(name):
     source = folder(name)
     model, tokenizer = greenroom.load(str(source), cache="25%", kernels="eager")
     try:
-        said = answer(model, tokenizer, TEXT, GREEDY, context=64)
+        reply = answer(model, tokenizer, TEXT, GREEDY, context=64)
         stats = model.greenroom.stats()
     finally:
         model.greenroom.detach()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         theirs = reference(source).generate(ids, max_new_tokens=5, do_sample=False)
-    assert said.token_ids == theirs[0, 1:].tolist()
-    assert said.prompt_tokens == ids.shape[1]
+    assert reply.token_ids == theirs[0, 1:].tolist()
+    assert reply.prompt_tokens == ids.shape[1]
     # The encoder's layers and the answer's first token are one pass, as a prompt is.
     assert stats.passes == 5
     assert stats.prefetch["predictor"] == "off"
@@ -46,7 +46,7 @@ def test_the_answer_is_transformers_own(name):
 
 @pytest.mark.parametrize("name", sorted(SEQ2SEQ))
 @pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_verify(name, layers):
+def test_verify_accepts_an_encoder_decoder(name, layers):
     verdict = verify(str(folder(name)), "25%", tokens=3, prompt=TEXT, layers=layers)
     assert verdict.checks
     assert verdict.identical
@@ -70,7 +70,7 @@ def test_a_trace_is_of_the_decoder(tmp_path):
     assert trace.token_ids[0] == 0
 
 
-def test_what_a_trace_cannot_hold_is_said(tmp_path):
+def test_a_recording_that_cannot_be_made_is_refused(tmp_path):
     model, tokenizer = greenroom.load(str(folder("nllb-moe")), cache="25%", kernels="eager")
     try:
         with pytest.raises(TraceError, match="one twice"):

@@ -17,21 +17,21 @@ def folder():
 
 @pytest.mark.parametrize("layers", [False, True])
 def test_a_sound_model_passes(folder, layers):
-    said: list[str] = []
-    verdict = verify(folder, "13%", tokens=5, prompt="The", layers=layers, say=said.append)
+    lines: list[str] = []
+    verdict = verify(folder, "13%", tokens=5, prompt="The", layers=layers, say=lines.append)
     assert verdict.identical
     assert verdict.near
     assert verdict.entire_model is not layers
     assert verdict.tokens_compared > 5 - layers
-    assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
-    assert sum("no prefetching" in line for line in said) == 1
-    assert len(set(said)) == len(said)
+    assert sum(line.startswith("ok") for line in lines) == len(verdict.checks) >= 6
+    assert sum("no prefetching" in line for line in lines) == 1
+    assert len(set(lines)) == len(lines)
     compared = "every expert in memory" if not layers else "2 slots, from disk"
-    ours = [line for line in said if "numba kernels" in line]
+    ours = [line for line in lines if "numba kernels" in line]
     assert ours
     assert all(line.endswith(f"the same bits as with {compared}") for line in ours)
-    assert any("kernels, 1 slot, " in line for line in said)
-    assert all("transformers' eager" in line for line in said if "eager kernels" in line)
+    assert any("kernels, 1 slot, " in line for line in lines)
+    assert all("transformers' eager" in line for line in lines if "eager kernels" in line)
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPED))
@@ -85,7 +85,7 @@ def test_a_default_kernel_that_is_wrong_but_consistent_is_not_near(folder, monke
     assert not verdict.near
 
 
-def test_mistakes_show_before_the_work(folder):
+def test_wrong_options_are_refused_before_the_work(folder):
     with pytest.raises(UsageError, match="at least 1"):
         verify(folder, tokens=0)
     with pytest.raises(BudgetError, match="no room for an expert"):

@@ -26,7 +26,7 @@ from tests.models import cached_tiny
 
 WIDE = {"hidden_size": 64, "head_dim": 16}
 # What lies together as it is, what needs keys and values to go through its layers, what is apart.
-TOGETHER = {
+BATCHED = {
     "qwen3_moe": {},
     "mixtral": {"sliding_window": 4},
     "olmoe": {},
@@ -34,7 +34,7 @@ TOGETHER = {
     "qwen2_moe": {},
     "deepseek_v3": {},
 }
-APART = {
+SEQUENTIAL = {
     "qwen3_next": "does not store keys and values token by token",
     "deepseek_v32": "does not store keys and values token by token",
 }
@@ -72,48 +72,48 @@ def caches(batch: Batch, count: int) -> list[Any]:
 
 def passes(batch: Batch, prompts: list[list[int]], ends: list[list[int]]) -> list[list[Any]]:
     """The logits of the parts that end at `ends` of each sequence."""
-    found, own, begin = [], caches(batch, len(prompts)), [0] * len(prompts)
+    logits, own_caches, begin = [], caches(batch, len(prompts)), [0] * len(prompts)
     with torch.inference_mode():
         for end in ends:
-            given = [ids[a:b] for ids, a, b in zip(prompts, begin, end, strict=True)]
-            found.append(batch(given, own))
+            new_ids = [ids[a:b] for ids, a, b in zip(prompts, begin, end, strict=True)]
+            logits.append(batch(new_ids, own_caches))
             begin = end
-    return found
+    return logits
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_each_gets_what_it_gets_by_itself(name: str) -> None:
+@pytest.mark.parametrize("name", BATCHED)
+def test_each_sequence_has_the_logits_of_a_pass_of_its_own(name: str) -> None:
     prompts = draw(14, 9, 21)
     ends = [[9, 3, 5], [10, 4, 17], [11, 5, 18], [12, 6, 19]]  # prompts, both, single tokens
-    with served(name, **TOGETHER[name]) as model:
+    with served(name, **BATCHED[name]) as model:
         batch = Batch(model)
         assert batch.sequential_reason == ""
-        found = passes(batch, prompts, ends)
+        batched = passes(batch, prompts, ends)
         for place in range(3):
-            own = [[each[place]] for each in ends]
-            for logits, (alone,) in zip(
-                [each[place] for each in found],
-                passes(batch, [prompts[place]], own),
+            own_caches = [[each[place]] for each in ends]
+            for logits, (single,) in zip(
+                [each[place] for each in batched],
+                passes(batch, [prompts[place]], own_caches),
                 strict=True,
             ):
-                torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(logits, single, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", APART)
-def test_what_cannot_lie_together_is_known(name: str) -> None:
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_models_that_cannot_batch_name_the_reason(name: str) -> None:
     with served(name) as model:
         batch = Batch(model)
-        assert APART[name] in batch.sequential_reason
+        assert SEQUENTIAL[name] in batch.sequential_reason
         assert batch.can_batch([5])
         assert not batch.can_batch([1, 1])
-        own = [batch.cache()]
+        own_caches = [batch.cache()]
         with torch.inference_mode():
             for ids in draw(7, 1, 1):
-                (logits,) = batch([ids], own)
+                (logits,) = batch([ids], own_caches)
                 assert torch.isfinite(logits).all()
 
 
-def test_quantised_keys_and_values_are_not_each_token_s_own() -> None:
+def test_quantised_keys_and_values_cannot_be_batched() -> None:
     with served("qwen3_moe", parts={"keys_values": KVBytes((), CacheKind("fp8"))}) as model:
         batch = Batch(model)
         assert "does not store keys and values token by token" in batch.sequential_reason
@@ -121,7 +121,9 @@ def test_quantised_keys_and_values_are_not_each_token_s_own() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> None:
+def test_batched_single_tokens_have_the_bits_of_one_sequence(
+    threads: int, monkeypatch: Any
+) -> None:
     calls, batch_forward = [], FusedDecoderLayer.batch_forward
     monkeypatch.setattr(
         FusedDecoderLayer, "batch_forward", lambda *args: (calls.append(1), batch_forward(*args))[1]
@@ -133,65 +135,67 @@ def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> N
             batch = Batch(model, exact=True)
             assert batch.sequential_reason == ""
             prompts = draw(14, 9, 40)
-            alone, own = [], []
+            single, own_caches = [], []
             for ids in prompts:
-                (found,) = zip(*passes(batch, [ids], [[n] for n in range(6, 10)]), strict=True)
-                alone.append(found[1:])
-                own += caches(batch, 1)
+                (logits,) = zip(*passes(batch, [ids], [[n] for n in range(6, 10)]), strict=True)
+                single.append(logits[1:])
+                own_caches += caches(batch, 1)
             with torch.inference_mode():
                 for place, ids in enumerate(prompts):
-                    batch([ids[:6]], own[place : place + 1])
+                    batch([ids[:6]], own_caches[place : place + 1])
                 calls.clear()
                 for step in range(3):
-                    found = batch([[ids[6 + step]] for ids in prompts], own)
-                    for place, logits in enumerate(found):
-                        assert torch.equal(logits, alone[place][step])
+                    batched = batch([[ids[6 + step]] for ids in prompts], own_caches)
+                    for place, logits in enumerate(batched):
+                        assert torch.equal(logits, single[place][step])
             assert len(calls) == 3 * model.config.num_hidden_layers
     finally:
         torch.set_num_threads(before)
 
 
-def test_they_do_where_many_of_a_stored_format_have_one_expert(tmp_path: Path) -> None:
+def test_bits_are_equal_where_many_tokens_choose_one_expert_of_a_stored_format(
+    tmp_path: Path,
+) -> None:
     """One token of an expert is multiplied by whole numbers, many by its rows, expanded."""
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
     prompt, count = draw(9)[0], 3 * FEW
-    found = {}
+    equal_bits = {}
     with attached(path, stored=True) as model:
         for exact in (True, False):
             batch = Batch(model, exact=exact)
             assert batch.sequential_reason == ""
-            own = caches(batch, count + 1)
+            own_caches = caches(batch, count + 1)
             with torch.inference_mode():
                 for place in range(count + 1):
-                    batch([prompt[:6]], own[place : place + 1])
-                (alone,) = batch([prompt[6:7]], own[count:])
-                found[exact] = [
-                    torch.equal(logits, alone)
-                    for logits in batch([prompt[6:7]] * count, own[:count])
+                    batch([prompt[:6]], own_caches[place : place + 1])
+                (single,) = batch([prompt[6:7]], own_caches[count:])
+                equal_bits[exact] = [
+                    torch.equal(logits, single)
+                    for logits in batch([prompt[6:7]] * count, own_caches[:count])
                 ]
-    assert all(found[True])
-    assert any(found[False]) != codes.INTEGERS
+    assert all(equal_bits[True])
+    assert any(equal_bits[False]) != codes.INTEGERS
 
 
-def test_a_sequence_may_begin_with_one_token_beside_others() -> None:
+def test_a_sequence_may_begin_with_one_token_in_a_batch() -> None:
     with served("qwen3_moe", "bfloat16", **WIDE) as model:
         batch = Batch(model)
         one, two = draw(9, 3)
-        own = caches(batch, 2)
+        own_caches = caches(batch, 2)
         with torch.inference_mode():
-            batch([one[:8]], own[:1])
-            both = [batch([one[8:], two[:1]], own), batch([[5], two[1:2]], own)]
-        alone = passes(batch, [[*one, 5]], [[8], [9], [10]])
+            batch([one[:8]], own_caches[:1])
+            both = [batch([one[8:], two[:1]], own_caches), batch([[5], two[1:2]], own_caches)]
+        single = passes(batch, [[*one, 5]], [[8], [9], [10]])
         began = passes(batch, [two], [[1], [2]])
         for step in range(2):
-            for found, wanted in ((both[step][0], alone[step + 1][0]),
+            for actual, expected in ((both[step][0], single[step + 1][0]),
                                   (both[step][1], began[step][0])):  # fmt: skip
-                distance = (found - wanted).float().norm() / wanted.float().norm()
+                distance = (actual - expected).float().norm() / expected.float().norm()
                 assert distance < 0.05
 
 
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
-def test_bits_are_not_promised_where_they_cannot_be_kept(name: str) -> None:
+def test_exact_batches_are_refused_where_bits_would_differ(name: str) -> None:
     with served(name) as model:  # float32, or another attention
         assert (
             "not every layer is computed token by token"
@@ -199,7 +203,7 @@ def test_bits_are_not_promised_where_they_cannot_be_kept(name: str) -> None:
         )
 
 
-def test_a_model_that_mixes_up_its_tokens_is_found_out(monkeypatch: Any) -> None:
+def test_a_model_that_mixes_sequences_is_not_batched(monkeypatch: Any) -> None:
     def everything(new: int, tokens: int, window: Any, like: Any) -> Any:
         return torch.ones(1, 1, new, tokens, dtype=torch.bool)
 
@@ -221,39 +225,39 @@ def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:
         assert logits.abs().sum() > 0
 
 
-def test_what_predictors_and_policies_are_told_of_a_batch(monkeypatch: Any) -> None:
+def test_predictors_and_policies_observe_a_batch_as_one_pass(monkeypatch: Any) -> None:
     with served("qwen3_moe") as model:
-        told: list[PassStart] = []
+        passes_begun: list[PassStart] = []
         begin = model.greenroom.driver.begin_pass
         monkeypatch.setattr(
-            model.greenroom.driver, "begin_pass", lambda at: (told.append(at), begin(at))
+            model.greenroom.driver, "begin_pass", lambda at: (passes_begun.append(at), begin(at))
         )
-        batch, own = Batch(model), None
-        own = caches(batch, 2)
+        batch, own_caches = Batch(model), None
+        own_caches = caches(batch, 2)
         one, two = draw(6, 4)
         with torch.inference_mode():
             model.greenroom.hooks.announce_prompts(2)
-            batch([one, two], own)
+            batch([one, two], own_caches)
             model.greenroom.hooks.announce_prompts(0)
-            batch([[7], [8]], own)
+            batch([[7], [8]], own_caches)
             third = caches(batch, 1)
             batch([[9]], third)  # nobody said: it begins, since it has no keys and values
             model.greenroom.hooks.announce_prompts(1)
-            batch([[5], [6, 7, 8]], [own[0], third[0]])
-    assert [(at.request, at.first, at.tokens, at.prefill) for at in told] == [
+            batch([[5], [6, 7, 8]], [own_caches[0], third[0]])
+    assert [(at.request, at.first, at.tokens, at.prefill) for at in passes_begun] == [
         (2, 0, 10, True), (2, 10, 2, False), (3, 12, 1, False), (4, 13, 4, True),
     ]  # fmt: skip
-    assert told[0].token_ids is not None
-    assert told[0].token_ids.tolist() == one + two
+    assert passes_begun[0].token_ids is not None
+    assert passes_begun[0].token_ids.tolist() == one + two
 
 
-def test_what_a_token_looks_at() -> None:
+def test_the_causal_mask_has_each_token_s_window() -> None:
     like = torch.zeros(())
     assert causal(1, 9, None, like) is None
     assert causal(1, 4, 4, like) is None
-    found = causal(2, 5, 3, like)
-    assert found is not None
-    assert found[0, 0].tolist() == [[False, True, True, True, False],
+    mask = causal(2, 5, 3, like)
+    assert mask is not None
+    assert mask[0, 0].tolist() == [[False, True, True, True, False],
                                     [False, False, True, True, True]]  # fmt: skip
     one = causal(1, 5, 3, like)
     assert one is not None

@@ -62,11 +62,11 @@ def add(cache: DynamicCache, k: torch.Tensor, v: torch.Tensor) -> None:
     st.booleans(),
     st.integers(1, 2),
 )
-def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
+def test_a_growing_cache_equals_one_that_copies(moves, room, in_blocks, batch):
     torch.manual_seed(0)
     block, kv.BLOCK = kv.BLOCK, 4
     try:
-        ours, kept = filled(3, batch), []
+        ours, copies = filled(3, batch), []
         theirs = copy.deepcopy(ours)
         kv.make_growing(ours, room, in_blocks)
         for move in moves:
@@ -76,8 +76,8 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
                 theirs.update(k, v, 0)
             elif move in ("one", "update", "block"):
                 k, v = torch.randn(2, batch, 2, {"one": 1, "update": 2, "block": 9}[move], 4)
-                for got, wanted in zip(ours.update(k, v, 0), theirs.update(k, v, 0), strict=True):
-                    assert torch.equal(got, wanted)
+                for got, expected in zip(ours.update(k, v, 0), theirs.update(k, v, 0), strict=True):
+                    assert torch.equal(got, expected)
             elif move == "crop" and theirs.get_seq_length() > 1:
                 ours.crop(-1)
                 theirs.crop(-1)
@@ -85,7 +85,7 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
                 assert kv.truncate(ours, theirs.get_seq_length() - 3)
                 theirs.crop(-3)
             elif move == "copy":
-                kept.append((ours, theirs))
+                copies.append((ours, theirs))
                 ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
             elif move == "beam" and theirs.get_seq_length():
                 order = torch.arange(batch).flip(0)
@@ -96,7 +96,7 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
             elif move == "reset":
                 ours.reset()
                 theirs.reset()
-        for a, b in [*kept, (ours, theirs)]:
+        for a, b in [*copies, (ours, theirs)]:
             assert a.get_seq_length() == b.get_seq_length()
             if b.get_seq_length():
                 assert torch.equal(a.layers[0].keys, b.layers[0].keys)
@@ -105,24 +105,24 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
         kv.BLOCK = block
 
 
-def places(step: Callable[[DynamicCache], object], cache: DynamicCache, steps: int) -> int:
-    """In how many places the keys were."""
-    found = set()
+def buffer_count(step: Callable[[DynamicCache], object], cache: DynamicCache, steps: int) -> int:
+    """Count the different buffers of the keys over some steps."""
+    addresses = set()
     for _ in range(steps):
         step(cache)
-        found.add(cache.layers[0].keys.data_ptr())
-    return len(found)
+        addresses.add(cache.layers[0].keys.data_ptr())
+    return len(addresses)
 
 
 def test_nothing_is_copied_within_the_room():
     one = torch.randn(1, 2, 1, 4)
     cache = DynamicCache()
     kv.make_growing(cache, 300)
-    assert places(lambda c: c.update(one, one, 0), cache, 300) == 1
-    assert places(lambda c: kv.append_token(c, 0), cache, 200) == 1  # the room ends on a page
+    assert buffer_count(lambda c: c.update(one, one, 0), cache, 300) == 1
+    assert buffer_count(lambda c: kv.append_token(c, 0), cache, 200) == 1  # the room ends on a page
     cache = DynamicCache()
     kv.make_growing(cache, 300, in_blocks=True)
-    assert places(lambda c: c.update(one, one, 0), cache, 2 * kv.BLOCK) == 2
+    assert buffer_count(lambda c: c.update(one, one, 0), cache, 2 * kv.BLOCK) == 2
 
 
 def test_a_layer_made_later_grows_too_and_others_stay_as_they_are():
@@ -136,7 +136,7 @@ def test_a_layer_made_later_grows_too_and_others_stay_as_they_are():
     kv.make_growing(None)
 
 
-def test_written_in_inference_and_gone_on_with_outside():
+def test_a_cache_of_inference_mode_grows_outside_of_it():
     with torch.inference_mode():
         cache = filled(3)
         kv.make_growing(cache)
@@ -153,7 +153,7 @@ def test_gradients_flow_as_through_a_plain_layer():
     assert torch.equal(k.grad, torch.ones_like(k))
 
 
-def test_pages_are_there_once_they_are_written_and_gone_with_the_cache():
+def test_pages_take_memory_from_the_first_write_until_the_cache_is_freed():
     cache = DynamicCache()
     kv.make_growing(cache, 1 << 16)
     states = torch.ones(1, 4, 512, 128)
@@ -169,7 +169,7 @@ def test_pages_are_there_once_they_are_written_and_gone_with_the_cache():
     assert rss_bytes() - before < size * 0.1
 
 
-def test_what_a_cache_holds():
+def test_bytes_of_caches_of_any_kind_are_counted():
     plain = filled(3)
     assert kv.held_bytes(plain) == 2 * 2 * 3 * 4 * 4
     kv.make_growing(plain)
@@ -186,7 +186,7 @@ def test_what_a_cache_holds():
 
 
 @pytest.mark.parametrize("freed", [0, 1 << 40])
-def test_what_is_outgrown_goes_back_layer_by_layer(freed, monkeypatch):
+def test_outgrown_tensors_are_released_layer_by_layer(freed, monkeypatch):
     monkeypatch.setattr(kv, "FREED", freed)
     cache, released = DynamicCache(), []
     kv.make_growing(cache, in_blocks=True)
@@ -199,7 +199,7 @@ def test_what_is_outgrown_goes_back_layer_by_layer(freed, monkeypatch):
     assert cache.layers[2].keys.shape[2] == cache.get_seq_length() == 5
 
 
-def test_others_are_left_to_update():
+def test_append_token_refuses_other_caches():
     assert kv.append_token(StaticCache(CONFIG, max_cache_len=8), 0) is None
     assert kv.append_token(DynamicCache(), 0) is None  # nothing in it yet
     assert kv.append_token(filled(3), 1) is None  # no such layer yet
@@ -217,14 +217,14 @@ def sliding(tokens: int) -> DynamicCache:
     return cache
 
 
-def test_a_pass_that_failed_is_taken_back_in_place():
+def test_tokens_of_a_failed_pass_are_truncated_in_place():
     cache = filled(9)
     kv.make_growing(cache, 64)
     k, v = torch.randn(2, 1, 2, 3, 4)
     cache.update(k, v, 0)
-    place, wanted = cache.layers[0].keys.data_ptr(), cache.layers[0].keys[:, :, :9].clone()
+    place, expected = cache.layers[0].keys.data_ptr(), cache.layers[0].keys[:, :, :9].clone()
     assert kv.truncate(cache, 9)
-    assert torch.equal(cache.layers[0].keys, wanted)
+    assert torch.equal(cache.layers[0].keys, expected)
     cache.update(k, v, 0)
     assert cache.layers[0].keys.data_ptr() == place
     assert torch.equal(cache.layers[0].keys[:, :, 9:], k)
@@ -234,7 +234,7 @@ def test_a_pass_that_failed_is_taken_back_in_place():
     assert not kv.truncate(None, 3)
 
 
-def test_what_a_window_has_forgotten_cannot_be_taken_back():
+def test_tokens_outside_of_a_window_cannot_be_restored():
     cache = sliding(4)
     kv.make_growing(cache)
     assert kv.has_all_tokens(cache, 3)
@@ -251,7 +251,7 @@ def test_what_a_window_has_forgotten_cannot_be_taken_back():
     assert not kv.has_all_tokens(QuantizedCache("fp8", CONFIG), 1)
 
 
-def test_the_first_tokens_of_one_can_begin_another():
+def test_the_first_tokens_of_a_cache_can_begin_another():
     cache = sliding(5)
     kv.make_growing(cache)
     other = kv.copy_tokens(cache, 4, sliding(0))

@@ -46,9 +46,11 @@ def test_the_bits_are_those_of_transformers_quantised_cache(folder, name):
     installed(name)
     model, _ = greenroom.load(str(folder), cache="50%", kernels="eager", kv=name)
     try:
-        told = model.greenroom.setup.keys_values.kind.generation_options
-        wanted = reference(folder).generate(ids(1, 40), prefill_chunk_size=512, **told, **OPTIONS)
-        assert torch.equal(model.generate(ids(1, 40), **OPTIONS), wanted)
+        options = model.greenroom.setup.keys_values.kind.generation_options
+        expected = reference(folder).generate(
+            ids(1, 40), prefill_chunk_size=512, **options, **OPTIONS
+        )
+        assert torch.equal(model.generate(ids(1, 40), **OPTIONS), expected)
         with torch.no_grad():  # without `generate`, too
             out = model(ids(1, 5))
         assert type(out.past_key_values) is QuantizedCache
@@ -90,7 +92,7 @@ def test_compiled_attention_goes_by_the_cache_s_own_update():
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_what_a_quantised_cache_takes_is_counted(skeleton, folder, name):
+def test_the_memory_of_a_quantised_cache_is_counted(skeleton, folder, name):
     installed(name)
     sizes = kv_bytes(skeleton.model, name, block=512)
     cache = sizes.kind.cache(skeleton.model.config)
@@ -110,7 +112,7 @@ def test_what_a_quantised_cache_takes_is_counted(skeleton, folder, name):
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "switch_transformers"]
 )
-def test_what_a_cache_takes_is_counted(name):
+def test_the_memory_of_a_plain_cache_is_counted(name):
     folder = cached_tiny(name)
     sizes = kv_bytes(ModelSkeleton.of(folder).model, block=64)
     model, seq2seq = reference(folder), name == "switch_transformers"
@@ -128,7 +130,7 @@ def test_what_a_cache_takes_is_counted(name):
     assert sizes.held_bytes(written) <= kv.held_bytes(cache) + pages + forgotten
 
 
-def test_what_a_gpu_s_cache_takes():
+def test_the_memory_of_a_gpu_s_cache_is_counted():
     layers = (LayerSize(1000),) * 4
     plain = KVBytes(layers, on_a_gpu=True)
     assert plain.held_bytes(257) == 4 * 1000 * 512
@@ -151,7 +153,7 @@ def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture", "words"),
+    ("name", "architecture", "message"),
     [
         ("offloaded", "qwen3_moe", "on a CPU use --kv dynamic"),
         ("fp8", "gpt_oss", "gpt_oss has layers without full attention"),
@@ -159,18 +161,18 @@ def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
         ("int4", "qwen3_moe", "pip install optimum-quanto"),
     ],
 )
-def test_what_cannot_be_had_is_said(name, architecture, words, monkeypatch):
+def test_kinds_that_a_model_lacks_are_refused(name, architecture, message, monkeypatch):
     monkeypatch.setattr(kv_kinds, "is_optimum_quanto_available", lambda: False)
     model = ModelSkeleton.of(cached_tiny(architecture)).model
-    with pytest.raises(UsageError, match=words) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         cache_kind(name, model, [(2, 8, 8)], on_a_gpu=False)
     assert "\n" not in str(caught.value)
 
 
-def test_names_that_transformers_knows(skeleton):
+def test_option_names_are_those_of_transformers(skeleton):
     assert CacheKind().generation_options == {}
     assert isinstance(CacheKind().cache(skeleton.model.config), DynamicCache)
     away = cache_kind("offloaded", skeleton.model, [], on_a_gpu=True)
     assert away.generation_options == {"cache_implementation": "offloaded"}
-    told = CacheKind("int2", 32).generation_options["cache_config"]
-    assert told == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}
+    options = CacheKind("int2", 32).generation_options["cache_config"]
+    assert options == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}

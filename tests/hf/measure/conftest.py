@@ -15,8 +15,8 @@ BASE = LoadConfig(cache="50%", prefetch="off", device="cpu", context=128)
 
 @pytest.fixture
 def harness(no_threads_left: None) -> Iterator[Harness]:
-    made = Harness(str(cached_tiny("qwen3_moe", tokenizer=True)), BASE)
+    built = Harness(str(cached_tiny("qwen3_moe", tokenizer=True)), BASE)
     try:
-        yield made
+        yield built
     finally:
-        made.close()
+        built.close()

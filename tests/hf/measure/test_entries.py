@@ -1,4 +1,4 @@
-"""Which setting wins, and how a plan takes its rounds."""
+"""The winner of a benchmark, and its rounds as measurements for plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def session(tpot: float, *others: float) -> Measurement:
     return Measurement((0.1,), gaps, ((1, 2),), 16, 8, 800, 0.02, 0.4)
 
 
-def test_plain_wins_unless_another_is_surely_faster():
+def test_plain_lru_wins_unless_another_entry_is_significantly_faster():
     plain = Entry("plain", BASE, [session(t) for t in (1.0, 1.1, 1.0)])
     sure = Entry("sure", BASE, [session(t) for t in (0.9, 1.0, 0.88)])
     lucky = Entry("lucky", BASE, [session(t) for t in (0.5, 1.2, 1.05)])
@@ -21,7 +21,7 @@ def test_plain_wins_unless_another_is_surely_faster():
     assert winner([plain], plain) is plain
 
 
-def test_one_round_is_not_sure_and_pairs_of_the_same_tokens_are():
+def test_one_round_is_not_significant_and_pairs_of_the_same_tokens_are():
     """A round of a machine that slowed down says nothing; two rounds of many tokens may."""
     plain = Entry("plain", BASE, [session(1.0, 1.2, 0.9)])
     fast = Entry("fast", BASE, [session(0.9, 1.1, 0.8)])
@@ -33,7 +33,7 @@ def test_one_round_is_not_sure_and_pairs_of_the_same_tokens_are():
     assert winner([plain, fast], plain) is plain
 
 
-def test_a_round_as_a_plan_takes_it():
+def test_rounds_become_measurements_for_plans():
     (run,) = Entry("plain", BASE, [session(0.5)]).observed(50)
     assert (run.seconds, run.stall, run.fetched, run.carried, run.busy) == (
         0.5, 0.0025, 2.0, 800, 0.4

@@ -12,7 +12,7 @@ from tests.hf.measure.conftest import BASE
 PROMPTS = [Prompt("a few words", "one"), Prompt("and some other ones", "two")]
 
 
-def test_counts_are_of_the_passes_that_are_counted(harness: Harness):
+def test_requests_and_misses_are_those_of_the_counted_passes(harness: Harness):
     greenroom = harness.attach(BASE)
     done = harness.play(PROMPTS[:1], 16, settle=6, raw=True)
     tokens = len(done.tokens[0])
@@ -25,13 +25,13 @@ def test_counts_are_of_the_passes_that_are_counted(harness: Harness):
     assert done.bytes_read == done.misses * harness.setup.catalog.expert_bytes // harness.experts
 
 
-def test_an_answer_shorter_than_what_is_not_counted(harness: Harness):
+def test_an_answer_without_counted_tokens_is_refused(harness: Harness):
     harness.attach(BASE)
     with pytest.raises(UsageError, match=r"the first 8 tokens of an answer are not counted.*raise"):
         harness.play(PROMPTS[:1], 4, settle=8, raw=True)
 
 
-def test_an_answer_that_the_model_would_end_is_played_to_its_last_token(
+def test_an_answer_that_the_model_would_end_goes_on_to_its_last_token(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ):
     harness.attach(BASE)
@@ -42,7 +42,7 @@ def test_an_answer_that_the_model_would_end_is_played_to_its_last_token(
     assert done.tpot_s > 0
 
 
-def test_caches_begin_with_what_was_learned(harness: Harness):
+def test_caches_begin_with_the_experts_used_most(harness: Harness):
     assert harness.attach(BASE).driver.scheduler.residents().size == 0
     harness.play(PROMPTS, 16, raw=True)
     assert harness.attach(BASE).driver.scheduler.residents().size == 0  # not learned yet
@@ -50,6 +50,6 @@ def test_caches_begin_with_what_was_learned(harness: Harness):
     again = harness.attach(BASE)
     assert again.driver.scheduler.residents().size > 0
     assert again.driver.request_counts.sum() == 0
-    whole = harness.attach(BASE, harness.experts)
+    all_resident = harness.attach(BASE, harness.experts)
     harness.fill()
-    assert whole.driver.scheduler.residents().size == harness.experts
+    assert all_resident.driver.scheduler.residents().size == harness.experts

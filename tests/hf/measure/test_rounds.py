@@ -20,9 +20,11 @@ def test_settings_take_turns_and_give_the_same_tokens(harness: Harness):
         Entry("ours", replace(BASE, policy="next-use", prefetch="markov")),
         Entry("apart", replace(BASE, policy="lcp", scope="per-layer")),
     ]
-    said: list[str] = []
-    run_rounds(harness, entries, prompts=PROMPTS, tokens=16, rounds=2, raw=True, report=said.append)
-    assert said == [
+    stages: list[str] = []
+    run_rounds(
+        harness, entries, prompts=PROMPTS, tokens=16, rounds=2, raw=True, report=stages.append
+    )
+    assert stages == [
         "warming up",
         "round 1: plain", "round 1: ours", "round 1: apart",
         "round 2: ours", "round 2: apart", "round 2: plain",

@@ -1,4 +1,4 @@
-"""A model whose slots are on a device and whose experts are kept in host memory.
+"""Models with expert slots on a device and further experts in host memory.
 
 The CPU stands in the GPU's place (`engine.Engine`); everything else is what runs with one.
 """
@@ -50,24 +50,24 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("kept", [0, 4, 1000])
-def test_the_bits_are_eager_s_whatever_the_host_keeps(kept, monkeypatch):
+@pytest.mark.parametrize("cached", [0, 4, 1000])
+def test_the_bits_are_eager_s_however_many_experts_the_host_caches(cached, monkeypatch):
     options = {"max_new_tokens": 6, "do_sample": False}
     for name in ("qwen3_moe", "gpt_oss"):
-        wanted = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **options)
-        with placed(name, monkeypatch, host_capacity=min(kept, 24)) as model:
-            assert torch.equal(model.generate(ids(1, 7), **options), wanted)
+        expected = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **options)
+        with placed(name, monkeypatch, host_capacity=min(cached, 24)) as model:
+            assert torch.equal(model.generate(ids(1, 7), **options), expected)
             stats = model.greenroom.stats()
             assert [link["link"] for link in stats.links] == ["disk -> host", "host -> device"]
             disk, bus = (link["bytes"] for link in stats.links)
-            if not kept:
+            if not cached:
                 assert stats.host is None
                 assert disk == bus
             else:
                 assert stats.host["requests"] > stats.host["hits"] > 0
                 assert disk < bus
             model.greenroom.reset_stats()
-            assert not kept or model.greenroom.stats().host["requests"] == 0
+            assert not cached or model.greenroom.stats().host["requests"] == 0
 
 
 @pytest.mark.interpreted
@@ -104,12 +104,12 @@ class Broken(Engine):
 def test_a_copy_that_fails_ends_that_answer_alone(monkeypatch):
     engine, options = Broken(), {"max_new_tokens": 5, "do_sample": False}
     with placed("qwen3_moe", monkeypatch, engine, host_capacity=3) as model:
-        wanted = model.generate(ids(1, 4), **options)
+        expected = model.generate(ids(1, 4), **options)
         engine.bad = (engine.copies + 4,)
         with pytest.raises(DeviceError, match="illegal memory access") as caught:
             model.generate(ids(1, 4), **options)
         assert "\n" not in str(caught.value)
-        assert torch.equal(model.generate(ids(1, 4), **options), wanted)
+        assert torch.equal(model.generate(ids(1, 4), **options), expected)
 
 
 def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
@@ -136,7 +136,7 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
         resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
 
 
-def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"--device cuda: .*use --device cpu"):
         resolve.on_a_gpu(LoadConfig(device="cuda"))
@@ -164,12 +164,12 @@ def test_memory_is_of_what_the_gpu_has_free_at_the_start(memory, nbytes):
     assert DeviceBudget(memory, lambda: (10 * GIB, 24 * GIB)).nbytes == nbytes
 
 
-def test_memory_that_others_hold_cannot_be_asked_for():
+def test_memory_of_other_processes_cannot_be_requested():
     with pytest.raises(BudgetError, match="more than the GPU has free: 2 GiB of 24 GiB"):
         DeviceBudget("8GiB", lambda: (2 * GIB, 24 * GIB))
 
 
-def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
+def test_a_gpu_that_is_too_small_is_refused_before_loading():
     skeleton = ModelSkeleton.of(cached_tiny("qwen3_moe"))
     budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
     description = Description.of(skeleton, LoadConfig(context=64), on_a_gpu=True)
@@ -179,7 +179,7 @@ def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
     assert description.slot_budget(2, enough, 2).full_context_slots >= 2
 
 
-def test_what_is_left_of_a_gpu_becomes_slots():
+def test_the_remaining_gpu_memory_becomes_slots():
     free = iter([10 * GIB, 7 * GIB])
     budget = DeviceBudget("5GiB", lambda: (next(free), 24 * GIB))
     need = budget.after(slots=GIB)
@@ -187,7 +187,7 @@ def test_what_is_left_of_a_gpu_becomes_slots():
     assert budget.nbytes - need.total == 3 * GIB
 
 
-def test_what_is_left_of_the_host_keeps_experts():
+def test_the_remaining_host_memory_caches_experts():
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     budget, slots = host_slots(None, catalog, staging_slots=4)
     assert slots == catalog.experts
@@ -198,16 +198,16 @@ def test_what_is_left_of_the_host_keeps_experts():
     assert 0 <= host_slots(enough, catalog, staging_slots=4)[1] <= catalog.experts
 
 
-def test_the_fake_device_keeps_experts_in_host_memory_too():
+def test_the_fake_device_caches_experts_in_host_memory_too():
     folder = str(cached_tiny("qwen3_moe", tokenizer=True))
     model, _ = greenroom.load(
         folder, cache="25%", device="fake", host_memory="4GiB", prefetch="off"
     )
     try:
-        wanted = reference(cached_tiny("qwen3_moe", tokenizer=True))
+        expected = reference(cached_tiny("qwen3_moe", tokenizer=True))
         options = {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(
-            model.generate(ids(1, 5), **options), wanted.generate(ids(1, 5), **options)
+            model.generate(ids(1, 5), **options), expected.generate(ids(1, 5), **options)
         )
         stats = model.greenroom.stats()
         assert stats.host["capacity"] == stats.experts

@@ -44,20 +44,20 @@ def spread(
         model.greenroom.detach()
 
 
-@pytest.mark.parametrize("kept", [0, 5])
-def test_the_bits_are_those_of_one_device(kept, monkeypatch):
+@pytest.mark.parametrize("cached", [0, 5])
+def test_the_bits_are_those_of_one_device(cached, monkeypatch):
     for name in ("qwen3_moe", "gpt_oss"):
-        wanted = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **OPTIONS)
-        with spread(name, monkeypatch, host_capacity=kept) as model:
-            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
+        expected = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **OPTIONS)
+        with spread(name, monkeypatch, host_capacity=cached) as model:
+            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), expected)
             links = {link["link"]: link["bytes"] for link in model.greenroom.stats().links}
             assert list(links) == ["disk -> host", "host -> cuda:0", "host -> cuda:1"]
             both = links["host -> cuda:0"], links["host -> cuda:1"]
             assert min(both) > 0.3 * sum(both)
-            assert links["disk -> host"] == sum(both) or kept
+            assert links["disk -> host"] == sum(both) or cached
             model.greenroom.resize(7 * model.greenroom.setup.catalog.slot_bytes)
             assert [s.capacity for s in model.greenroom.driver.slots.pools] == [4, 3]
-            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
+            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), expected)
             with pytest.raises(BudgetError, match="devices need at least one slot each"):
                 model.greenroom.resize(model.greenroom.setup.catalog.slot_bytes)
 
@@ -70,28 +70,28 @@ def test_the_triton_kernel_has_the_bits_of_one_device(monkeypatch):
     from tests.hf.memory.test_device import placed
 
     with placed("gpt_oss", monkeypatch, kernels="triton") as model, torch.inference_mode():
-        wanted = model(ids(1, 2)).logits
+        expected = model(ids(1, 2)).logits
     with spread("gpt_oss", monkeypatch, kernels="triton") as model, torch.inference_mode():
-        assert torch.equal(model(ids(1, 2)).logits, wanted)
+        assert torch.equal(model(ids(1, 2)).logits, expected)
 
 
 def test_one_device_that_fails_ends_that_answer_alone(monkeypatch):
     broken = Broken()
     with spread("qwen3_moe", monkeypatch, (Engine(), broken), host_capacity=4) as model:
-        wanted = model.generate(ids(1, 4), **OPTIONS)
+        expected = model.generate(ids(1, 4), **OPTIONS)
         broken.bad = (broken.copies + 3,)
         with pytest.raises(DeviceError, match="illegal memory access"):
             model.generate(ids(1, 4), **OPTIONS)
-        assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)
+        assert torch.equal(model.generate(ids(1, 4), **OPTIONS), expected)
 
 
-def test_two_fake_devices_by_name():
+def test_two_fake_devices_are_chosen_by_name():
     folder = str(cached_tiny("qwen3_moe", tokenizer=True))
-    wanted = reference(cached_tiny("qwen3_moe", tokenizer=True)).generate(ids(1, 5), **OPTIONS)
+    expected = reference(cached_tiny("qwen3_moe", tokenizer=True)).generate(ids(1, 5), **OPTIONS)
     for scope in ("shared", "per-layer"):
         model, _ = greenroom.load(folder, cache="50%", device="fake,fake", scope=scope)
         try:
-            assert torch.equal(model.generate(ids(1, 5), **OPTIONS), wanted)
+            assert torch.equal(model.generate(ids(1, 5), **OPTIONS), expected)
             names = [link["link"] for link in model.greenroom.stats().links]
             assert names == ["disk -> host", "host -> fake:0", "host -> fake:1"]
         finally:
@@ -100,36 +100,36 @@ def test_two_fake_devices_by_name():
 
 @pytest.mark.parametrize("cache", ["100%", "40%"])
 def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
-    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    folder, outputs = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
     for device in ("cpu", "fake,fake"):
         model, _ = greenroom.load(folder, cache=cache, device=device, kernels="numba")
         try:
             tokens = model.generate(ids(1, 5), **OPTIONS)
             with torch.inference_mode():
-                found.append((tokens, model(tokens).logits))
+                outputs.append((tokens, model(tokens).logits))
         finally:
             model.greenroom.detach()
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
 
 
 def test_a_token_whose_experts_are_all_elsewhere_has_its_biases_once():
-    """A compiled kernel that gets all of a token's experts at once goes on to their sum."""
-    folder, found = str(cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)), []
+    """A compiled kernel with all of a token's experts computes their sum too."""
+    folder, outputs = str(cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)), []
     for device in ("cpu", "fake,fake"):
         model, _ = greenroom.load(folder, cache="100%", device=device, kernels="numba")
         try:
             with torch.inference_mode():
-                found.append(torch.cat([model(ids(6, 1)[i : i + 1]).logits for i in range(6)]))
+                outputs.append(torch.cat([model(ids(6, 1)[i : i + 1]).logits for i in range(6)]))
         finally:
             model.greenroom.detach()
-    assert torch.equal(found[0], found[1])
+    assert torch.equal(outputs[0], outputs[1])
 
 
 # ---- names and budgets
 
 
-def test_names_of_devices():
+def test_device_options_are_parsed():
     assert parse_device("auto") == ("auto", (0,))
     assert parse_device("cuda") == ("cuda", (0,))
     assert parse_device("cuda:3") == ("cuda", (3,))
@@ -152,13 +152,13 @@ def test_names_of_devices():
         ("cuda:1,cuda:1", UsageError, "name each GPU only once"),
     ],
 )
-def test_names_of_no_devices(name, error, why):
+def test_wrong_device_options_are_refused(name, error, why):
     with pytest.raises(error, match=why) as caught:
         LoadConfig(device=name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve.on_a_gpu(LoadConfig(device="cuda:0,cuda:1"))
@@ -201,9 +201,9 @@ def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error,
     model, tokenizer = greenroom.load(
         str(cached_tiny("qwen3_moe", tokenizer=True)), cache="50%", kernels="eager", device="fake"
     )
-    asked = SamplingConfig(max_new_tokens=3, temperature=0)
+    sampling = SamplingConfig(max_new_tokens=3, temperature=0)
     try:
-        wanted = answer(model, tokenizer, "The green", asked, context=64)
+        expected = answer(model, tokenizer, "The green", sampling, context=64)
         for place in (model.greenroom.kernel, model.lm_head):  # in the experts, and elsewhere
             name = "compute_group" if place is model.greenroom.kernel else "forward"
 
@@ -213,9 +213,9 @@ def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error,
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, fail)
                 with pytest.raises(DeviceError, match=why) as caught:
-                    answer(model, tokenizer, "The green", asked, context=64)
+                    answer(model, tokenizer, "The green", sampling, context=64)
             assert "\n" not in str(caught.value)
-            again = answer(model, tokenizer, "The green", asked, context=64)
-            assert again.token_ids == wanted.token_ids
+            again = answer(model, tokenizer, "The green", sampling, context=64)
+            assert again.token_ids == expected.token_ids
     finally:
         model.greenroom.detach()

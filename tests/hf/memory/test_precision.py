@@ -53,22 +53,22 @@ def attached(folder, at: Approximation, secondary_slots: int = 5, capacity: int 
     return model
 
 
-def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceStep]]:
-    """What each step does with its experts: part and whose weights; and what was asked for."""
+def observe_decisions(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceStep]]:
+    """Record each step's decisions (expert -> part, source of weights) and its requests."""
     driver = model.greenroom.driver
-    scheduler, tell, found, asked = driver.scheduler, driver._handle, [], []
+    scheduler, handle, decisions, requests = driver.scheduler, driver._handle, [], []
     next_order = driver._next_action
 
-    def told(event):
+    def record_event(event):
         if isinstance(event, Routed):
-            found.append({})
-            asked.append(
+            decisions.append({})
+            requests.append(
                 TraceStep(
                     event.step, event.layer, event.experts.copy(), prefill=event.prefill,
                     tail_weights=event.tail_weights, weights=event.weights, rows=event.rows,
                 )
             )  # fmt: skip
-        tell(event)
+        handle(event)
 
     def ordered():
         order = next_order()
@@ -76,17 +76,17 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
             in_slot = {scheduler.placement.slot(e): e for e in scheduler.step.substitutes}
             for e, slot in zip(order.experts.tolist(), order.slots.tolist(), strict=True):
                 whose = in_slot.get(slot, e) if order.part == EXACT else e
-                found[-1][e] = order.part, whose
+                decisions[-1][e] = order.part, whose
         return order
 
-    driver._handle, driver._next_action = told, ordered
-    return found, asked
+    driver._handle, driver._next_action = record_event, ordered
+    return decisions, requests
 
 
-def low_of(folder) -> list[dict[str, torch.Tensor]]:
-    """Of each layer the copies' matrices, expanded without slots and kernels."""
+def expanded_copies(folder) -> list[dict[str, torch.Tensor]]:
+    """The copies' matrices of each layer, expanded without slots and kernels."""
     catalog = ModelSkeleton.of(folder).catalog
-    found = []
+    matrices = []
     for layer, begin in enumerate(catalog.offsets[:-1]):
         layout = catalog.layers_with_copies[layer].low_copy.layout
         each: dict[str, list[torch.Tensor]] = {}
@@ -103,17 +103,17 @@ def low_of(folder) -> list[dict[str, torch.Tensor]]:
                 ]
                 w = ENCODINGS[weight.encoding].decode(parts, weight.shape, torch.bfloat16)
                 each.setdefault(spec.name, []).append(w)
-        found.append({name: torch.stack(ws) for name, ws in each.items()})
-    return found
+        matrices.append({name: torch.stack(ws) for name, ws in each.items()})
+    return matrices
 
 
 def replayed(folder, decisions, prompt, at: Approximation) -> Any:
     """transformers' own eager, with each step's weights as they were decided."""
-    whole, offsets = whole_of(folder), ModelSkeleton.of(folder).catalog.offsets
-    lows = low_of(folder) if at.low else []
+    original, offsets = whole_of(folder), ModelSkeleton.of(folder).catalog.offsets
+    lows = expanded_copies(folder) if at.low else []
     steps = iter(decisions)
     for number, name in enumerate(ModelSkeleton.of(folder).catalog.layers):
-        module = whole.get_submodule(name)
+        module = original.get_submodule(name)
         exact = {n: p.data.clone() for n, p in module.named_parameters()}
 
         def forward(*args, module=module, number=number, exact=exact, call=module.forward, **kw):
@@ -129,7 +129,7 @@ def replayed(folder, decisions, prompt, at: Approximation) -> Any:
             return call(*args, **kw)
 
         module.forward = forward
-    return whole.generate(prompt, **OPTIONS)
+    return original.generate(prompt, **OPTIONS)
 
 
 CASES = [
@@ -145,32 +145,34 @@ CASES = [
 @pytest.mark.parametrize(
     ("of", "at", "fake"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)], ids=str
 )
-def test_a_run_computes_what_was_decided(of, at, fake):
+def test_a_run_computes_the_decided_weights(of, at, fake):
     folder, prompt = with_copies(*of), ids(1, 5)
     model = attached(folder, at, kernels="eager", fake=fake)
     try:
-        found, _ = decided(model)
+        decisions, _ = observe_decisions(model)
         mine = model.generate(prompt, **OPTIONS)
         stats = model.greenroom.stats().lesser
     finally:
         model.greenroom.detach()
-    parts = [part for step in found for part, _ in step.values()]
+    parts = [part for step in decisions for part, _ in step.values()]
     assert parts.count(LOW) == stats["low"] > 0
     assert parts.count(SKIP) == stats["left_out"]
     assert bool(stats["left_out"]) == bool(at.skip)
-    others = sum(e != whose for step in found for e, (part, whose) in step.items() if part == EXACT)
+    others = sum(
+        e != whose for step in decisions for e, (part, whose) in step.items() if part == EXACT
+    )
     assert others == stats["substituted"]
-    theirs = replayed(folder, found, prompt, at)
+    theirs = replayed(folder, decisions, prompt, at)
     assert torch.equal(mine.sequences, theirs.sequences)
     assert all(map(torch.equal, mine.logits, theirs.logits))
 
 
-def test_nothing_else_is_needed_to_leave_out_and_to_replace():
+def test_skipping_and_substituting_need_no_copies():
     """A plain checkpoint, whatever it is stored in."""
     at = Approximation(skip=0.3, substitute=0.9)
     model = attached(source(), at, kernels="eager")
     try:
-        found, _ = decided(model)
+        decisions, _ = observe_decisions(model)
         model.generate(ids(1, 5), **OPTIONS)
         stats = model.greenroom.stats().lesser
     finally:
@@ -180,68 +182,70 @@ def test_nothing_else_is_needed_to_leave_out_and_to_replace():
     assert stats["low"] == 0
     shares = stats["left_out_share"] + stats["substituted_share"]
     assert stats["inexact_share"] == pytest.approx(shares)
-    assert len(found) > 0
+    assert len(decisions) > 0
 
 
 @pytest.mark.parametrize(("of", "at"), [*CASES[:2], (None, Approximation(skip=0.9))], ids=str)
-def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
-    """The same decisions: thresholds of one step from an empty cache. The last has biases, which
-    weigh nothing either where an expert is left out."""
+def test_compiled_kernels_are_close_to_eager(of, at):
+    """All kernels make the same decisions, in one step from an empty cache.
+
+    The last model has biases, which do not count for an expert that is skipped.
+    """
     folder = source("gpt_oss") if of is None else with_copies(*of)
     prompt, logits = ids(1, 1), []
     for kernels in ("eager", "numba", "rounded"):
         model = attached(folder, at, kernels=kernels)
         try:
             with torch.inference_mode():
-                found, _ = decided(model)
+                decisions, _ = observe_decisions(model)
                 logits.append(model(input_ids=prompt).logits.float())
         finally:
             model.greenroom.detach()
-        assert {part for step in found for part, _ in step.values()} > {EXACT}
+        assert {part for step in decisions for part, _ in step.values()} > {EXACT}
     for other in logits[1:]:
         assert (other - logits[0]).abs().max() < 0.05 * logits[0].abs().max()
 
 
 @pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
-def test_the_counts_are_those_of_the_simulator(of, at):
+def test_counts_equal_those_of_the_simulator(of, at):
     model = attached(with_copies(*of), at, secondary_slots=16, capacity=15, readers=1, policy="lru")
     try:
-        _, asked = decided(model)
+        _, requests = observe_decisions(model)
         model.generate(ids(1, 5), max_new_tokens=16, do_sample=False)
         scheduler = model.greenroom.driver.scheduler
         mine, pieces = scheduler.counts, scheduler.pieces
     finally:
         model.greenroom.detach()
-    theirs = simulate(asked, pieces, 15, policy("lru"), options=[precision(at, pieces)]).counts
+    theirs = simulate(requests, pieces, 15, policy("lru"), options=[precision(at, pieces)]).counts
     assert mine == theirs
     assert mine.low > 0
     assert (mine.joined > 0) <= (of == ("int8", "int4"))
 
 
-def test_what_a_copy_lacks_is_all_that_is_read():
+def test_only_the_bytes_that_a_copy_lacks_are_read():
     folder, at = with_copies("int8", "int4"), Approximation(low=0.9)
     model = attached(folder, at, secondary_slots=16, capacity=15)
     try:
-        exact, low, rest = ModelSkeleton.of(folder).catalog.copy_bytes()
+        exact, low, remainder = ModelSkeleton.of(folder).catalog.copy_bytes()
         before = model.greenroom.stats().bytes_read
         model.generate(ids(1, 5), max_new_tokens=24, do_sample=False)
         c, bytes_read = model.greenroom.driver.scheduler.counts, model.greenroom.stats().bytes_read
-        lesser = c.low + c.joined
+        approximated = c.low + c.joined
         assert c.joined > 0
-        wanted = (c.misses - lesser) * exact[0] + c.joined * rest[0]
-        assert bytes_read - before == wanted + (c.low - c.low_hits) * low[0]
+        expected = (c.misses - approximated) * exact[0] + c.joined * remainder[0]
+        assert bytes_read - before == expected + (c.low - c.low_hits) * low[0]
     finally:
         model.greenroom.detach()
 
 
-def test_several_sequences_get_what_the_neediest_needs():
+def test_several_sequences_get_the_highest_precision_that_one_needs():
     """A pass over several sequences: an expert's largest tail weight decides."""
     folder = with_copies("same", "int4")
     model = attached(folder, Approximation(low=0.9))
     try:
-        _, asked = decided(model)
+        _, requests = observe_decisions(model)
         model.generate(ids(3, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
-        for step in asked:
+        for step in requests:
             if not step.prefill:
                 assert step.tail_weights.max() == 1.0
                 assert step.rows.sum() == 3 * 2
@@ -250,7 +254,7 @@ def test_several_sequences_get_what_the_neediest_needs():
 
 
 @pytest.mark.parametrize("of", KINDS[:2], ids=str)
-def test_a_loaded_model_says_what_it_does(of):
+def test_a_loaded_model_reports_its_approximation(of):
     config = LoadConfig(cache="30%", miss_precision="int4", low_below=0.8, skip_below=0.1)
     model, _ = load_with(str(with_copies(*of)), config, remember=False)
     try:
@@ -258,10 +262,10 @@ def test_a_loaded_model_says_what_it_does(of):
         assert "--miss-precision int4 --low-below 0.8 --skip-below 0.1" in line
         assert "CHANGES THE OUTPUT" in line
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
-        lesser = model.greenroom.stats().lesser
-        assert lesser["precision"] == "int4"
-        assert lesser["seats"] == model.greenroom.setup.copies.secondary_slots
-        assert 0 < lesser["inexact_share"] < 1
+        approximated = model.greenroom.stats().lesser
+        assert approximated["precision"] == "int4"
+        assert approximated["seats"] == model.greenroom.setup.copies.secondary_slots
+        assert 0 < approximated["inexact_share"] < 1
         model.greenroom.resize("50%")
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
         with pytest.raises(BudgetError, match="low-precision copies take that of"):
@@ -289,7 +293,7 @@ def test_copies_have_their_share_of_the_memory():
 
 
 @pytest.mark.parametrize(
-    ("of", "options", "said"),
+    ("of", "options", "message"),
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
@@ -302,9 +306,9 @@ def test_copies_have_their_share_of_the_memory():
         ),
     ],
 )
-def test_what_cannot_be(of, options, said):
+def test_options_that_cannot_work_are_refused(of, options, message):
     folder = source() if of is None else with_copies(*of)
-    with pytest.raises(UsageError, match=said) as error:
+    with pytest.raises(UsageError, match=message) as error:
         greenroom.load(str(folder), cache="30%", **{"miss_precision": "int4", **options})
     one_line(error)
 

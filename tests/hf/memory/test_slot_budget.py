@@ -40,7 +40,7 @@ def ids(*shape: int) -> torch.Tensor:
 
 
 def slot_budget_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
-    """Of a budget that leaves FEWEST slots with a full context, and nothing for activations."""
+    """A slot budget that leaves FEWEST slots with a full context, without activations."""
     sizes = kv_bytes(skeleton.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return SlotBudget(
         1 << 40, NOTHING, skeleton.catalog, sizes, Workspace(0, 0, 0, 0),
@@ -64,14 +64,14 @@ class Watched:
         slots = self.greenroom.driver.slots
         segments = getattr(slots, "_segments", None)
         nbytes = slots.capacity * slots.stride if segments is None else sum(map(len, segments))
-        held = sum(
+        cache_bytes = sum(
             kv.held_bytes(cache) for cache in {out.past_key_values, *self.slot_budget._caches}
         )
-        self.passes.append((slots.capacity, nbytes, held))
+        self.passes.append((slots.capacity, nbytes, cache_bytes))
 
     def inside(self) -> bool:
         room = self.slot_budget.budget - SLACK
-        return all(nbytes + held <= room for _, nbytes, held in self.passes)
+        return all(nbytes + cache_bytes <= room for _, nbytes, cache_bytes in self.passes)
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def watched(folder):
 def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder):
     model, options = watched.model, {"max_new_tokens": 34, "do_sample": False}
     options |= {"min_new_tokens": 34}
-    wanted = reference(folder).generate(ids(1, 560), **options)
+    expected = reference(folder).generate(ids(1, 560), **options)
     experts = watched.greenroom.setup.catalog.experts
     model.generate(ids(1, 5), max_new_tokens=2)
     assert watched.greenroom.capacity == experts
     watched.passes.clear()
     watched.resizes.clear()
-    assert torch.equal(model.generate(ids(1, 560), **options), wanted)
+    assert torch.equal(model.generate(ids(1, 560), **options), expected)
     slots = [capacity for capacity, _, _ in watched.passes]
     assert slots == sorted(slots, reverse=True)
     assert slots[-1] == FEWEST
@@ -105,7 +105,7 @@ def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder)
     assert (stats.capacity_least, stats.capacity_most) == (experts, experts)
 
 
-def test_what_is_there_for_the_next_tokens_is_not_asked_again(watched, monkeypatch):
+def test_room_for_the_next_tokens_is_not_computed_again(watched, monkeypatch):
     settled = []
     settle = watched.slot_budget._resize_slots
     monkeypatch.setattr(
@@ -115,7 +115,7 @@ def test_what_is_there_for_the_next_tokens_is_not_asked_again(watched, monkeypat
     assert len(settled) == 4  # the prompt, the first token, and where 64 and 96 tokens are passed
 
 
-def test_conversations_that_live_at_once_are_all_counted(watched):
+def test_all_live_conversations_are_counted(watched):
     model = watched.model
     with torch.no_grad():
         first = model(ids(1, 500)).past_key_values
@@ -151,7 +151,7 @@ def test_a_context_that_does_not_fit_ends_that_answer_alone(watched):
     assert watched.inside()
 
 
-def test_a_size_that_is_asked_for_holds(watched):
+def test_a_requested_cache_size_does_not_change(watched):
     assert watched.greenroom.resize("50%") == 8
     watched.model.generate(ids(1, 580), max_new_tokens=2)
     assert watched.greenroom.capacity == 8
@@ -167,7 +167,7 @@ def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
         )  # fmt: skip
 
 
-def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
+def test_gpu_memory_is_freed_in_whole_segments(folder, monkeypatch):
     """The CPU stands in the GPU's place."""
     skeleton, released = ModelSkeleton.of(folder), []
     slot = skeleton.catalog.slot_bytes
@@ -183,8 +183,8 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
     try:
         watched = Watched(model, slot_budget_of(skeleton, release=lambda: released.append(1)))
         options = {"max_new_tokens": 34, "min_new_tokens": 34, "do_sample": False}
-        wanted = reference(folder).generate(ids(1, 530), **options)
-        assert torch.equal(model.generate(ids(1, 530), **options), wanted)
+        expected = reference(folder).generate(ids(1, 530), **options)
+        assert torch.equal(model.generate(ids(1, 530), **options), expected)
         assert watched.inside()
         assert watched.passes[-1][0] <= FEWEST < watched.passes[0][0]
         first, *fewer = watched.resizes
@@ -212,30 +212,30 @@ def caches(count: int) -> list[Any]:
     return [DynamicCache() for _ in range(count)]
 
 
-def test_sequences_that_go_together_are_all_counted(watched):
+def test_all_sequences_of_a_batch_are_counted(watched):
     from greenroom.hf.kv.batch import Batch
 
-    batch, own = Batch(watched.model), caches(3)
+    batch, own_caches = Batch(watched.model), caches(3)
     prompts = [ids(1, n)[0].tolist() for n in (200, 60, 31)]
     with torch.inference_mode():
-        batch(prompts, own)
+        batch(prompts, own_caches)
         some = watched.greenroom.capacity
         assert some < watched.greenroom.setup.catalog.experts
         watched.resizes.clear()
         for _ in range(32):
-            batch([[5]] * 3, own)
+            batch([[5]] * 3, own_caches)
         assert watched.inside()
         assert 1 <= len(watched.resizes) <= 3  # as each of them enters another block
         with pytest.raises(BudgetError):
-            batch([[5] * 150] * 3, own)
+            batch([[5] * 150] * 3, own_caches)
         before = watched.greenroom.capacity
-        del own
+        del own_caches
         batch([[5]], caches(1))
     assert watched.greenroom.capacity > before
     assert watched.inside()
 
 
-def test_room_for_keys_and_values_that_are_to_come(watched):
+def test_reserve_makes_room_for_further_keys_and_values(watched):
     slot_budget, slot = watched.slot_budget, watched.greenroom.setup.catalog.slot_bytes
     most = slot_budget.max_kv_bytes()
     assert most + SLACK + slot == slot_budget.budget  # one slot is the least

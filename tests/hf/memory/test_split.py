@@ -1,4 +1,4 @@
-"""Wherever experts are cut, and whatever is where: the bits are those of whole experts."""
+"""Split experts have the bits of unsplit ones, for every split and cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def packed(kind: str = "same", name: str = "qwen3_moe", inner: int = 320) -> Pat
 
 
 def logits(folder: Path, shares: Any = None, batch: torch.Tensor | None = None, **parts: Any):
-    """Of a prompt and four tokens after it, and what was counted."""
+    """Logits of a prompt and four tokens after it, and the run's statistics."""
     skeleton = ModelSkeleton.of(folder)
     catalog, split = skeleton.catalog, None
     if shares is not None:
@@ -73,30 +73,30 @@ def logits(folder: Path, shares: Any = None, batch: torch.Tensor | None = None, 
         ("qwen3_moe", "eager"), ("gpt_oss", "eager"), ("nemotron_h", "eager"),
     ],
 )  # fmt: skip
-def test_bits_are_those_of_whole_experts(name, kernels):
+def test_bits_are_those_of_unsplit_experts(name, kernels):
     want, _ = logits(source(name), capacity=64, kernels=kernels)
     folder = packed(name=name)
     assert torch.equal(logits(folder, capacity=9, kernels=kernels)[0], want)
     for shares in (0.25, 0.6):
-        found, s = logits(folder, shares, capacity=9, kernels=kernels)
-        assert torch.equal(found, want), shares
+        output, s = logits(folder, shares, capacity=9, kernels=kernels)
+        assert torch.equal(output, want), shares
         assert s.counts.bottoms > 0
         assert s.counts.misses > 0
 
 
 @pytest.mark.parametrize(("kind", "inner"), [("int8", 320), ("int4", 320), ("fp8", 512)])
-def test_encoded_experts(kind, inner, tmp_path):
+def test_encoded_experts_can_be_split(kind, inner, tmp_path):
     """The blocks of fp8 are of 128 channels, and cut between them alone."""
     folder = packed(kind, inner=inner)
-    whole = load_reference_model(ModelSkeleton.of(source(inner=inner)))
+    original = load_reference_model(ModelSkeleton.of(source(inner=inner)))
     pack(str(source(inner=inner)), tmp_path / "whole", kind)
     want, _ = logits(tmp_path / "whole", capacity=64)
     assert torch.equal(logits(folder, capacity=7)[0], want)
     assert torch.equal(logits(folder, 0.5, capacity=7)[0], want)
-    fill(whole, tmp_path / "whole")
+    fill(original, tmp_path / "whole")
     eager, _ = logits(folder, 0.5, capacity=7, kernels="eager")
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
-    theirs = whole.generate(ids(1, 7), return_dict_in_generate=True, **options)
+    theirs = original.generate(ids(1, 7), return_dict_in_generate=True, **options)
     assert torch.equal(eager, torch.cat(theirs.logits))
 
 
@@ -111,11 +111,11 @@ def test_encoded_experts(kind, inner, tmp_path):
     ],
     ids=str,
 )
-def test_scopes_predictors_and_late_bytes_change_nothing(parts):
+def test_scopes_predictors_and_late_bytes_do_not_change_the_output(parts):
     want, _ = logits(source(), capacity=64)
     for shares in (0.5, (0.25, 0.75), (1.0, 0.5)):
-        found, s = logits(packed(), shares, capacity=12, **parts)
-        assert torch.equal(found, want), shares
+        output, s = logits(packed(), shares, capacity=12, **parts)
+        assert torch.equal(output, want), shares
         assert s.counts.bottoms > 0
 
 
@@ -143,10 +143,10 @@ def test_resizing_keeps_tops_and_bits():
         model.greenroom.detach()
 
 
-def test_a_run_says_how_it_is_split(tmp_path):
+def test_a_run_reports_its_split(tmp_path):
     file = tmp_path / "budgets.json"
-    made = {"format": "greenroom-budgets", "version": 1, "slots": [5, 4], "split": [0.3, 0.8]}
-    file.write_text(json.dumps(made))
+    budgets = {"format": "greenroom-budgets", "version": 1, "slots": [5, 4], "split": [0.3, 0.8]}
+    file.write_text(json.dumps(budgets))
     model, _ = greenroom.load(
         str(packed()), cache="60%", split=str(file), scope=str(file), prefetch="off"
     )
@@ -193,7 +193,7 @@ def test_a_damaged_segment_is_never_computed_with(tmp_path):
     assert torch.equal(logits(folder, 0.5, capacity=9)[0], logits(source(), capacity=64)[0])
 
 
-def test_ratios_take_the_nearest_segment():
+def test_shares_are_rounded_to_the_nearest_segment():
     layout = ModelSkeleton.of(packed()).catalog.layouts[0]
     ends = [s.offset / layout.nbytes for s in layout.segments[1:]] + [1.0]
     assert [nearest(layout, share) for share in (0.01, ends[1], 0.99)] == [1, 2, 4]
@@ -203,7 +203,7 @@ def test_ratios_take_the_nearest_segment():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"split": "0.5"},
@@ -214,12 +214,12 @@ def test_ratios_take_the_nearest_segment():
         ({"split": "half"}, "--split must be numbers, one a layer"),
     ],
 )
-def test_mistakes(options, said):
-    with pytest.raises(UsageError, match=said):
+def test_wrong_split_options_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
         greenroom.load(str(source()), cache="50%", **options)
 
 
-def test_more_mistakes(tmp_path):
+def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
     with pytest.raises(UsageError, match="--split has 3 numbers, but the model has 2 MoE layers"):
         greenroom.load(str(packed()), cache="50%", split="0.5,0.5,0.5")
     with pytest.raises(UsageError, match="computes in bfloat16: leave out --dtype"):
@@ -241,7 +241,7 @@ def test_more_mistakes(tmp_path):
         pack(str(packed()), tmp_path / "again", "int8")
 
 
-def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog):
+def test_auto_begins_with_half_and_follows_recorded_counts(monkeypatch, caplog):
     monkeypatch.setattr(defaults, "TAU", 2)
     catalog = ModelSkeleton.of(packed()).catalog
     cut, split, scope = defaults.auto_split(catalog, None, 8, 2)
@@ -274,8 +274,8 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     assert min(attention, moe, head, load) > 0
 
     none = np.zeros(catalog.experts)
-    known = RoutingHistory(np.empty(0, np.int64), none, {split_counts.NAME: state})
-    cut, split, scope = defaults.auto_split(catalog, known, 8, 2)
+    history = RoutingHistory(np.empty(0, np.int64), none, {split_counts.NAME: state})
+    cut, split, scope = defaults.auto_split(catalog, history, 8, 2)
     assert sum(scope) == pytest.approx(8)
     want, _ = logits(source(), capacity=64)
     skeleton = ModelSkeleton.of(packed())
@@ -290,12 +290,12 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     finally:
         model.greenroom.detach()
 
-    other = RoutingHistory(known.hot, none, {split_counts.NAME: {**state, "uses": np.zeros(3)}})
+    other = RoutingHistory(history.hot, none, {split_counts.NAME: {**state, "uses": np.zeros(3)}})
     split_counts.SplitCounts(catalog.offsets, other)
     assert "--split auto ignores the expert counts of earlier runs: the stored" in caplog.text
 
 
-def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path):
+def test_counts_for_auto_are_loaded_and_stored_like_other_history(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GREENROOM_LEARNED", raising=False)
     options = {"cache": "60%", "split": "auto", "prefetch": "off"}
@@ -313,6 +313,6 @@ def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path
 
 
 def test_verify_splits_experts_too():
-    found = verify(str(packed()), "30%", tokens=4)
-    assert found.identical
-    assert sum("experts split at" in said for said, _ in found.checks) == 2
+    verdict = verify(str(packed()), "30%", tokens=4)
+    assert verdict.identical
+    assert sum("experts split at" in check for check, _ in verdict.checks) == 2

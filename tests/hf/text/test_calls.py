@@ -1,4 +1,4 @@
-"""How a model writes a call is found in its chat template, or it is said that it is not."""
+"""The format of tool calls is learned from chat templates."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def dialogue(template: str | None = None, model_type: str = "qwen3_moe") -> Dial
     return Dialogue(tokenizer, model_type)
 
 
-def found(one: Dialogue, **told: Any) -> Any:
+def call_format(one: Dialogue, **variables: Any) -> Any:
     return find_call_format(
-        one, one.chat([{"role": "user", "content": "Hi"}], [TOOL], **told), [TOOL]
+        one, one.chat([{"role": "user", "content": "Hi"}], [TOOL], **variables), [TOOL]
     )
 
 
-def test_a_call_is_what_the_template_writes_of_one() -> None:
-    form = found(dialogue(), enable_thinking=False)
+def test_the_call_format_is_that_of_the_template() -> None:
+    form = call_format(dialogue(), enable_thinking=False)
     assert (form.before, form.between) == ('<tool_call>{"name": "', '", "arguments": ')
     assert form.after == "}</tool_call>"
     assert form.free
@@ -52,17 +52,17 @@ TAIL = (
 
 
 @pytest.mark.parametrize("name", ["name", "arguments", "tool_call", "a", "some_tool"])
-def test_a_tool_may_have_a_name_that_calls_are_written_with(name: str) -> None:
+def test_a_tool_may_have_the_name_of_a_part_of_the_format(name: str) -> None:
     one, tool = dialogue(), {**TOOL, "function": {**TOOL["function"], "name": name}}
     prompt = one.chat([{"role": "user", "content": "Hi"}], [tool])
-    assert find_call_format(one, prompt, [tool]) == found(one)
+    assert find_call_format(one, prompt, [tool]) == call_format(one)
 
 
 JSON = "<tool_call>{{ c.function | tojson }}</tool_call>"
 
 
-def test_another_template_of_the_same_kind() -> None:
-    form = found(dialogue(HEAD + JSON + TAIL))
+def test_another_json_template_is_understood() -> None:
+    form = call_format(dialogue(HEAD + JSON + TAIL))
     assert form is not None
     assert form.free
 
@@ -77,12 +77,12 @@ def test_another_template_of_the_same_kind() -> None:
         "{{ raise_exception('no calls') }}",
     ],
 )
-def test_other_ways_to_write_calls_are_found_out(call: str) -> None:
-    assert found(dialogue(HEAD + call + TAIL)) is None
+def test_templates_with_other_calls_have_no_format(call: str) -> None:
+    assert call_format(dialogue(HEAD + call + TAIL)) is None
 
 
 def test_an_answer_with_a_form_of_its_own_is_not_free() -> None:
     template = HEAD.replace("{{ m.content }}", "{% if m.content %}Text: {{ m.content }}{% endif %}")
-    form = found(dialogue(template + JSON + TAIL))
+    form = call_format(dialogue(template + JSON + TAIL))
     assert form is not None
     assert not form.free

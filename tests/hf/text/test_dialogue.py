@@ -1,4 +1,4 @@
-"""What tokens mean: characters, templates, reasoning and calls; and the parsers behind them."""
+"""Dialogue: characters, chat templates, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenroom.errors import UsageError
 from greenroom.hf.text.dialogue import Dialogue, ReplyParser, ReplyPart, ToolCall
 from tests.server.conftest import demo_tokenizer, thinker_tokenizer
 
-ASKED = [{"role": "user", "content": "Hello"}]
+QUESTION = [{"role": "user", "content": "Hello"}]
 TOOL = {
     "type": "function",
     "function": {
@@ -37,14 +37,14 @@ def thinker() -> Dialogue:
     return Dialogue(thinker_tokenizer(), "qwen3_moe")
 
 
-def spoken(dialogue: Dialogue, text: str) -> list[int]:
+def tokens_of(dialogue: Dialogue, text: str) -> list[int]:
     return list(dialogue.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def said(dialogue: Dialogue, text: str, **options: Any) -> list[ReplyPart]:
-    """What comes of an answer, neighbours of one kind joined."""
-    speaker = dialogue.reply_parser(dialogue.chat(ASKED, **options))
-    parts = [part for token in spoken(dialogue, text) for part in speaker.feed(token)]
+def parse_reply(dialogue: Dialogue, text: str, **options: Any) -> list[ReplyPart]:
+    """The parts of an answer, with neighbours of one kind joined."""
+    speaker = dialogue.reply_parser(dialogue.chat(QUESTION, **options))
+    parts = [part for token in tokens_of(dialogue, text) for part in speaker.feed(token)]
     joined: list[ReplyPart] = []
     for part in [*parts, *speaker.end()]:
         last = joined[-1] if joined else None
@@ -59,7 +59,7 @@ def said(dialogue: Dialogue, text: str, **options: Any) -> list[ReplyPart]:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=20))
-def test_text_comes_back_in_whole_characters(text: str) -> None:
+def test_text_is_returned_in_complete_characters(text: str) -> None:
     dialogue = Dialogue(demo_tokenizer())
     speaker = ReplyParser(dialogue)
     ids = dialogue.encode(text)
@@ -115,58 +115,60 @@ def test_a_model_without_a_template_only_completes_text(plain: Dialogue) -> None
     dialogue = Dialogue(tokenizer)
     assert not dialogue.has_template
     with pytest.raises(UsageError, match="no chat template"):
-        dialogue.chat(ASKED)
+        dialogue.chat(QUESTION)
 
 
-def test_what_a_template_does_not_take_is_the_users_mistake(plain: Dialogue) -> None:
+def test_messages_on_which_a_template_fails_are_refused(plain: Dialogue) -> None:
     with pytest.raises(UsageError, match="fails on these messages"):
         plain.chat([{"role": "user"}])
     with pytest.raises(UsageError, match="fails on these messages"):
         plain.chat([{"role": "user", "content": 3}])
 
 
-def test_an_answer_that_has_begun_goes_on(plain: Dialogue) -> None:
-    begun = plain.chat([*ASKED, {"role": "assistant", "content": "The sky"}], resume=True)
+def test_a_begun_answer_is_continued(plain: Dialogue) -> None:
+    begun = plain.chat([*QUESTION, {"role": "assistant", "content": "The sky"}], resume=True)
     assert plain.decode(begun, special=True).endswith("<|assistant|>The sky")
 
 
 def test_the_kind_of_model_alone_does_not_make_a_parser(plain: Dialogue) -> None:
     assert not plain.supports_tools
-    assert plain.reply_parser(plain.chat(ASKED))._parser is None
+    assert plain.reply_parser(plain.chat(QUESTION))._parser is None
 
 
-def test_reasoning_then_text(thinker: Dialogue) -> None:
-    assert thinker.reply_parser(thinker.chat(ASKED))._parser is not None
-    found = said(thinker, "<think>\nHm, well.</think>\n\nHello!<|im_end|>")
-    assert found == [ReplyPart(reasoning="Hm, well."), ReplyPart("Hello!")]
+def test_reasoning_and_text_are_separated(thinker: Dialogue) -> None:
+    assert thinker.reply_parser(thinker.chat(QUESTION))._parser is not None
+    reply = parse_reply(thinker, "<think>\nHm, well.</think>\n\nHello!<|im_end|>")
+    assert reply == [ReplyPart(reasoning="Hm, well."), ReplyPart("Hello!")]
 
 
 def test_reasoning_that_the_template_has_begun_or_ended(thinker: Dialogue) -> None:
-    assert said(thinker, "Hello!<|im_end|>", enable_thinking=False)[-1] == ReplyPart("Hello!")
+    assert parse_reply(thinker, "Hello!<|im_end|>", enable_thinking=False)[-1] == ReplyPart(
+        "Hello!"
+    )
 
 
 def test_calls_are_json_and_their_arguments_of_the_tools_types(thinker: Dialogue) -> None:
     assert thinker.supports_tools
     text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
-    found = said(thinker, text + "<|im_end|>", tools=[TOOL])
-    assert found[0] == ReplyPart("Wait.")
-    assert found[1].call == ToolCall("look", json.dumps({"place": "here"}))
+    reply = parse_reply(thinker, text + "<|im_end|>", tools=[TOOL])
+    assert reply[0] == ReplyPart("Wait.")
+    assert reply[1].call == ToolCall("look", json.dumps({"place": "here"}))
 
 
 @pytest.mark.parametrize(
     "call", ["<tool_call>{nonsense}</tool_call>", "<tool_call>3</tool_call>", "<tool_call>{"]
 )
-def test_a_call_that_is_none_is_text(thinker: Dialogue, call: str) -> None:
-    found = said(thinker, f"Well.{call} And on")
-    assert all(part.call is None for part in found)
-    text = "".join(part.text for part in found)
+def test_a_malformed_call_is_text(thinker: Dialogue, call: str) -> None:
+    reply = parse_reply(thinker, f"Well.{call} And on")
+    assert all(part.call is None for part in reply)
+    text = "".join(part.text for part in reply)
     assert text.startswith("Well.")
     assert call.removeprefix("<tool_call>")[:2] in text
     if call.endswith("</tool_call>"):
         assert text.endswith("And on")
 
 
-def test_what_the_template_reads(thinker: Dialogue) -> None:
+def test_template_uses_finds_the_variables_of_a_template(thinker: Dialogue) -> None:
     assert thinker.template_uses("enable_thinking")
     assert not thinker.template_uses("reasoning_effort")
     assert thinker.supports_reasoning
@@ -178,8 +180,8 @@ class TestCanaries:
     def test_the_response_template_of_a_kind_of_model(self) -> None:
         config = type("Config", (), {"model_type": "qwen3_moe"})
         model = type("Model", (), {"config": config})
-        found = serving.get_response_template(demo_tokenizer(), model)
-        assert {"reasoning_content", "tool_calls", "content"} <= set(found["fields"])
+        response_template = serving.get_response_template(demo_tokenizer(), model)
+        assert {"reasoning_content", "tool_calls", "content"} <= set(response_template["fields"])
 
     def test_the_parser_and_what_becomes_of_its_events(self) -> None:
         assert list(inspect.signature(ResponseParser).parameters) == [

@@ -18,7 +18,7 @@ def ready():
     model.greenroom.detach()
 
 
-def test_an_answer_says_what_it_was_made_of(ready):
+def test_an_answer_has_its_tokens_and_times(ready):
     pieces: list[str] = []
     sampling = SamplingConfig(max_new_tokens=9, temperature=0)
     result = answer(*ready, "The green", sampling, context=256, on_text=pieces.append)
@@ -44,7 +44,7 @@ def test_top_k_of_one_is_greedy(ready):
     assert greedy.token_ids == top.token_ids
 
 
-def test_an_answer_ends_where_the_context_does(ready):
+def test_an_answer_ends_with_the_context(ready):
     length = encode(ready[1], "The green").shape[1]
     sampling = SamplingConfig(max_new_tokens=50, temperature=0)
     result = answer(*ready, "The green", sampling, context=length + 3)
@@ -69,7 +69,7 @@ def test_an_empty_prompt_is_refused(ready):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"max_new_tokens": 0}, "--max-new-tokens"),
         ({"temperature": -1}, "--temperature"),
@@ -78,6 +78,6 @@ def test_an_empty_prompt_is_refused(ready):
         ({"temperature": 0, "top_p": 0.5}, "leave out --top-p"),
     ],
 )
-def test_sampling_options_are_checked(options, words):
-    with pytest.raises(UsageError, match=words):
+def test_sampling_options_are_checked(options, message):
+    with pytest.raises(UsageError, match=message):
         SamplingConfig(**options)

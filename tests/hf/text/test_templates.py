@@ -23,7 +23,7 @@ from tests.server.conftest import demo_tokenizer
 ENDLESS = ("nested_ranges", "nested_silent", "batches", "sorting", "lipsum", "macro_tree",
            "wordwrap")  # fmt: skip
 HARMLESS = ("power", "regex_like", "strftime", "globals", "unicode")
-ASKED = [{"role": "user", "content": "Hello"}]
+QUESTION = [{"role": "user", "content": "Hello"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "ä<b>", "parameters": {"b": 1, "a": []}}}]
 TURNS: Any = [
     {"role": "system", "content": " Be <b>brief</b> & 'kind' "},
@@ -52,31 +52,31 @@ TEMPLATES = [
 
 @pytest.fixture(scope="module")
 def templates() -> Iterator[Templates]:
-    with pytest.MonkeyPatch.context() as patch, closing(Templates()) as made:
+    with pytest.MonkeyPatch.context() as patch, closing(Templates()) as rendering:
         patch.setattr(module, "CPU_S", 1)
-        yield made
+        yield rendering
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("how", ["asks", "ends", "resume"])
-def test_a_text_is_that_of_transformers(
+def test_a_rendered_text_equals_that_of_transformers(
     templates: Templates, template: str, tools: Any, how: str
 ) -> None:
     tokenizer = demo_tokenizer()
-    own, tokenizer.chat_template = tokenizer.chat_template, template
+    original, tokenizer.chat_template = tokenizer.chat_template, template
     try:
-        wanted = tokenizer.apply_chat_template(
+        expected = tokenizer.apply_chat_template(
             TURNS, tools=tools, tokenize=False, add_generation_prompt=how == "asks",
             continue_final_message=how == "resume", enable_thinking=False,
         )  # fmt: skip
-        found = templates.chat(
+        text = templates.chat(
             tokenizer, TURNS, tools, resume=how == "resume", ends=how == "ends",
             enable_thinking=False,
         )  # fmt: skip
     finally:
-        tokenizer.chat_template = own
-    assert found == wanted
+        tokenizer.chat_template = original
+    assert text == expected
 
 
 @pytest.mark.parametrize(
@@ -84,35 +84,35 @@ def test_a_text_is_that_of_transformers(
     [pytest.param(name, marks=pytest.mark.slow) if name in ENDLESS[1:] else name
      for name in HOSTILE],
 )  # fmt: skip
-def test_a_hostile_template_is_one_line(templates: Templates, name: str) -> None:
+def test_a_hostile_template_raises_an_error_of_one_line(templates: Templates, name: str) -> None:
     before = psutil.Process().memory_info().rss
     if name in HARMLESS:
-        assert len(templates.render(HOSTILE[name], {"messages": ASKED})) <= templates.most_chars
+        assert len(templates.render(HOSTILE[name], {"messages": QUESTION})) <= templates.most_chars
     else:
         with pytest.raises(UsageError) as error:
-            templates.render(HOSTILE[name], {"messages": ASKED})
+            templates.render(HOSTILE[name], {"messages": QUESTION})
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 300
         assert "/" not in str(error.value)
     assert psutil.Process().memory_info().rss - before < 64 << 20
-    assert templates.render("{{ messages[0].content }}", {"messages": ASKED}) == "Hello"
+    assert templates.render("{{ messages[0].content }}", {"messages": QUESTION}) == "Hello"
 
 
-def test_a_process_is_small_and_takes_no_more_than_it_may(templates: Templates) -> None:
+def test_a_template_process_is_small_and_limited(templates: Templates) -> None:
     templates.close()  # one that has rendered large texts holds more
     templates.render("x", {})
     assert templates._process is not None
     process = psutil.Process(templates._process.pid)
     assert process.memory_info().rss < 30 << 20
     for most_chars, most in ((templates.most_chars, 200 << 20), (1000, 65 << 20)):
-        with closing(Templates(most_chars)) as made:
-            made.render("x", {})
-            assert made._process is not None
-            limit = psutil.Process(made._process.pid).rlimit(psutil.RLIMIT_AS)
+        with closing(Templates(most_chars)) as small_limit:
+            small_limit.render("x", {})
+            assert small_limit._process is not None
+            limit = psutil.Process(small_limit._process.pid).rlimit(psutil.RLIMIT_AS)
             assert limit[0] < most
 
 
-def test_a_process_that_is_killed_makes_way_for_another(templates: Templates) -> None:
+def test_a_killed_process_is_replaced(templates: Templates) -> None:
     templates.render("x", {})
     assert templates._process is not None
     os.kill(templates._process.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_makes_way_for_another(templates: Templates) ->
     assert templates.render("y", {}) == "y"
 
 
-def test_a_large_text_does_not_stay(templates: Templates) -> None:
+def test_memory_of_a_large_text_is_freed(templates: Templates) -> None:
     text = "ä" * 4_000_000
     assert templates.render("{{ x }}{{ '' }}", {"x": text}) == text
     with pytest.raises(UsageError, match="more than 4,194,304 characters"):
@@ -131,26 +131,26 @@ def test_a_large_text_does_not_stay(templates: Templates) -> None:
 
 
 def test_many_threads_share_a_process(templates: Templates) -> None:
-    found: dict[int, str] = {}
+    results: dict[int, str] = {}
 
-    def ask(number: int) -> None:
+    def render_number(number: int) -> None:
         for _ in range(20):
-            found[number] = templates.render("{{ x }}", {"x": number})
+            results[number] = templates.render("{{ x }}", {"x": number})
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=render_number, args=(number,)) for number in range(8)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    assert found == {number: str(number) for number in range(8)}
+    assert results == {number: str(number) for number in range(8)}
 
 
-def test_nothing_is_left_of_it() -> None:
-    made = Templates()
-    made.render("x", {})
-    process = made._process
+def test_the_process_ends_with_its_templates_object() -> None:
+    abandoned = Templates()
+    abandoned.render("x", {})
+    process = abandoned._process
     assert process is not None
-    del made
+    del abandoned
     gc.collect()
     until = time.monotonic() + 10
     while process.poll() is None and time.monotonic() < until:
@@ -158,7 +158,7 @@ def test_nothing_is_left_of_it() -> None:
     assert process.poll() is not None
 
 
-def test_what_cannot_be_said_to_a_template(templates: Templates) -> None:
+def test_conversations_that_cannot_be_rendered_are_refused(templates: Templates) -> None:
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
