@@ -217,7 +217,7 @@ def test_a_config_that_would_end_its_parser(cli: Run, copy: Path, machine: Path)
     said = "cannot be used: it is not JSON: its brackets are not in pairs"
     plan = ("plan", copy, "--memory", "1GiB", "--machine", machine)
     for command in (("run", copy, "Hi"), plan, ("verify", copy)):
-        assert cli(*command).mistake == f"{copy / 'config.json'}: {said}"
+        assert cli(*command).mistake == f"{copy / 'config.json'} {said}"
 
 
 def test_a_config_of_a_billion_layers(cli: Run, copy: Path) -> None:

@@ -117,9 +117,9 @@ def test_a_missing_original_is_refused(tmp_path: Path) -> None:
     [
         ("source", None, TEXT, "name one by --against"),
         ("source", "source", TEXT, "are the same model"),
-        ("pack", "olmoe", TEXT, "is a Qwen3MoeForCausalLM and"),
-        ("pack", None, "a", "the text is too short"),
-        ("pack", None, "", "the text is too short"),
+        ("pack", "olmoe", TEXT, "is a Qwen3MoeForCausalLM, and"),
+        ("pack", None, "a", "the text of --quality is too short"),
+        ("pack", None, "", "the text of --quality is too short"),
     ],
 )
 def test_models_that_cannot_be_compared_are_refused(

@@ -124,7 +124,7 @@ def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
 def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert kernels_of(ModelSetup(catalog, 1)) == "numba"
-    with pytest.raises(UsageError, match="numba is for a CPU"):
+    with pytest.raises(UsageError, match="numba runs on a CPU only"):
         kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="numba"))
     monkeypatch.setattr(places, "find_spec", lambda name: object())
     assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "triton"
