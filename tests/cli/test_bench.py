@@ -104,7 +104,10 @@ def test_a_row_alone_has_all_that_is_given(files: dict[str, str]):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--pin", "h.json"), "--pin is an option of fiddler, static only: name one of them"),
+        (
+            ("--pin", "h.json"),
+            "--pin is an option of fiddler, static only: name one of these systems",
+        ),
         (("--scope", "3,5"), "--scope is an option of adapmoe only: name"),
         (("--split", "0.5"), "--split is an option of moepic only: name"),
         (("--low-share", "5%"), "--low-share is an option of hobbit only: name"),
@@ -133,7 +136,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
     for name, said in {
         "adapmoe": "sizes by a dynamic programme over the warm-up",
         "static": "6 pinned experts, those used most in the warm-up",
-        "llru": "its eviction policy alone",
+        "llru": "the paper's eviction policy alone",
         "fiddler is left out": "needs a GPU",
         "hobbit is left out": "misses in int4, which change the output (--miss-precision)",
         "moepic is left out": "`greenroom pack MODEL -o OUT --experts same --segments 8`",

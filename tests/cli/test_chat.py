@@ -197,10 +197,13 @@ def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "give a MODEL to load, or --url"),
+        ((), "give a MODEL to load, or the address of a server"),
         (("--url", "localhost:8000"), "must begin with http"),
-        (("--url", "http://localhost:8000", "--cache", "10%"), "leave them out with --url"),
-        (("demo", "--api-key-file", "x"), "--api-key-file needs --url"),
+        (
+            ("--url", "http://localhost:8000", "--cache", "10%"),
+            "with --url the server loads the model",
+        ),
+        (("demo", "--api-key-file", "x"), "--api-key-file is for a server"),
     ],
 )
 def test_options_that_cannot_be_right(cli: Run, argv: tuple[str, ...], said: str) -> None:
@@ -300,6 +303,8 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
     assert "Hello" in kept
 
 
-def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_typed_lines_are_stored_in_the_state_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert history_file() == tmp_path / "greenroom" / "chat_history"

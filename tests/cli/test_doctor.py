@@ -62,13 +62,19 @@ def test_a_profile_that_the_simulator_takes(cli: Run, fast: Path):
 def test_a_table_and_the_default_place(cli: Run, fast: Path):
     ran = cli("doctor", "--quick")
     assert ran.code == 0, ran.err
-    for shown in ("memory read", "disk, GB/s", "4 threads", "cpu, one expert, ms", "as a link:"):
+    for shown in (
+        "memory read",
+        "disk, GB/s",
+        "4 threads",
+        "cpu, one expert, ms",
+        "as a simulated link:",
+    ):
         assert shown in ran.out
     assert str(fast) in ran.out  # the folder that was measured
     Machine.load(fast / "cache" / "greenroom" / "machine.json")
 
 
-def test_plain_words_about_this_machine(cli: Run, fast: Path):
+def test_the_machine_is_described_in_sentences(cli: Run, fast: Path):
     said = cli("doctor", "--quick").out
     for shown in ("loading it from the disk takes", "Memory delivers", "of memory were free"):
         assert shown in said

@@ -163,11 +163,11 @@ def test_quality(cli: Run, tmp_path: Path) -> None:
     [
         (("--quality", "none.txt"), "none.txt: cannot be read"),
         (("--quality", "binary"), "binary is not UTF-8 text"),
-        (("--quality", "text", "--layers"), "--layers does not go with --quality"),
-        (("--quality", "text", "--prompt", "x"), "--prompt does not go with --quality"),
+        (("--quality", "text", "--layers"), "--layers has no effect with --quality"),
+        (("--quality", "text", "--prompt", "x"), "--prompt has no effect with --quality"),
         (("--quality", "text", "--tokens", "1"), "--tokens must be at least 2"),
-        (("--against", "demo"), "--against is for --quality"),
-        (("--tokens", "5"), "--tokens is for --quality"),
+        (("--against", "demo"), "--against has an effect only with --quality"),
+        (("--tokens", "5"), "--tokens has an effect only with --quality"),
     ],
 )
 def test_quality_s_mistakes(

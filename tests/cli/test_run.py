@@ -123,7 +123,7 @@ def test_a_prompt_from_standard_input(
 
 def test_no_prompt_on_a_terminal(cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stdin(monkeypatch, b"", terminal=True)
-    assert cli("run", folder).mistake.startswith("no prompt: give one as an argument")
+    assert cli("run", folder).mistake.startswith("no prompt: give one after MODEL")
 
 
 def test_prompts_that_are_no_text(cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_live_prints_the_cache_once_where_there_is_no_terminal(cli: Run, folder:
 
 def test_an_answer_that_the_context_ends(cli: Run, folder: Path) -> None:
     ran = cli("run", folder, PROMPT, "--cache", "25%", "--context", 20, "--kernels", "eager")
-    assert ran.err.endswith("stopped where --context ends\n") or "1 new" in ran.err
+    assert ran.err.endswith("the answer stopped at the end of --context\n") or "1 new" in ran.err
 
 
 def test_a_closing_line_of_one_token() -> None:
@@ -202,7 +202,7 @@ def stats(**did: int) -> Stats:
     )
 
 
-def test_what_prefetching_did_in_a_few_words() -> None:
+def test_the_closing_line_counts_prefetches() -> None:
     did = stats(began=1899, useful=553, late=15)
     assert " · 553 of 1,899 prefetches used, 15 late · 1" in closing_line(
         Answer("a", [1], 2, 1), did
@@ -247,7 +247,7 @@ def test_what_the_guard_decides_is_said_once(
     assert " new tokens · " in closing
 
 
-def test_a_read_limit_is_kept(cli: Run, folder: Path) -> None:
+def test_reads_stay_below_the_read_limit(cli: Run, folder: Path) -> None:
     options = ("--cache", "13%", "--prefetch", "off", *FEW, "--json")
     free = cli("run", folder, PROMPT, *options).json
     ran = cli("run", folder, PROMPT, *options, "--read-limit", "1MB", "--verbose")

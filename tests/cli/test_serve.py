@@ -195,7 +195,7 @@ def test_a_template_that_loops_hangs_nothing_and_an_engine_that_breaks_ends_the_
         assert process.wait(30) == 1
         assert process.stderr is not None
         said = process.stderr.read()
-        assert "the model has failed, the server ends" in said
+        assert "the model has failed, so the server ends" in said
         assert "/secret/file has a bug" in said  # the log has all
 
 
@@ -269,7 +269,9 @@ def test_what_is_not_installed_is_named() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 2
-    wanted = "greenroom: greenroom serve needs fastapi: pip install 'greenroom[serve]'\n"
+    wanted = (
+        "greenroom: `greenroom serve` needs the library fastapi: pip install 'greenroom[serve]'\n"
+    )
     assert ran.stderr == wanted
 
 

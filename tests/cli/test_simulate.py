@@ -337,7 +337,7 @@ def test_no_such_trace_and_no_trace_at_all(cli: Run, tmp_path: Path):
     assert "No such file" in cli("simulate", tmp_path / "none.npz", *LRU).mistake
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     assert "other.npz" in cli("simulate", tmp_path / "other.npz", *LRU).mistake
-    assert "say who is evicted" in cli("simulate", "x.npz", "--capacity", 3).mistake
+    assert "nothing to simulate" in cli("simulate", "x.npz", "--capacity", 3).mistake
 
 
 def test_ray_without_a_cluster(cli: Run, recorded: Path, monkeypatch: pytest.MonkeyPatch):

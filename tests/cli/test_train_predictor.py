@@ -84,7 +84,7 @@ def test_record_with_predictions_train_and_record_with_what_was_trained(
     assert said["accuracy"].keys() == {"learned", "next-gate", "popularity"}
     assert all(len(shares) == trace.layers for shares in said["accuracy"].values())
     shown = cli(*command).out
-    assert shown.startswith(f"{out}: looks 1 ahead, hidden size 128; learned from")
+    assert shown.startswith(f"{out}: distance 1 (layers ahead), hidden size 128; trained on")
     assert shown.splitlines()[2].split() == ["layer", "learned", "next-gate", "popularity"]
     assert shown.splitlines()[-1].startswith("mean ")
 
@@ -113,7 +113,7 @@ def test_a_predictor_of_another_model_is_refused(
     record = ("trace", "record", other, "--prompts", prompts, "-o", tmp_path / "o", *FEW)
     learned = (*record, "--predict", "learned")
     mistake = refused(cli(*learned, "--predictor", out))
-    assert mistake.startswith(f"{out}: was trained for another model")
+    assert mistake.startswith(f"{out}: the predictor was trained for another model")
     assert "needs a file of" in refused(cli(*learned))
     assert "cannot be read" in refused(cli(*learned, "--predictor", tmp_path / "none"))
     out.write_bytes(out.read_bytes()[:99])
@@ -145,7 +145,7 @@ def test_a_trace_of_another_model_cannot_teach(
     del trace.meta["fingerprint"]
     save(trace, tmp_path / "old")
     command = ("train-predictor", folder, "--trace", tmp_path / "old", "-o", out)
-    assert "does not say of which model it is" in cli(*command).mistake
+    assert "does not name its model" in cli(*command).mistake
     assert not out.exists()
 
 

@@ -40,12 +40,12 @@ def test_a_number_is_bytes_however_it_is_given(number: int) -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 1 << 50))
-def test_a_share_is_rounded_down_and_never_more_than_the_whole(percent: int, whole: int) -> None:
+def test_a_share_is_rounded_down_and_never_more_than_the_whole(percent: int, total: int) -> None:
     amount = Amount.parse(f"{percent}%", "--cache")
     assert amount.nbytes is None
-    assert amount.of(whole) <= whole
-    assert abs(amount.of(whole) - whole * percent / 100) <= 1
-    assert Amount.parse("100%", "--cache").of(whole) == whole
+    assert amount.of(total) <= total
+    assert abs(amount.of(total) - total * percent / 100) <= 1
+    assert Amount.parse("100%", "--cache").of(total) == total
 
 
 @given(st.text(max_size=12))
@@ -141,7 +141,7 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"max_batch": 0}, "--max-batch must be at least 1, got 0"),
         ({"max_queue": -1}, "--max-queue must be at least 0, got -1"),
@@ -156,7 +156,7 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
         ({"max_body": "5%"}, "--max-body must be an amount, as 4MiB"),
     ],
 )
-def test_what_a_server_cannot_be_told(wrong: dict[str, object], said: str) -> None:
+def test_a_server_refuses_impossible_options(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as error:
         ServeConfig(**wrong)  # type: ignore[arg-type]
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)

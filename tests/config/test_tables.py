@@ -59,10 +59,10 @@ REFUSED = [
     (["--prefetch", "oracle"], "needs a recorded trace"),
     (["--prefetch", "markov:0"], "must be a number of layers, from 1"),
     (["--prefetch", "learned"], "needs --predictor FILE"),
-    (["--predictor", "/nowhere"], "/nowhere: cannot be read"),
+    (["--predictor", "/nowhere"], "/nowhere: the predictor's file cannot be read"),
     (["--pin", "/nowhere"], "cannot read /nowhere"),
     (["--kernels", "triton", "--device", "cpu"], "triton needs a GPU"),
-    (["--kv", "offloaded", "--device", "cpu"], "it is there already"),
+    (["--kv", "offloaded", "--device", "cpu"], "--device is cpu: leave out --kv"),
 ]
 
 
@@ -75,5 +75,5 @@ def test_what_a_run_refuses_is_refused_without_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    for (_, words), line in zip(REFUSED, ran.stderr.splitlines(), strict=True):
-        assert words in line
+    for (_, message), line in zip(REFUSED, ran.stderr.splitlines(), strict=True):
+        assert message in line

@@ -63,7 +63,7 @@ def _mutated(random: Random, form: Format, seeds: list[bytes]) -> bytes:
 
 
 def keep(name: str, data: bytes) -> Path | None:
-    """Put an input into the corpus; None where it is there already."""
+    """Put an input into the corpus; None where --device is cpu: leave out --kv."""
     path = CORPUS / name / hashlib.sha256(data).hexdigest()[:16]
     if path.exists():
         return None

@@ -43,8 +43,8 @@ MACHINE = Machine(
 
 def trace(tokens: int = 240, seed: int = 0, **options) -> Trace:
     """The model's own routing: six requests with prompts of ten tokens."""
-    made = topics(
+    synthetic = topics(
         TopicsConfig(layers=4, experts=16, top_k=2, tokens=tokens, requests=6, prompt_tokens=10,
                      seed=seed, **options)
     )  # fmt: skip
-    return replace(made, meta={"model": "small", "fingerprint": "abc"})
+    return replace(synthetic, meta={"model": "small", "fingerprint": "abc"})

@@ -38,11 +38,11 @@ def cost(tables, slots):
 @settings(deadline=None)
 def test_optimal_is_the_best_of_all(tables, more):
     capacity = len(tables) + more
-    found = optimal_slots(tables, capacity)
-    assert sum(found) == min(capacity, sum(table.size - 1 for table in tables))
+    slots_by_layer = optimal_slots(tables, capacity)
+    assert sum(slots_by_layer) == min(capacity, sum(table.size - 1 for table in tables))
     every = product(*(range(1, table.size) for table in tables))
-    least = min(cost(tables, each) for each in every if sum(each) == sum(found))
-    assert cost(tables, found) == least
+    least = min(cost(tables, each) for each in every if sum(each) == sum(slots_by_layer))
+    assert cost(tables, slots_by_layer) == least
 
 
 @given(tables_of, st.integers(0, 12))
@@ -51,9 +51,11 @@ def test_marginal_is_optimal_where_gains_fall(tables, more):
     """Each further slot gains less: differences in descending order make such tables."""
     convex = [np.cumsum([t[0], *-np.sort(t[:-1] - t[1:])[::-1]]) for t in tables]
     capacity = len(tables) + more
-    found = marginal_slots(convex, capacity)
-    assert cost(convex, found) == pytest.approx(cost(convex, optimal_slots(convex, capacity)))
-    assert sum(found) == min(capacity, sum(table.size - 1 for table in convex))
+    slots_by_layer = marginal_slots(convex, capacity)
+    assert cost(convex, slots_by_layer) == pytest.approx(
+        cost(convex, optimal_slots(convex, capacity))
+    )
+    assert sum(slots_by_layer) == min(capacity, sum(table.size - 1 for table in convex))
 
 
 def test_marginal_looks_beyond_a_flat_part():
@@ -65,7 +67,9 @@ def test_marginal_looks_beyond_a_flat_part():
 
 @pytest.mark.parametrize("method", METHODS.values())
 def test_too_few_slots(method):
-    with pytest.raises(BudgetError, match="2 layers need at least one slot each, got 1"):
+    with pytest.raises(
+        BudgetError, match="2 layers need at least one cache slot each, but the capacity is 1"
+    ):
         method([np.zeros(3), np.zeros(3)], 1)
 
 

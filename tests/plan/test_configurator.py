@@ -65,9 +65,9 @@ def test_algorithm_1_step_by_step():
         ([1.5, 0.5], [0.25, 1.5]),
     ):
         assert [each.exposed for each in expert_split(layers, budgets, SECONDS)] == exposed
-    found = configure(layers, 2.0, SECONDS, zeta=0.125)
-    assert [each.budget for each in found] == [1.25, 0.75]
-    assert [(each.cached, each.ratio) for each in found] == [(2, 0.625), (1, 0.75)]
+    configuration = configure(layers, 2.0, SECONDS, zeta=0.125)
+    assert [each.budget for each in configuration] == [1.25, 0.75]
+    assert [(each.cached, each.ratio) for each in configuration] == [(2, 0.625), (1, 0.75)]
 
 
 @given(st.integers(0, 10_000), st.floats(0.3, 5.0), st.sampled_from([0.01, 0.05, 0.2]))
@@ -79,11 +79,11 @@ def test_never_worse_than_uniform_and_within_the_budget(seed, budget, zeta):
         for layer in range(3):
             activity.token(layer, rng.choice(4, 2, replace=False), rng.permutation(4))
     layers = layer_statistics(activity)
-    found = configure(layers, budget, SECONDS, zeta)
+    configuration = configure(layers, budget, SECONDS, zeta)
     uniform = expert_split(layers, [budget / 3] * 3, SECONDS)
-    assert sum(c.exposed for c in found) <= sum(c.exposed for c in uniform) + 1e-9
-    assert sum(c.budget for c in found) == pytest.approx(budget)
-    for choice in found:
+    assert sum(c.exposed for c in configuration) <= sum(c.exposed for c in uniform) + 1e-9
+    assert sum(c.budget for c in configuration) == pytest.approx(budget)
+    for choice in configuration:
         assert choice.budget > 0
         assert 0 < choice.ratio <= 1
         assert choice.ratio * choice.cached <= choice.budget + 1e-9
@@ -109,7 +109,7 @@ def test_what_activity_counts():
     assert activity._order(0)[:2].tolist() == [2, 0]
 
 
-def test_activity_goes_on_from_what_was_kept():
+def test_activity_continues_from_its_stored_state():
     rng, one, other = np.random.default_rng(3), Activity([3, 5]), Activity([3, 5])
     for token in range(12):
         if token == 6:
@@ -128,7 +128,7 @@ def test_activity_goes_on_from_what_was_kept():
 
 
 def test_bad_input():
-    with pytest.raises(UsageError, match="zeta must be above 0 and below 1: 1"):
+    with pytest.raises(UsageError, match="zeta must be above 0 and below 1, got 1"):
         configure([unpredicted(1.0)], 1.0, SECONDS, zeta=1.0)
-    with pytest.raises(BudgetError, match="the budget must be above 0 experts: 0"):
+    with pytest.raises(BudgetError, match="the cache must have more than 0 slots, got 0"):
         configure([unpredicted(1.0)], 0.0, SECONDS)

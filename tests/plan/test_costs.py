@@ -13,12 +13,12 @@ from tests.plan.models import COSTS, MACHINE, MIB, MODEL
 
 def test_a_profile_by_hand():
     """1 MiB of dense weights a layer in 1 ms, 1 ms beyond that; an expert is handled in 0.2 ms."""
-    found = machine_costs(MACHINE, MODEL, readers=3)
-    assert found.dense.seconds(1) == pytest.approx(2e-3)
-    assert found.dense.seconds(16) == pytest.approx(3e-3)
-    assert found.expert.seconds(1) == pytest.approx(1e-3)
-    assert found.handling == pytest.approx(2e-4)
-    assert found.lanes == (3,)
+    model_costs = machine_costs(MACHINE, MODEL, readers=3)
+    assert model_costs.dense.seconds(1) == pytest.approx(2e-3)
+    assert model_costs.dense.seconds(16) == pytest.approx(3e-3)
+    assert model_costs.expert.seconds(1) == pytest.approx(1e-3)
+    assert model_costs.handling == pytest.approx(2e-4)
+    assert model_costs.lanes == (3,)
 
 
 def runs(base: float, handling: float, *fetched: float) -> list[RunMeasurement]:
@@ -27,26 +27,26 @@ def runs(base: float, handling: float, *fetched: float) -> list[RunMeasurement]:
 
 
 def test_runs_tell_base_handling_and_link():
-    found = calibrated_costs(COSTS, MODEL, runs(0.024, 2e-3, 1, 3, 7))
-    assert found.handling == pytest.approx(2e-3)
+    model_costs = calibrated_costs(COSTS, MODEL, runs(0.024, 2e-3, 1, 3, 7))
+    assert model_costs.handling == pytest.approx(2e-3)
     # 24 ms in 4 layers: 2 experts of 1 ms each, and what is left for the layer
-    assert found.expert == COSTS.expert
-    assert found.dense.seconds(1) == pytest.approx(4e-3)
-    assert found.links == (Link(1e8, 0.0, 2),)
+    assert model_costs.expert == COSTS.expert
+    assert model_costs.dense.seconds(1) == pytest.approx(4e-3)
+    assert model_costs.links == (Link(1e8, 0.0, 2),)
 
 
 def test_runs_that_are_alike_keep_the_profiles_handling():
     costs = replace(COSTS, handling=1e-3)
-    found = calibrated_costs(costs, MODEL, runs(0.020, 1e-3, 5, 6))
-    assert found.handling == 1e-3
-    assert found.dense.seconds(1) == pytest.approx(3e-3)
+    model_costs = calibrated_costs(costs, MODEL, runs(0.020, 1e-3, 5, 6))
+    assert model_costs.handling == 1e-3
+    assert model_costs.dense.seconds(1) == pytest.approx(3e-3)
 
 
 def test_a_model_that_is_faster_than_its_matrices():
     """8 experts of 1 ms, but a token takes 4: a tenth is the layers', experts share the rest."""
-    found = calibrated_costs(COSTS, MODEL, runs(0.004, 0.0, 1, 9))
-    assert found.dense.seconds(1) == pytest.approx(1e-4)
-    assert found.expert.seconds(1) == pytest.approx(0.0036 / 8)
+    model_costs = calibrated_costs(COSTS, MODEL, runs(0.004, 0.0, 1, 9))
+    assert model_costs.dense.seconds(1) == pytest.approx(1e-4)
+    assert model_costs.expert.seconds(1) == pytest.approx(0.0036 / 8)
 
 
 def test_without_runs_nothing_changes():
@@ -56,8 +56,8 @@ def test_without_runs_nothing_changes():
 def test_a_limit():
     first = Link(1e9, 1e-4, 2)
     costs = replace(COSTS, links=(first, Link(2e9)))
-    found = throttled_costs(costs, 1e8, 1 << 30)
-    assert found.links == (Link(1e8, 1e-4 + CHUNK_BYTES / 1e9, 2), Link(2e9))
+    model_costs = throttled_costs(costs, 1e8, 1 << 30)
+    assert model_costs.links == (Link(1e8, 1e-4 + CHUNK_BYTES / 1e9, 2), Link(2e9))
     assert throttled_costs(costs, 1e8, MIB).links[0].latency == pytest.approx(1e-4 + MIB / 1e9)
     assert throttled_costs(costs, 2e9, MIB) is costs
     assert throttled_costs(costs, None, MIB) is costs
@@ -65,13 +65,13 @@ def test_a_limit():
 
 def test_what_a_predictor_takes():
     """6 ms a token more than base and handling explain, over 4 layers; it says nothing of these."""
-    alone = runs(0.024, 2e-3, 1, 3, 7)
+    reactive_runs = runs(0.024, 2e-3, 1, 3, 7)
     ahead = [replace(run, predicted=True) for run in runs(0.030, 2e-3, 2, 4)]
-    found = calibrated_costs(COSTS, MODEL, [*alone, *ahead])
-    assert found.ahead == pytest.approx(1.5e-3)
-    assert found.handling == pytest.approx(2e-3)
-    assert found.dense == calibrated_costs(COSTS, MODEL, alone).dense
-    assert calibrated_costs(replace(COSTS, ahead=0.5), MODEL, alone).ahead == 0.5
+    model_costs = calibrated_costs(COSTS, MODEL, [*reactive_runs, *ahead])
+    assert model_costs.ahead == pytest.approx(1.5e-3)
+    assert model_costs.handling == pytest.approx(2e-3)
+    assert model_costs.dense == calibrated_costs(COSTS, MODEL, reactive_runs).dense
+    assert calibrated_costs(replace(COSTS, ahead=0.5), MODEL, reactive_runs).ahead == 0.5
 
 
 def test_observed_keeps():

@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def planned_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of what each quick plan went by; LRU wins all of them."""
     tokens: list[int] = []
 
@@ -53,47 +53,47 @@ def leave(requests: int) -> None:
     files.save_routing("abc", history)
 
 
-def taken(room: int = 8, device: str = "cpu") -> StoredSetting | None:
+def setting_of_a_run(room: int = 8, device: str = "cpu") -> StoredSetting | None:
     return default_setting("abc", "here", SIZES, 2, room, device)
 
 
-def test_a_quick_plan_is_made_once_and_again_where_more_is_known(asked: list[int]):
-    first = taken()
+def test_a_quick_plan_is_made_once_and_again_where_more_is_known(planned_slots: list[int]):
+    first = setting_of_a_run()
     assert first is not None
     assert (first.by, first.options["policy"], first.options["prefetch"]) == (
         "quick",
         "lru",
         "auto",
     )
-    assert taken() == first
-    assert len(asked) == 1  # a stand-in's
+    assert setting_of_a_run() == first
+    assert len(planned_slots) == 1  # a stand-in's
     leave(1)
-    assert taken() == first  # one request is not enough
+    assert setting_of_a_run() == first  # one request is not enough
     leave(2)
-    assert taken().tokens == 400
+    assert setting_of_a_run().tokens == 400
     leave(3)
-    assert taken().tokens == 400
+    assert setting_of_a_run().tokens == 400
     leave(4)
-    assert taken().tokens == 800
-    assert asked[1:] == [400, 800]
+    assert setting_of_a_run().tokens == 800
+    assert planned_slots[1:] == [400, 800]
 
 
-def test_each_size_and_device_has_its_own(asked: list[int]):
-    assert taken(8) != taken(12) != taken(12, "cuda")
-    assert len(asked) == 3
+def test_each_size_and_device_has_its_own(planned_slots: list[int]):
+    assert setting_of_a_run(8) != setting_of_a_run(12) != setting_of_a_run(12, "cuda")
+    assert len(planned_slots) == 3
 
 
-def test_what_was_measured_or_planned_goes_first(asked: list[int]):
+def test_what_was_measured_or_planned_goes_first(planned_slots: list[int]):
     sure = StoredSetting(8, {"policy": "lcp"}, "plan", 0.08, 0.1, "2026-01-02")
     files.update_records("abc", "here", lambda records: records.with_setting(sure))
-    assert taken() == sure
-    assert asked == []
+    assert setting_of_a_run() == sure
+    assert planned_slots == []
 
 
-def test_nothing_where_nothing_is_kept_or_nothing_fits(
-    asked: list[int], monkeypatch: pytest.MonkeyPatch
+def test_there_is_no_default_without_stored_history_or_enough_slots(
+    planned_slots: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    assert taken(1) is None
+    assert setting_of_a_run(1) is None
     monkeypatch.setenv(files.SWITCH, "off")
-    assert taken() is None
-    assert asked == []
+    assert setting_of_a_run() is None
+    assert planned_slots == []

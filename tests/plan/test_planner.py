@@ -45,21 +45,21 @@ def estimator(measured: bool = True) -> Estimator:
 
 
 @cache
-def made() -> Plan:
+def example_plan() -> Plan:
     return plan(estimator(), MODEL.memory(24), 0.1)
 
 
 def test_an_estimate_is_what_the_simulator_says():
-    found = estimator().of(PLAIN, 24)
-    own = workload().traces[0]
-    ran = time_trace(own, stream(own, "runtime"), 24, policy("lru"), COSTS, MIB)
-    assert found.tpot == pytest.approx(ran.gaps.mean())
-    assert (found.low, found.high) == pytest.approx(
-        (found.tpot * (1 - BAND), found.tpot * (1 + BAND))
+    estimated = estimator().of(PLAIN, 24)
+    recorded = workload().traces[0]
+    ran = time_trace(recorded, stream(recorded, "runtime"), 24, policy("lru"), COSTS, MIB)
+    assert estimated.tpot == pytest.approx(ran.gaps.mean())
+    assert (estimated.low, estimated.high) == pytest.approx(
+        (estimated.tpot * (1 - BAND), estimated.tpot * (1 + BAND))
     )
-    assert found.miss_ratio == ran.misses / ran.requests
-    assert found.ttft == pytest.approx(np.median(ran.ttft))
-    assert found.token_bytes == pytest.approx(ran.bytes_moved / own.tokens)
+    assert estimated.miss_ratio == ran.misses / ran.requests
+    assert estimated.ttft == pytest.approx(np.median(ran.ttft))
+    assert estimated.token_bytes == pytest.approx(ran.bytes_moved / recorded.tokens)
 
 
 def test_ranges_are_wider_where_nothing_was_measured_or_recorded():
@@ -72,10 +72,10 @@ def test_ranges_are_wider_where_nothing_was_measured_or_recorded():
 
 
 def test_everything_in_memory_has_one_setting():
-    found = estimator().of(DEFAULT, MODEL.experts)
-    assert found.setting == PLAIN
-    assert found.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3), rel=0.35)  # and cold misses
-    assert compare_settings(estimator(), MODEL.experts) == (found,)
+    estimated = estimator().of(DEFAULT, MODEL.experts)
+    assert estimated.setting == PLAIN
+    assert estimated.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3), rel=0.35)  # and cold misses
+    assert compare_settings(estimator(), MODEL.experts) == (estimated,)
 
 
 def test_a_guarded_predictor_never_costs_time():
@@ -96,15 +96,15 @@ def test_predictors_by_name():
 
 
 def test_what_is_compared():
-    found = made().compared
-    assert {PLAIN, DEFAULT, *candidate_settings()} <= {each.setting for each in found}
-    assert [each.tpot for each in found] == sorted(each.tpot for each in found)
+    estimated = example_plan().compared
+    assert {PLAIN, DEFAULT, *candidate_settings()} <= {each.setting for each in estimated}
+    assert [each.tpot for each in estimated] == sorted(each.tpot for each in estimated)
     small = compare_settings(estimator(), 3)  # fewer slots than layers: no cache for each
     assert {each.setting.scope for each in small} == {"shared"}
 
 
 def test_sizes_of_layers_are_among_them_where_routing_is_recorded():
-    (sized,) = [e.setting for e in made().compared if "," in e.setting.scope]
+    (sized,) = [e.setting for e in example_plan().compared if "," in e.setting.scope]
     slots = [int(number) for number in sized.scope.split(",")]
     assert len(slots) == MODEL.layers
     assert sum(slots) == 24
@@ -114,40 +114,42 @@ def test_sizes_of_layers_are_among_them_where_routing_is_recorded():
 
 def test_splits_are_among_them_where_experts_are_packed_for_it():
     packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
-    found = {e.setting.split: e for e in compare_settings(packed, 24) if e.setting.split != OFF}
-    assert set(found) == set(SPLITS)
-    assert "--split 0.5" in found["0.5"].setting.flags()
-    own = workload().traces[0]
-    first = estimate._tokens_until(own, estimate.EVENT_PASSES)
-    still = packed.of(replace(found["0.5"].setting, prefetch=OFF), 24)
-    part = own.head(first)
+    estimated = {e.setting.split: e for e in compare_settings(packed, 24) if e.setting.split != OFF}
+    assert set(estimated) == set(SPLITS)
+    assert "--split 0.5" in estimated["0.5"].setting.flags()
+    recorded = workload().traces[0]
+    first = estimate._tokens_until(recorded, estimate.EVENT_PASSES)
+    still = packed.of(replace(estimated["0.5"].setting, prefetch=OFF), 24)
+    part = recorded.head(first)
     played = simulate_events(
-        part, stream(part, "runtime"), 24, policy(found["0.5"].setting.policy), COSTS, MIB, OFF,
+        part, stream(part, "runtime"), 24, policy(estimated["0.5"].setting.policy), COSTS, MIB, OFF,
         EventOptions(split=0.5),
     )  # fmt: skip
     assert still.gaps[: played.times.gaps.size].tolist() == played.times.gaps.tolist()
-    assert {e.setting.split for e in made().compared} == {OFF}
+    assert {e.setting.split for e in example_plan().compared} == {OFF}
 
 
 def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch):
     """What it makes of the first half of the recording, as options of a run."""
     half = trace().select(range(3))
-    made = [LayerAllocation(6.0, 8, share, 1.0, 0.0, 0.0) for share in (0.75, 0.5, 1.0, 0.75)]
-    seen = []
+    example_plan = [
+        LayerAllocation(6.0, 8, share, 1.0, 0.0, 0.0) for share in (0.75, 0.5, 1.0, 0.75)
+    ]
+    calls = []
 
     def chosen(layers, budget, latency):
-        seen.append((len(layers), budget, int(layers[0].top_k)))
-        return made
+        calls.append((len(layers), budget, int(layers[0].top_k)))
+        return example_plan
 
     monkeypatch.setattr("greenroom.plan.sizing.configure", chosen)
     packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
-    *alike, own = planner._split_settings(packed, DEFAULT, 24)
+    *alike, recorded = planner._split_settings(packed, DEFAULT, 24)
     assert [each.split for each in alike] == list(SPLITS)
-    assert own == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
-    assert packed.fits(own, 24)
-    assert packed.of(replace(own, prefetch=OFF), 24).tpot > 0
-    assert seen == [(half.layers, 24.0, MODEL.top_k)]
-    made[:] = [replace(each, ratio=0.99) for each in made]  # nothing is cut
+    assert recorded == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
+    assert packed.fits(recorded, 24)
+    assert packed.of(replace(recorded, prefetch=OFF), 24).tpot > 0
+    assert calls == [(half.layers, 24.0, MODEL.top_k)]
+    example_plan[:] = [replace(each, ratio=0.99) for each in example_plan]  # nothing is cut
     assert planner._split_settings(packed, DEFAULT, 24) == alike
     guessed = Estimator(replace(MODEL, segments=True), COSTS, synthetic_workload(MODEL))
     assert planner._split_settings(guessed, DEFAULT, 24) == alike
@@ -163,14 +165,14 @@ def test_what_has_no_room_for_its_bottoms_is_left_out():
 
 @needs_option("miss_precision")
 def test_low_precision_is_among_them_where_it_is_allowed():
-    own = with_weights()
+    recorded = with_weights()
     model = replace(MODEL, low=0.25)
-    routing = recorded_workload(own, model, "it")
+    routing = recorded_workload(recorded, model, "it")
     lower = Estimator(model, COSTS, routing, measured=True, precision="int4", low_below=0.6)
-    found = [e for e in compare_settings(lower, 24) if e.setting.miss_precision == "int4"]
-    assert len(found) == 2
-    assert all("--miss-precision int4 --low-below 0.6" in e.setting.flags() for e in found)
-    still = next(e for e in found if e.setting.prefetch == OFF)
+    estimated = [e for e in compare_settings(lower, 24) if e.setting.miss_precision == "int4"]
+    assert len(estimated) == 2
+    assert all("--miss-precision int4 --low-below 0.6" in e.setting.flags() for e in estimated)
+    still = next(e for e in estimated if e.setting.prefetch == OFF)
     exact = lower.of(replace(still.setting, miss_precision=OFF, low_below=None), 24)
     assert still.tpot < exact.tpot
     assert all(point.setting.miss_precision == OFF for point in planner.memory_curve(
@@ -181,25 +183,25 @@ def test_low_precision_is_among_them_where_it_is_allowed():
 
 def with_weights() -> Trace:
     """The recording, with gate weights."""
-    own = trace()
+    recorded = trace()
     rng = np.random.default_rng(0)
-    return replace(own, weights=rng.random(own.experts.shape).astype(np.float16))
+    return replace(recorded, weights=rng.random(recorded.experts.shape).astype(np.float16))
 
 
 @needs_option("co_compute")
 def test_computing_on_the_host_is_among_them_where_it_was_asked_for():
     """An expert comes in 4 ms from host memory too, and the host computes it in 2."""
     costs = replace(COSTS, links=(Link(1e12), *COSTS.links), host=Work.constant(2e-3))
-    alone, both = (
+    without_host, both = (
         Estimator(MODEL, costs, workload(), measured=True, host=64, co_compute=both)
         for both in (False, True)
     )
     shared = [e for e in compare_settings(both, 24) if e.setting.co_compute != OFF]
     assert PLAIN.policy in {e.setting.policy for e in shared}
     assert all("--co-compute auto" in e.setting.flags() for e in shared)
-    moved = alone.of(PLAIN, 24)
+    moved = without_host.of(PLAIN, 24)
     assert both.of(replace(PLAIN, co_compute=AUTO), 24).tpot < 0.9 * moved.tpot
-    assert {e.setting.co_compute for e in compare_settings(alone, 24)} == {OFF}
+    assert {e.setting.co_compute for e in compare_settings(without_host, 24)} == {OFF}
     assert moved.tpot < Estimator(MODEL, costs, workload(), measured=True).of(PLAIN, 24).tpot
 
 
@@ -226,7 +228,7 @@ def test_another_than_the_default_only_where_that_is_sure():
 
 
 def test_the_curve_falls_and_ends_with_everything_in_memory():
-    points = made().curve
+    points = example_plan().curve
     assert [p.memory for p in points] == sorted(p.memory for p in points)
     assert all(b.tpot < a.tpot * 1.02 for a, b in pairwise(points))
     assert points[-1].capacity == MODEL.experts
@@ -235,23 +237,25 @@ def test_the_curve_falls_and_ends_with_everything_in_memory():
 
 
 def test_the_least_memory_for_a_target():
-    best, whole = made().best, estimator().of(PLAIN, MODEL.experts)
-    middle = (best.tpot + whole.tpot) / 2
-    found = reach_target(estimator(), best, MODEL.memory(MODEL.experts), middle)
-    assert found.blocked is None
-    assert found.least is not None
-    assert found.least.tpot <= middle
-    fewer = estimator().of(best.setting, found.least.capacity - 2)
+    best, all_resident = example_plan().best, estimator().of(PLAIN, MODEL.experts)
+    middle = (best.tpot + all_resident.tpot) / 2
+    estimated = reach_target(estimator(), best, MODEL.memory(MODEL.experts), middle)
+    assert estimated.blocked is None
+    assert estimated.least is not None
+    assert estimated.least.tpot <= middle
+    fewer = estimator().of(best.setting, estimated.least.capacity - 2)
     assert fewer.tpot > middle * 0.97  # no size far below it would do
-    assert "takes at least" in target_message(found)
+    assert "needs at least" in target_message(estimated)
 
 
 def test_targets_out_of_reach():
-    within = reach_target(estimator(), made().best, MODEL.memory(24), 0.9 * made().best.tpot)
+    within = reach_target(
+        estimator(), example_plan().best, MODEL.memory(24), 0.9 * example_plan().best.tpot
+    )
     assert within.blocked is not None
     assert "reading experts is too slow" in within.blocked
     assert within.nearest.memory == MODEL.memory(24)
-    never = reach_target(estimator(), made().best, MODEL.memory(24), 1e-6)
+    never = reach_target(estimator(), example_plan().best, MODEL.memory(24), 1e-6)
     assert never.least is None
     assert "the processor is too slow" in target_message(never)
     assert never.nearest.memory == MODEL.memory(MODEL.experts)
@@ -262,12 +266,12 @@ def test_targets_out_of_reach():
 
 
 def test_the_page_is_complete_in_itself():
-    html = plan_page("small", [("model", "<one>")], made(), "greenroom plan small")
+    html = plan_page("small", [("model", "<one>")], example_plan(), "greenroom plan small")
     assert "&lt;one&gt;" in html
-    assert made().best.setting.flags() in html
+    assert example_plan().best.setting.flags() in html
     assert html.count("<svg") == 1
     assert "http" not in html.replace("http://www.w3.org", "")
-    assert made().target is not None
+    assert example_plan().target is not None
     assert "TPOT of 100 ms" in html
 
 

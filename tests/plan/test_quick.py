@@ -18,42 +18,45 @@ from tests.sim import small
 
 @pytest.mark.parametrize("name", ["lru", "next-use"])
 def test_step_by_step_misses_what_the_compiled_loop_does(name: str):
-    own = trace()
-    steps = stream(own, "runtime")
-    missed, _ = replay_steps(steps, own.offsets, 24, policy(name))
-    whole = replay(steps, own.offsets, 24, policy(name), detail=True)
-    np.testing.assert_array_equal(missed, whole.missed)
+    recorded = trace()
+    steps = stream(recorded, "runtime")
+    missed, _ = replay_steps(steps, recorded.offsets, 24, policy(name))
+    replayed = replay(steps, recorded.offsets, 24, policy(name), detail=True)
+    np.testing.assert_array_equal(missed, replayed.missed)
 
 
 def test_counts_are_misses_a_token_of_both():
-    own = trace()
-    found, steps = quick_plan(own, 24), stream(own, "runtime")
+    recorded = trace()
+    chosen_plan, steps = quick_plan(recorded, 24), stream(recorded, "runtime")
     counted = {
-        name: replay(steps, own.offsets, 24, policy(name)).misses / own.tokens
+        name: replay(steps, recorded.offsets, 24, policy(name)).misses / recorded.tokens
         for name in ("lru", "next-use")
     }
-    assert found.lru_misses == pytest.approx(counted["lru"])
-    assert found.misses == pytest.approx(min(counted.values()))
-    wanted = DEFAULT.policy if counted["next-use"] < counted["lru"] else PLAIN.policy
-    assert (found.setting.policy, found.setting.prefetch) == (wanted, DEFAULT.prefetch)
+    assert chosen_plan.lru_misses == pytest.approx(counted["lru"])
+    assert chosen_plan.misses == pytest.approx(min(counted.values()))
+    expected_policy = DEFAULT.policy if counted["next-use"] < counted["lru"] else PLAIN.policy
+    assert (chosen_plan.setting.policy, chosen_plan.setting.prefetch) == (
+        expected_policy,
+        DEFAULT.prefetch,
+    )
 
 
 def test_lru_wins_a_tie(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quickly, "replay_steps", lambda *_: (np.ones(7, np.bool_), None))
-    found = quick_plan(trace(), 24)
-    assert (found.setting.policy, found.setting.scope) == ("lru", "shared")
-    assert found.misses == found.lru_misses == 7 / trace().tokens
+    chosen_plan = quick_plan(trace(), 24)
+    assert (chosen_plan.setting.policy, chosen_plan.setting.scope) == ("lru", "shared")
+    assert chosen_plan.misses == chosen_plan.lru_misses == 7 / trace().tokens
 
 
 def test_only_the_latest_requests_are_looked_at(monkeypatch: pytest.MonkeyPatch):
-    own = small.trace([[-4, 1, 1], [-4, 1, 1], [-4, 1, 1, 1]])
-    monkeypatch.setattr(quickly, "STEPS", 6 * own.layers)
-    seen = []
+    recorded = small.trace([[-4, 1, 1], [-4, 1, 1], [-4, 1, 1, 1]])
+    monkeypatch.setattr(quickly, "STEPS", 6 * recorded.layers)
+    calls = []
 
     def looked(steps, *_):
-        seen.append(steps.request.max() + 1)
+        calls.append(steps.request.max() + 1)
         return np.zeros(1, np.bool_), None
 
     monkeypatch.setattr(quickly, "replay_steps", looked)
-    quick_plan(own, 8)
-    assert seen == [2, 2]  # the last has four passes: that before makes it six
+    quick_plan(recorded, 8)
+    assert calls == [2, 2]  # the last has four passes: that before makes it six

@@ -33,9 +33,11 @@ def test_a_replayed_predictor_is_counted_like_its_recording():
     """The oracle knows the next layer: what a recording of such predictions says, too. A prompt's
     tokens are not counted, and nobody predicts the first layer."""
     trace = small.trace([[-5, 1, 1, 1], [-3, 1, 1]], top_k=2)
-    said = np.full((trace.tokens, trace.layers, 2), 255, np.uint8)
-    said[:, 1] = trace.experts[:, 1]
-    recorded = recorded_activity(replace(trace, predictions={"by hand": Prediction(said, 1)}))
+    predicted_ids = np.full((trace.tokens, trace.layers, 2), 255, np.uint8)
+    predicted_ids[:, 1] = trace.experts[:, 1]
+    recorded = recorded_activity(
+        replace(trace, predictions={"by hand": Prediction(predicted_ids, 1)})
+    )
     replayed = predicted_activity(trace, "oracle:1")
     assert recorded.tokens.tolist() == replayed.tokens.tolist() == [5, 5]
     assert replayed.accuracy(1)[1:3].tolist() == [1.0, 1.0]
@@ -63,8 +65,8 @@ def test_ratios_near_to_whole_are_none():
         for layer in range(2):
             chosen = rng.choice(4, 1)
             sure.token(layer, chosen, chosen)
-    whole = CacheConfiguration.of(sure, 8, SECONDS)
-    assert whole == CacheConfiguration((4.0, 4.0), None)
+    unsplit = CacheConfiguration.of(sure, 8, SECONDS)
+    assert unsplit == CacheConfiguration((4.0, 4.0), None)
     cut = CacheConfiguration.of(sure, 4, SECONDS)
     assert sum(cut.scope) == pytest.approx(4)
     assert cut.split is not None

@@ -19,9 +19,9 @@ from tests.plan.models import MODEL, trace
 
 
 def test_the_models_own_recording():
-    found = recorded_workload(trace(), MODEL, "it")
-    assert found.recorded
-    assert "recorded, 240 tokens of 6 requests" in found.description
+    recorded_one = recorded_workload(trace(), MODEL, "it")
+    assert recorded_one.recorded
+    assert "recorded, 240 tokens of 6 requests" in recorded_one.description
 
 
 def test_a_trace_of_another_model():
@@ -40,12 +40,12 @@ def test_prompts_alone_are_not_enough():
 
 
 def test_stand_ins_have_the_models_shape_and_differ_in_locality():
-    found = synthetic_workload(MODEL)
-    assert not found.recorded
-    assert "no routing of this model is recorded" in found.description
-    overlaps = [adjacent_overlap(each).mean() for each in found.traces]
+    recorded_one = synthetic_workload(MODEL)
+    assert not recorded_one.recorded
+    assert "no routing of this model is recorded" in recorded_one.description
+    overlaps = [adjacent_overlap(each).mean() for each in recorded_one.traces]
     assert overlaps[1] < overlaps[0] < overlaps[2]
-    for each in found.traces:
+    for each in recorded_one.traces:
         assert tuple(each.experts_per_layer) == MODEL.experts_per_layer
         assert each.top_k == MODEL.top_k
         assert each.pass_prefill.any()
@@ -53,10 +53,10 @@ def test_stand_ins_have_the_models_shape_and_differ_in_locality():
 
 def test_what_earlier_runs_left_where_it_is_enough():
     own = trace(400)
-    found = earlier_workload(own)
-    assert found is not None
-    assert found.recorded
-    assert "the last 400 tokens of 6 requests in earlier runs" in found.description
+    recorded_one = earlier_workload(own)
+    assert recorded_one is not None
+    assert recorded_one.recorded
+    assert "the last 400 tokens of 6 requests in earlier runs" in recorded_one.description
     assert decoded_tokens(own) == 340
     assert earlier_workload(None) is None
     assert earlier_workload(own.select([0])) is None  # one request says nothing of others

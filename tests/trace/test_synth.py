@@ -79,12 +79,12 @@ def test_a_request_keeps_to_its_topic_and_drift_leaves_it():
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (ZipfConfig, {"top_k": 9}, "--top-k 9 needs more than 8 experts"),
+        (ZipfConfig, {"top_k": 9}, "--top-k 9 is more than the 8 experts"),
         (ZipfConfig, {"layers": 0}, "--layers must be at least 1"),
         (ZipfConfig, {"a": -1}, "--a must be at least 0"),
         (ZipfConfig, {"a": float("nan")}, "--a must be at least 0"),
         (ZipfConfig, {"experts": 70_000}, "--experts must be at most 65536"),
-        (ZipfConfig, {"requests": 10_001}, "--requests 10001 needs more than 10000 tokens"),
+        (ZipfConfig, {"requests": 10_001}, "--requests 10001 is more than --tokens 10000"),
         (ZipfConfig, {"prompt_tokens": 10_001}, "a request has only 10000 tokens"),
         (TopicsConfig, {"topics": 0}, "--topics must be at least 1"),
         (TopicsConfig, {"stickiness": 1.1}, "--stickiness must be at most 1"),

@@ -1,4 +1,7 @@
-"""The command line: one file for each command; heavy imports happen inside a command."""
+"""The command line of Greenroom: one file for each command.
+
+Heavy libraries are imported inside of the commands.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ COMMANDS = {
 
 
 def parser() -> Parser:
+    """Make the argument parser of the command `greenroom` with all its subcommands."""
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
     commands = {name: import_module(f"greenroom.cli.{where}") for name, where in COMMANDS.items()}
@@ -37,8 +41,10 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run a Greenroom command line and return its exit code.
 
-    0: done; 1: verify failed; 2: a mistake of the user or an unusable model; 130: interrupted.
-    Without `argv` the process belongs to this command alone, and Ctrl-C ends it in time.
+    0: done; 1: `greenroom verify` found a difference; 2: a mistake of the user or an unusable
+    model; 130: interrupted by Ctrl-C; 141: the reader of the output has gone. Without `argv` the
+    arguments are those of the process, which the command then owns: it may end the process on
+    Ctrl-C.
     """
     watch = InterruptWatch()
     if argv is not None or not watch.begin():
@@ -62,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
-    """Run a command: (exit code, the reason in one line, or None)."""
+    """Run a command line, and return its exit code and the error in one line, or None."""
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     limit_spinning()
@@ -99,7 +105,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
 
 
 def _ended(code: int, message: str | None) -> int:
-    """Print in one line why the command ended, and return the exit code."""
+    """Print on standard error why the command ended, if not None, and return the exit code."""
     with contextlib.suppress(OSError):
         if code == INTERRUPTED and sys.stderr.isatty():  # where it shows ^C
             print(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`greenroom bench MODEL --system A,B,C`: named systems measured in one table."""
+"""`greenroom bench MODEL --system A,B,C`: measures published systems against each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from greenroom.hf.measure.harness import Harness
     from greenroom.trace.prompts import Prompt
 
-HELP = "measure named systems against each other, on this machine and model"
+HELP = "measure published systems (policy, prefetching and more) against each other on a model"
 DEFAULT = "greenroom,llru,mixtral-offloading,moe-infinity"
 
 
@@ -31,10 +31,9 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--system", metavar="S[,S...]", default=DEFAULT,
-        help="systems by name; the others are compared with the first (default: %(default)s)."
-        " --policy"
-        " and --prefetch replace those of all systems; options that only some systems have (--pin,"
-        " --split, sizes of --scope, ...) go to these",
+        help="names of systems; all are compared with the first (default: %(default)s). --policy"
+        " and --prefetch replace those of all systems. Options that only some systems have (--pin,"
+        " --split, sizes in --scope, ...) apply only to these",
     )  # fmt: skip
     add_json(parser, "a JSON list of objects")
     add_options(parser, BenchmarkConfig, "measuring")
@@ -69,8 +68,9 @@ def main(args: argparse.Namespace) -> None:
 def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     """Return the config that loads the model, and a benchmark entry for each system.
 
-    Each of several systems takes the options that it has; an entry that lacks parts says so. A
-    single system takes all options, and UsageError names parts that are missing.
+    Each of several systems takes those user options that it has. An entry whose system lacks
+    options has a `skip_reason`. A single system takes all options, and UsageError names the options
+    that are missing.
     """
     from greenroom.hf.measure.entries import Entry
     from greenroom.plan.systems.table import check_parts, system_options, systems
@@ -105,9 +105,9 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
 
 
 def shared_config(args: argparse.Namespace, parts: list[dict[str, Any]]) -> LoadConfig:
-    """Return a config of the options that all benchmarked systems share.
+    """Return a config of the user options that apply to all benchmarked systems.
 
-    `parts` are each system's own options. UsageError for a value that cannot be right.
+    `parts` are the options that apply to each system. UsageError for an invalid value.
     """
     fields = LoadConfig.__dataclass_fields__
     every = set(fields).intersection(*parts) | {
@@ -120,6 +120,7 @@ def shared_config(args: argparse.Namespace, parts: list[dict[str, Any]]) -> Load
 
 
 def prompts_of(how: BenchmarkConfig) -> list[Prompt]:
+    """Return the prompts of a benchmark: those of its file, or six short ones."""
     from greenroom.hf.measure.rounds import PROMPTS
     from greenroom.trace.prompts import read_prompts
 
@@ -134,7 +135,11 @@ def run_entries(
     prompts: list[Prompt],
     progress: Progress,
 ) -> Harness:
-    """Load the model, measure every benchmarked system in turns, and unload the model."""
+    """Load a model, measure the benchmark entries in interleaved rounds, and unload the model.
+
+    `load` is the config that loads the model; `progress` shows the measurement. UsageError if all
+    experts fit in memory.
+    """
     from greenroom.hf.measure.harness import Harness
     from greenroom.hf.measure.rounds import run_rounds
 
@@ -144,8 +149,7 @@ def run_entries(
         if harness.capacity >= harness.experts:
             raise UsageError(
                 f"all {harness.experts:,} experts of {args.model} fit in memory, so there is"
-                " nothing to"
-                " compare: give a smaller --memory or --cache"
+                " nothing to compare: give a smaller --memory or --cache"
             )
         run_rounds(
             harness, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
@@ -157,7 +161,7 @@ def run_entries(
 
 
 def table(rows: list[dict[str, Any]], harness: Harness) -> str:
-    """Format the measured systems as a table: means and 95 % intervals over interleaved rounds."""
+    """Format the results of a benchmark as a table: means with 95 % intervals over rounds."""
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
               "miss ratio", "read a token", "stalled a token")  # fmt: skip
@@ -178,8 +182,7 @@ def table(rows: list[dict[str, Any]], harness: Harness) -> str:
     return "\n".join(
         [
             f"{harness.capacity:,} of {harness.experts:,} experts in memory, {rows[0]['rounds']}"
-            " rounds"
-            ", interleaved; means with 95 % intervals",
+            " interleaved rounds; means with 95 % intervals",
             "",
             text_table(header, lines, left=4),
             *notes,

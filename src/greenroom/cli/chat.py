@@ -1,4 +1,4 @@
-"""`greenroom chat MODEL` or `--url URL`: talk to a model in the terminal."""
+"""`greenroom chat MODEL`, or `greenroom chat --url URL`: talk to a model in the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.early.compilation import compile_ahead
-from greenroom.cli.options.fields import add_options, add_verbose, take
+from greenroom.cli.options.fields import MODEL, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
 from greenroom.cli.terminal.progress import collect_garbage, model_progress, quiet
@@ -19,20 +19,25 @@ from greenroom.errors import UsageError
 if TYPE_CHECKING:
     from greenroom.server.chat.backend import ChatBackend
 
-HELP = "talk to a model in the terminal, or to a server that has one"
+HELP = "talk to a model in the terminal, which is loaded here or runs on a server (--url)"
 
 
 def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="a Hugging Face folder, a hub id, or demo; with --url, one of the server's",
+        help=f"{MODEL}; with --url: the name of one of the server's models",
     )  # fmt: skip
-    parser.add_argument("--url", metavar="URL", help="talk to the server at this address instead")
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="talk to a model of the OpenAI-compatible server at this address",
+    )
     parser.add_argument(
         "--api-key-file", metavar="FILE",
-        help="with --url, file whose first line is the key (or the variable GREENROOM_API_KEY)",
+        help="with --url, file whose first line is the server's API key; the environment variable"
+        " GREENROOM_API_KEY does the same",
     )  # fmt: skip
-    parser.add_argument("--system", metavar="TEXT", help="a system prompt")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
     add_options(parser, LoadConfig)
@@ -42,13 +47,15 @@ def add_to(parser: Parser) -> None:
 def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     if args.url is None and args.model is None:
-        raise UsageError("give a MODEL to load, or --url of a server")
+        raise UsageError("no model: give a MODEL to load, or the address of a server with --url")
     if args.url is not None and load != LoadConfig():
         raise UsageError(
-            "options of memory and machine belong to the server: leave them out with --url"
+            "with --url the server loads the model, so leave out the options of memory, expert"
+            " cache,"
+            " prefetching and machine, or give them to `greenroom serve`"
         )
     if args.url is None and args.api_key_file is not None:
-        raise UsageError("--api-key-file needs --url")
+        raise UsageError("--api-key-file is for a server: give its address with --url")
     talker, name = _remote(args, sampling) if args.url else _local(args, load, sampling)
     try:
         with Terminal() as terminal:

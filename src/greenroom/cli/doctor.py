@@ -1,4 +1,4 @@
-"""`greenroom doctor [MODEL]`: what this machine can do, and what a model would do on it."""
+"""`greenroom doctor [MODEL]`: measures this machine, and estimates a model's speed on it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Link
     from greenroom.core.machine import Machine, Processor, Table
 
-HELP = "measure this machine; with MODEL, say whether it fits here and how fast it would run"
+HELP = "measure this machine; with MODEL, say whether the model fits here and how fast it would run"
 
 
 def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="a folder, a GGUF file, a hub id (of which only config and headers are read) or demo:"
-        " say whether it fits, at which budget, and how fast it would run",
+        help="also say whether this model fits, with which memory budget, and how fast it would"
+        " run:"
+        " a folder, a GGUF file, a hub id (only config and headers are downloaded), or demo",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help="measure less exactly, in under 30 seconds"
     )
     parser.add_argument(
         "--path", metavar="PATH", type=Path,
-        help="the disk to measure: a model's folder or file, which is read, or a folder for a"
-        " temporary"
-        " file (default: the folder of downloaded models)",
+        help="measure the disk of this path: the folder or file of a model, which is read, or"
+        " another folder, in which a temporary file is made (default: the folder of downloaded"
+        " models)",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path,
-        help="the profile's file (default: the one that --machine auto reads,"
-        f" {default_profile()})",
+        help="write the machine's profile to this file (default:"
+        f" {default_profile()}, which --machine auto reads)",
     )  # fmt: skip
     add_json(parser, "the profile as JSON")
 
@@ -59,7 +60,8 @@ def main(args: argparse.Namespace) -> None:
         print(table(machine))
         print("\n" + "\n".join(summary.machine_summary(machine)))
     print(
-        f"saved to {args.output or default_profile()}, for greenroom plan and simulate --machine",
+        f"profile saved to {args.output or default_profile()}, for --machine of `greenroom plan`,"
+        " `tune` and `simulate`",
         file=sys.stderr,
     )
     return None
@@ -101,16 +103,20 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     lines = [*summary.machine_summary(machine), "", *summary.model_summary(model, available), ""]
     lines += [shown_curve(points), "", f"routing: {workload.description}"]
     if runs:
-        lines.append(f"calibrated by {runs} measured runs of this model on this machine")
+        lines.append(
+            f"the estimate is calibrated by {runs} measured runs of this model on this machine"
+        )
     if fits:
         lines.append(f"take: greenroom run {args.model}" + " --memory auto")
     if not local:
-        lines.append("the stored profile is of another machine: greenroom doctor measures this one")
+        lines.append(
+            "the stored profile is of another machine: run `greenroom doctor` to measure this one"
+        )
     print("\n".join(lines))
 
 
 def table(machine: Machine) -> str:
-    """Format a machine's measured bandwidths and compute times as text."""
+    """Format the bandwidths and compute times of a measured machine as text tables."""
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
     lines = [
@@ -155,7 +161,8 @@ def _disk(disk: dict[str, Any], link: Link) -> list[str]:
                 for size in sorted({size for size, _ in rates})
             ],
         ),
-        f"random reads {kind}, in {disk['path']}; as a link: {link.bandwidth / 1e9:.2f} GB/s,"
+        f"random reads {kind}, in {disk['path']}; as a simulated link:"
+        f" {link.bandwidth / 1e9:.2f} GB/s,"
         f" latency {link.latency * 1e6:.0f} us, {link.lanes} lanes",
         "",
     ]
@@ -174,8 +181,9 @@ def _processor(processor: Processor) -> list[str]:
         size = processor.expert.nbytes[0]
         handled = processor.fetch + processor.copy * size
         lines += [
-            f"beyond that: {processor.layer * 1e3:.2f} ms a layer, {handled * 1e3:.2f} ms for"
-            f" an expert of {show_bytes(size)} that is fetched,"
+            f"in addition: {processor.layer * 1e3:.2f} ms for each layer, {handled * 1e3:.2f}"
+            " ms for"
+            f" each fetched expert of {show_bytes(size)},"
             f" {processor.wake * COOLED * 1e3:.2f} ms after each wait of {COOLED * 1e3:g} ms",
             "",
         ]

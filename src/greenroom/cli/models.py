@@ -1,4 +1,4 @@
-"""`greenroom models`: the supported architectures."""
+"""`greenroom models`: lists the supported model architectures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
 from greenroom.sim.table import text_table
 
-HELP = "list the supported architectures"
+HELP = "list the supported model architectures"
 
 
 def add_to(parser: Parser) -> None:
@@ -48,9 +48,11 @@ def main(args: argparse.Namespace) -> None:
     served = of["native"] + of["adapter"]
     wrappers = ", ".join(row.name for row in rows if row.how == "wrapper")
     print(
-        f"\n{served} architectures are served, {of['adapter']} of them through an adapter;"
+        f"\n{served} architectures are supported, {of['adapter']} of them through an adapter;"
         f" {of['not']} are not, for the reason given."
-        "\ntested: a tiny model of each gives transformers' own bits, streamed from disk"
-        "\n\nAlso the text part of what wraps one of them, in the class that takes pictures:"
+        "\ntested: a tiny model of the architecture, streamed from disk, gives the same bits as"
+        " transformers"
+        "\n\nThe text part of these multimodal architectures, which contain one of the above, is"
+        " supported too:"
     )
     print(textwrap.fill(wrappers, 100))

@@ -1,4 +1,7 @@
-"""`greenroom pack MODEL -o OUT --experts int8`: a checkpoint whose experts are one read each."""
+"""`greenroom pack MODEL -o OUT --experts int8`: makes a pack of a model.
+
+A pack is a checkpoint in which each expert is one aligned read.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,41 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import model_progress, quiet
 from greenroom.config import show_bytes
 
-HELP = "pack a model, so that each expert is one aligned read with a checksum; may quantise"
+HELP = "write a copy of a model in which each expert is one aligned read; can quantise the experts"
 
 
 def add_to(parser: Parser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or demo"
+        "model",
+        metavar="MODEL",
+        help="the model to pack: a Hugging Face folder, a GGUF file, a hub id, or demo",
     )
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, type=Path,
-        help="the folder to write; an unfinished pack is OUT.unfinished, and the same command"
-        " continues it",
+        help="the folder to write; while it is unfinished it is called OUT.unfinished, and the same"
+        " command continues it",
     )  # fmt: skip
     parser.add_argument(
         "--experts", metavar="int8|int4|fp8|same", required=True,
-        help="format of the experts; same: as in the model, only the layout changes",
+        help="format in which the experts are stored; same: as in the model, so that only the"
+        " layout"
+        " changes",
     )  # fmt: skip
     parser.add_argument(
         "--segments", metavar="N", type=int, default=1,
-        help="cut every expert into N segments along its intermediate dimension, so that --split"
-        " can"
-        " keep a part of it (8 are enough for most; default: 1, unsplit)",
+        help="cut every expert into N segments along its intermediate dimension, so that a run with"
+        " --split can cache a part of it (8 are enough for most models; default: 1, not cut)",
     )  # fmt: skip
     parser.add_argument(
         "--miss-precision", metavar="int8|int4", dest="precision",
-        help="add a copy of each expert in this precision, for misses with a low gate weight (run"
-        " --miss-precision); in an int8 pack an int4 copy is a part of the expert",
+        help="add a copy of each expert in this precision, with which a run with --miss-precision"
+        " serves cache misses with a low gate weight; in an int8 pack, an int4 copy is a part of"
+        " the expert and takes no more space",
     )  # fmt: skip
     parser.add_argument(
-        "--repair", action="store_true", help="write damaged experts of OUT, a finished pack, again"
+        "--repair",
+        action="store_true",
+        help="write the damaged experts of OUT, a finished pack, again",
     )
     add_json(parser)
 

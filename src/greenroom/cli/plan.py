@@ -1,4 +1,4 @@
-"""`greenroom plan MODEL --memory SIZE`: the best settings, and the speed to expect."""
+"""`greenroom plan MODEL --memory SIZE`: finds the best settings, and estimates their speed."""
 
 from __future__ import annotations
 
@@ -26,44 +26,49 @@ if TYPE_CHECKING:
     from greenroom.plan.planner import Plan
     from greenroom.plan.settings import Setting
 
-HELP = "the best settings for a model and a budget, and how fast it will be"
+HELP = "find the best settings for a model and a memory budget, and estimate their speed"
 OPTIONS = ("context", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute")
 TEXTS = {
-    "host_memory": "memory for experts on the host, where a GPU computes: 16GiB, or 60%% of the"
-    " machine's"
-    " memory",
-    "miss_precision": "also compare serving misses from the low-precision copies of a pack, which"
-    " changes the"
-    " output (default: off)",
-    "co_compute": "also compare computing misses in host memory; on a GPU, last bits of the"
-    " output may then"
-    " differ (default: off)",
+    "host_memory": "if a GPU computes: main memory that caches experts, 16GiB, or 60%% of the"
+    " machine's memory (default: 80%% of the free memory)",
+    "miss_precision": "also compare settings that serve cache misses from the low-precision copies"
+    " of a pack, which changes the output (default: off)",
+    "co_compute": "auto: also compare settings in which the host's processor computes cache misses"
+    " of a GPU; the last bits of the output may then differ (default: off)",
 }
 
 
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL",
-        help="a Hugging Face folder, a GGUF file, a hub id (of which only headers are read), or"
-        " demo")  # fmt: skip
+        help="a model: a Hugging Face folder, a GGUF file, a hub id (only config and headers are"
+        " downloaded), or demo")  # fmt: skip
     add("--memory", metavar="SIZE", required=True, dest="budget",
-        help="budget of the process: 8GiB, or 60%% of this machine's memory; where a GPU"
-        " computes, of"
-        " the GPU's memory")  # fmt: skip
-    add("--target-tpot", metavar="TIME", help="target time per output token: 120ms, or 0.12s")
+        help="memory that the process may use: 8GiB, or 60%% of the machine's memory; if a GPU"
+        " computes: memory of the GPU")  # fmt: skip
+    add(
+        "--target-tpot",
+        metavar="TIME",
+        help="also find the least memory with which a token takes this time: 120ms, or 0.12s",
+    )
     add("--machine", metavar="FILE", default="auto",
-        help="the profile of a machine, as `greenroom doctor` writes it (default: this machine's,"
-        " measured now if it was not before)")  # fmt: skip
+        help="plan for the machine of this profile, which `greenroom doctor` wrote (default: this"
+        " machine, which is measured first if it has no profile)")  # fmt: skip
     add("--processor", metavar="NAME",
-        help="what computes the experts, as the profile calls it (default: its first GPU's, else"
-        " its first)")  # fmt: skip
+        help="processor that computes the experts, by its name in the profile (default: the first"
+        " GPU, or the first processor if there is no GPU)")  # fmt: skip
     add("--trace", metavar="FILE", type=Path,
-        help="this model's routing, from `greenroom trace record` (default: routing of earlier"
-        " runs, or"
-        " a synthetic workload)",
+        help="simulate this recorded routing of the model, from `greenroom trace record` (default:"
+        " the routing of earlier runs, or a synthetic workload)",
     )  # fmt: skip
     add_json(parser)
-    add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="write the plan as one HTML page, with a chart of speed by memory",
+    )
     add_options(parser, LoadConfig, names=OPTIONS, texts=TEXTS)
     parser.show("target_tpot", "trace", "machine", "json", "output")
 
@@ -109,15 +114,21 @@ def main(args: argparse.Namespace) -> None:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration such as `120ms` or `0.12s`. UsageError."""
+    """Parse a target time such as `120ms` or `0.12s` into seconds.
+
+    UsageError if the text is not a time above 0.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
     if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--target-tpot is {text!r}: write a time above 0, as 120ms")
+        raise UsageError(f"--target-tpot is {text!r}: write a time above 0, as 120ms or 0.12s")
     return float(match[1]) / (1e3 if match[2] == "ms" else 1)
 
 
 def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> str:
-    """Return the options of a run that a plan assumes, outside of its settings."""
+    """Return the command-line options of a run that a plan assumes besides its setting.
+
+    They are those of context, read limit, host memory and device that are not defaults.
+    """
     names = ("context", "read_limit", "host_memory")
     options = {name: value for name, value in changed_options(config).items() if name in names}
     if len(machine.processors) > 1:
@@ -126,7 +137,10 @@ def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> s
 
 
 def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
-    """Return the setting of a run with --memory alone, and whether it was measured."""
+    """Return a run's default setting with a number of slots, and whether `tune` measured it.
+
+    A run without --policy, --prefetch and the like takes this setting.
+    """
     from greenroom.core.machine import machine_name
     from greenroom.plan.defaults import default_setting
     from greenroom.plan.settings import DEFAULT, Setting
@@ -143,7 +157,7 @@ def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tupl
 
 
 def store_setting(model: Model, machine: Machine, best: Plan, device: str) -> None:
-    """Store a plan's choice of settings as the default of later runs."""
+    """Store a plan's best setting as the default of a model's later runs here."""
     from datetime import date
 
     from greenroom.core.machine import machine_name

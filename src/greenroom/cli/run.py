@@ -1,4 +1,4 @@
-"""`greenroom run MODEL [PROMPT]`: answer a prompt."""
+"""`greenroom run MODEL [PROMPT]`: answers a prompt with a model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from greenroom.hf.text.generate import Answer
     from greenroom.runtime.driver.stats import Stats
 
-HELP = "answer a prompt with a model that need not fit in memory"
+HELP = "answer a prompt with a model, which may be larger than memory"
 SYSTEM = (
-    f"take the options of a published system: {', '.join(SYSTEMS)}; your own options come first"
+    f"take policy, prefetching and more from a published system: {', '.join(SYSTEMS)}; your own"
+    " options take precedence"
 )
 
 ANSWER_FIELDS = (
@@ -45,24 +46,28 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?",
-        help="the prompt (default: standard input, without its final newline)",
+        help="the text to answer (default: standard input, without its final newline)",
     )  # fmt: skip
     parser.add_argument(
         "--raw", action="store_true",
-        help="continue the prompt as it is (default: apply the model's chat template, if any)",
+        help="continue the prompt as it is, without the model's chat template",
     )  # fmt: skip
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end, nothing before it"
+        "--json",
+        action="store_true",
+        help="print one JSON object with the answer and its times, and nothing else",
     )
     output.add_argument(
         "--live",
         action="store_true",
-        help="show the hit ratio and bytes read in the last line of the terminal",
+        help="show hit ratio, stalls and bytes read in the last line of the terminal during the"
+        " answer",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", type=Path,
-        help="write a timeline of reads and computation, for ui.perfetto.dev or chrome://tracing",
+        help="write a timeline of reads and computation to this file, for ui.perfetto.dev or"
+        " chrome://tracing",
     )  # fmt: skip
     parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
@@ -76,7 +81,10 @@ def main(args: argparse.Namespace) -> None:
         apply(args)
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     if load.predictor is not None and load.prefetch == "off":  # `trace record` allows both
-        raise UsageError("--predictor is for prefetching, and --prefetch is off: leave out one")
+        raise UsageError(
+            "--predictor is for prefetching, but --prefetch is off: leave out --predictor, or give"
+            " --prefetch learned"
+        )
     check_early(load)
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
     if args.timeline is not None:
@@ -87,9 +95,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def apply(args: argparse.Namespace) -> None:
-    """Set the options that `greenroom run --system` defines and the user left out.
+    """Set the options that `greenroom run --system` implies and the user left out.
 
-    UsageError names parts of the system that are missing.
+    UsageError names the options without which a part of the system would be missing.
     """
     from greenroom.plan.systems.table import system, system_options
 
@@ -143,7 +151,7 @@ def _run(
 
 
 class _Out:
-    """Standard output of an answer, whose last line always ends, even after an error."""
+    """Writer of an answer on standard output; its last line always ends, even after an error."""
 
     def __init__(self, shown: bool) -> None:
         self._shown, self._open = shown, False
@@ -166,9 +174,9 @@ class _Out:
 
 
 def text_of(prompt: str) -> str:
-    """Return the prompt, if it is text. UsageError where it is empty or not UTF-8."""
+    """Return a prompt unchanged; raises UsageError if it is empty or not valid UTF-8."""
     if not prompt:
-        raise UsageError("the prompt is empty")
+        raise UsageError("the prompt is empty: give some text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -178,7 +186,7 @@ def text_of(prompt: str) -> str:
 
 def _from_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("no prompt: give one as an argument or on standard input")
+        raise UsageError("no prompt: give one after MODEL, or on standard input")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -186,14 +194,14 @@ def _from_stdin() -> str:
 
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
-    """Return the object that `greenroom run --json` prints."""
+    """Return the object that `greenroom run --json` prints: the answer and statistics."""
     fields = {name: getattr(result, name) for name in ANSWER_FIELDS}
     fields |= {name: stats[name] for name in STATS_FIELDS}
     return fields | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
-    """Return the closing line of a run: tokens, times, hits, prefetches, bytes, memory."""
+    """Return the line that ends a run: tokens, times, hits, prefetches, bytes and memory."""
     from greenroom.cli.terminal.live import prefetched
     from greenroom.cli.terminal.summary import co_compute_line, inexact_line
 
@@ -219,5 +227,5 @@ def closing_line(result: Answer, stats: Stats) -> str:
     budget = f" of {show_bytes(stats.budget_bytes)} budget" if stats.budget_bytes else ""
     parts.append(f"peak memory {show_bytes(stats.peak_rss_bytes)}{budget}")
     if result.cut_short:
-        parts.append("stopped where --context ends")
+        parts.append("the answer stopped at the end of --context")
     return " · ".join(parts)

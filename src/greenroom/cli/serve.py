@@ -1,4 +1,4 @@
-"""`greenroom serve MODEL`: an HTTP server that speaks the OpenAI and Anthropic APIs."""
+"""`greenroom serve MODEL`: an HTTP server with the OpenAI and Anthropic APIs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from greenroom.server.http.service import Service
 
 FAILED_S = 3.0  # how long a server still answers after its model failed
-HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
+HELP = "serve a model over HTTP to clients of the OpenAI and Anthropic APIs"
 
 
 def add_to(parser: Parser) -> None:
@@ -39,8 +39,9 @@ def main(args: argparse.Namespace) -> None:
     check_early(load)
     if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
-            "--batch-invariant promises answers that do not depend on other requests, but"
-            " approximated misses depend on what those left in the cache: leave out one of the two"
+            "--batch-invariant makes answers independent of other requests, but approximated misses"
+            " depend on the experts that other requests left in the cache: leave out"
+            " --batch-invariant, or --miss-precision, --skip-below and --substitute-below"
         )
     check_name(args.model)
     need_extra("serve")
@@ -84,10 +85,15 @@ def _serve(
 
 
 def need_extra(command: str) -> None:
-    """Check that the HTTP server's libraries are installed. UsageError says how to install them."""
+    """Check that the libraries of the HTTP server are installed.
+
+    UsageError names a missing one, and how to install it for the `command`.
+    """
     for name in ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
-            raise UsageError(f"greenroom {command} needs {name}: pip install 'greenroom[serve]'")
+            raise UsageError(
+                f"`greenroom {command}` needs the library {name}: pip install 'greenroom[serve]'"
+            )
 
 
 def name_of(model: str) -> str:
@@ -97,10 +103,12 @@ def name_of(model: str) -> str:
 
 
 class ModelWatch:
-    """Reports when the model is ready, and ends the server when the model fails.
+    """Watcher that reports when a server's model is ready or has failed.
 
-    A model that fails after loading ends the process with exit code 1 after FAILED_S. Until then
-    clients get an error and /health gives the reason; a supervisor can restart the process.
+    The server calls the watcher again and again. If the model fails after it was loaded, the
+    process ends with exit code 1 after 3 seconds, so that a supervisor can restart it. Until then
+    clients get an error, and /health gives the reason. GreenroomError if the model cannot be
+    loaded.
     """
 
     def __init__(self, service: Service, url: str) -> None:
@@ -128,13 +136,13 @@ class ModelWatch:
             raise GreenroomError(why)
         elif state == "failed":
             self._service.log.log_message(
-                f"greenroom: the model has failed, the server ends: {why}"
+                f"greenroom: the model has failed, so the server ends: {why}"
             )
             self._end = time.monotonic() + FAILED_S
 
 
 def try_it(service: Service, url: str) -> str:
-    """Return a curl command with which a user can try the server."""
+    """Return a line with a curl command with which a user can try the server."""
     key = ' -H "Authorization: Bearer $GREENROOM_API_KEY"' if service.key is not None else ""
     path, example = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     if not service.dialogue().has_template:

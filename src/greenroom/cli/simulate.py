@@ -1,4 +1,7 @@
-"""`greenroom simulate TRACE`: the misses and times of policies and machines on a trace."""
+"""`greenroom simulate TRACE`: simulates cache policies on recorded routing.
+
+The results are misses and, on a machine's profile, times.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +25,33 @@ if TYPE_CHECKING:
     from greenroom.sim.study import Cell, Row, Study
     from greenroom.trace import Trace
 
-HELP = "replay a trace against policies and capacities"
+HELP = "simulate the expert cache on recorded routing: misses and times by policy and capacity"
 TEXTS = {
-    "split": "cut experts in two and keep the top segment, this share of them, for all layers or"
-    " for"
-    " each, or as a file of `greenroom trace budgets` says; --capacity then counts unsplit experts"
-    " (default: off)",
-    "miss_precision": "serve misses with a low gate weight from copies in this precision, as a"
-    " run does; experts"
-    " are assumed to be stored in 16 bits (default: off)",
-    "co_compute": "auto: compute misses on the host's processor where that is sooner than to move"
-    " them"
-    " (default: off, and auto for systems that do)",
+    "split": "cut each expert in two and cache only its top segment, which is this share of it: one"
+    " share, one for each layer, or a file of `greenroom trace budgets`; --capacity then counts"
+    " unsplit experts (default: off)",
+    "miss_precision": "serve cache misses with a low gate weight from copies in this precision;"
+    " experts are assumed to be stored in 16 bits (default: off)",
+    "co_compute": "auto: compute cache misses on the host's processor if that is sooner than moving"
+    " them to the GPU (default: off, but auto for systems with this part)",
 }
 
 
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
-    add_json(parser, "a JSON object, or a list of them for several cells")
-    add("--report", metavar="FILE", type=Path, help="write one HTML page with curves and tables")
+    add(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="recorded routing: a file of `greenroom trace record`, or an npz file",
+    )
+    add_json(parser, "a JSON object, or a list of them for several policies or capacities")
+    add(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        help="write one HTML page with miss-ratio curves and tables",
+    )
     add_options(parser, SimulateConfig, texts=TEXTS)
     parser.show("json", "report")
 
@@ -49,7 +59,7 @@ def add_to(parser: Parser) -> None:
 def main(args: argparse.Namespace) -> None:
     config = take(args, SimulateConfig)
     if config.system is not None and args.report is not None:
-        raise UsageError("--report draws curves of policies: leave out --system")
+        raise UsageError("--report draws curves of policies: leave out --system, and give --policy")
     if args.report is not None:
         check_target(args.report)
     with Progress(f"reading {args.trace}") as progress:
@@ -63,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
 def _simulate(
     args: argparse.Namespace, config: SimulateConfig, progress: Progress
 ) -> tuple[str | None, list[Row], Trace]:
-    """Simulate all cells of a study: (the report's page or None, the rows, the trace)."""
+    """Simulate all policies and capacities: (the report's page or None, results, trace)."""
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
@@ -113,7 +123,10 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
 def run_cells(
     ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
 ) -> list[Row]:
-    """Simulate a study's policies and capacities, here or on a Ray cluster, with progress."""
+    """Simulate cells (policy and capacity) of a study, here or on a Ray cluster.
+
+    `ray` is the address of the cluster, or None; `what` names the cells in the progress line.
+    """
     from greenroom.sim.sweep import sweep, sweep_on_ray
 
     count, what = 0, f"simulating {len(cells)} {what}"

@@ -1,4 +1,4 @@
-"""`greenroom train-predictor`: train the predictor `learned` from a recording."""
+"""`greenroom train-predictor MODEL`: trains the expert predictor `learned` from a trace."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import TrainConfig
 from greenroom.errors import UsageError
 
-HELP = "train the predictor `learned` of a model from a recording"
+HELP = "train a predictor of a model's experts from recorded routing, for --prefetch learned"
 
 
 def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--trace", metavar="T", required=True, type=Path,
-        help="a recording of this model, made with --gate-inputs",
+        help="recorded routing of this model, from `greenroom trace record --gate-inputs`",
     )  # fmt: skip
-    add_out(parser, "the predictor to write")
+    add_out(parser, "the file of the predictor to write")
     add_json(parser)
     add_options(parser, TrainConfig, "training")
 
@@ -45,8 +45,11 @@ def main(args: argparse.Namespace) -> None:
         recorded = trace.meta.get("fingerprint")
         if recorded != digest:
             none = recorded is None
-            other = "does not say of which model it is" if none else "is of another model"
-            raise UsageError(f"{args.trace}: {other}: record {args.model} with --gate-inputs 1")
+            other = "does not name its model" if none else "is of another model"
+            raise UsageError(
+                f"{args.trace}: the trace {other}: make one with `greenroom trace record"
+                f" {args.model} --gate-inputs 1`"
+            )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         trained = train(
             trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
@@ -62,11 +65,10 @@ def _report(path: Path, results: Any) -> str:
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
     width = max(10, *(len(name) + 2 for name in names))
     lines = [
-        f"{path}: looks {results['distance']} ahead, hidden size {results['hidden']}; learned from"
-        f" {results['tokens']} tokens",
-        f"accuracy on {results['held_out']} tokens of requests held out (experts used that were"
-        " among"
-        " the top k)",
+        f"{path}: distance {results['distance']} (layers ahead), hidden size {results['hidden']};"
+        f" trained on {results['tokens']} tokens",
+        f"accuracy on {results['held_out']} tokens of held-out requests (share of the used experts"
+        " that were predicted among the top k)",
         "layer" + "".join(f"{name:>{width}}" for name in names),
         *(
             f"{label!s:<5}" + "".join(f"{share:>{width}.1%}" for share in row)

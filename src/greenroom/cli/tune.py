@@ -1,4 +1,4 @@
-"""`greenroom tune MODEL`: measure the best settings on real tokens and store the winner."""
+"""`greenroom tune MODEL`: measures the best settings, and stores the winner for later runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.settings import Setting
 
-HELP = "measure the best settings on real tokens, and store the winner for later runs"
+HELP = "measure the planned best settings of a model, and store the winner for later runs"
 FEW = 2  # of a plan's best settings, besides plain LRU and the default
 CHOSEN = ("policy", "scope", "split", "prefetch", "predictor", "no_guard")  # what is tuned
 
@@ -32,10 +32,15 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--trace", metavar="FILE", type=Path,
-        help="this model's routing, to choose what is measured (default: routing of earlier"
-        " runs, or a synthetic workload)",
+        help="recorded routing of the model, from `greenroom trace record`, by which the"
+        " settings to"
+        " measure are chosen (default: the routing of earlier runs, or a synthetic workload)",
     )  # fmt: skip
-    parser.add_argument("--machine", metavar="FILE", default="auto", help="as in `greenroom plan`")
+    parser.add_argument(
+        "--machine", metavar="FILE", default="auto",
+        help="profile of this machine, from `greenroom doctor` (default: the stored profile, which"
+        " is measured first if there is none)",
+    )  # fmt: skip
     add_json(parser)
     add_options(parser, BenchmarkConfig, "measuring")
     add_options(parser, LoadConfig)
@@ -48,13 +53,13 @@ def main(args: argparse.Namespace) -> None:
     for name in changed_options(load):
         if name in CHOSEN:
             raise UsageError(
-                f"{flag(name)} is chosen by tune: leave it out; greenroom bench measures a setting"
-                " that you name"
+                f"{flag(name)} is an option that `greenroom tune` chooses: leave it out, or measure"
+                " it with `greenroom bench`"
             )
     if load.approximation() is not None:
         raise UsageError(
-            "tune compares settings with the same output: leave out --miss-precision, --skip-below"
-            " and --substitute-below; greenroom bench measures them"
+            "`greenroom tune` compares settings with the same output: leave out --miss-precision,"
+            " --skip-below and --substitute-below, or measure them with `greenroom bench`"
         )
     check_early(load)
     with model_progress(args.model) as progress:
@@ -80,12 +85,12 @@ def main(args: argparse.Namespace) -> None:
     print(table(rows, harness))
     limits = load.read_limit is not None or load.host_memory is not None
     why = "with --read-limit or --host-memory" if limits else "GREENROOM_LEARNED is off"
-    stored = f"stored in {where}: later runs of this model at this size take it"
+    stored = f"stored in {where}: later runs of this model with a similar cache use it"
     print(f"\nwinner: {best.name}; {stored if where else f'not stored ({why})'}")
 
 
 def capacity_of(load: LoadConfig, model: Any) -> int:
-    """Return the cache slots that --memory or --cache give, before the model is loaded."""
+    """Return the number of cache slots that --memory or --cache give, without loading the model."""
     from greenroom.config import Amount
     from greenroom.hf.memory.budget import budget_bytes
 
@@ -97,7 +102,11 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
-    """Return the settings that tune measures: plain LRU, the default, and a plan's best others."""
+    """Return the settings that `greenroom tune` measures.
+
+    They are plain LRU, the default setting, and the two fastest others of a plan for `capacity`
+    cache slots.
+    """
     from greenroom.plan.planner import compare_settings
     from greenroom.plan.settings import DEFAULT, PLAIN
 
@@ -126,9 +135,10 @@ def store_winner(
     best: Entry,
     plain: Entry,
 ) -> Path | None:
-    """Store the fastest settings and the measured rounds for later runs and plans.
+    """Store the fastest setting and the measured rounds for later runs and plans.
 
-    Nothing is stored of a run with --read-limit or --host-memory, which later runs may not have.
+    Returns the path of the written file. Nothing is stored, and None returned, with --read-limit or
+    --host-memory, which later runs may not have, and with GREENROOM_LEARNED=off.
     """
     import numpy as np
 

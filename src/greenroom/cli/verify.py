@@ -1,7 +1,7 @@
-"""`greenroom verify MODEL`: prove that nothing changes when experts stay on disk.
+"""`greenroom verify MODEL`: checks that output is the same when experts stay on disk.
 
-`--quality TEXT` measures instead how far a pack, another version of a model, a quantised KV cache
-or other kernels are from the original.
+With `--quality FILE` the command measures how much the output of a pack, another version of a
+model, a quantised KV cache or other kernels differs from the original's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greenroom.errors import UsageError, VerifyError
 if TYPE_CHECKING:
     from greenroom.hf.check.verify import Verdict
 
-HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
+HELP = "check that output equals the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # not for --quality
 APPROXIMATE = tuple(
@@ -35,9 +35,9 @@ FIELDS = (
     "identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared", "kernels",
 )  # fmt: skip
 TEXTS = {
-    "kernels": "compare these kernels with transformers' eager experts",
-    "kv": "format of the KV cache; like --kernels, for the model and not for its original"
-    " (default: %(default)s)",
+    "kernels": "implementation of the experts' computation to check",
+    "kv": "with --quality, format of the KV cache of MODEL; its original has an exact one (default:"
+    " %(default)s)",
 }
 
 
@@ -45,29 +45,39 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--cache", default="10%", metavar="SIZE",
-        help="the expert cache: 25%% of the experts, or 2GiB (default: 10%%)",
+        help="size of the expert cache: 25%% of the experts, or 2GiB (default: 10%%)",
     )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N",
-        help=f"greedy tokens to compare (default: {TOKENS})",
+        help=f"number of greedily generated tokens to compare (default: {TOKENS})",
     )  # fmt: skip
-    parser.add_argument("--prompt", metavar="TEXT", help="the prompt (default: a sentence)")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt to answer (default: a short sentence)"
+    )
     add_options(parser, LoadConfig, "options", names=("dtype", "kernels"), texts=TEXTS)
     parser.add_argument(
         "--layers",
         action="store_true",
-        help="compare layer by layer even where the full model fits in memory",
+        help="compare layer by layer, as is done anyway for a model that does not fit in memory",
     )
     quality = parser.add_argument_group("quality")
     quality.add_argument(
         "--quality", metavar="FILE", type=Path,
-        help="measure KL divergence from the original and perplexity on this text instead",
+        help="instead, measure perplexity and KL divergence from the original on the text in"
+        " this file",
     )  # fmt: skip
     quality.add_argument(
-        "--against", metavar="MODEL", help="the original (default: what a pack was made from)"
+        "--against",
+        metavar="MODEL",
+        help="with --quality, the original model to compare with (default: the one that the"
+        " pack was"
+        " made from)",
     )
     quality.add_argument(
-        "--tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)"
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="with --quality, use only the first N tokens of the text (default: all)",
     )
     add_options(parser, LoadConfig, "quality", names=("kv", *APPROXIMATE), texts=TEXTS)
     add_json(parser)
@@ -79,8 +89,12 @@ def main(args: argparse.Namespace) -> None:
         name for name in (*PROOF, "against", "tokens") if getattr(args, name) not in (None, False)
     }
     if name := next((each for each in wrong if each in used | configured(args).keys()), None):
-        which = "does not go with" if args.quality is not None else "is for"
-        raise UsageError(f"{flag(name)} {which} --quality")
+        which = (
+            "has no effect with --quality: leave it out"
+            if args.quality is not None
+            else "has an effect only with --quality FILE"
+        )
+        raise UsageError(f"{flag(name)} {which}")
     if args.tokens is not None and args.tokens < 2:
         raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
     if args.prompt is not None:
@@ -92,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
-    """Return a callback that prints a line above the progress line."""
+    """Return a callback that prints a line above the progress line, or nothing with --json."""
 
     def say(line: str) -> None:
         if not args.json:
@@ -163,12 +177,13 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
     else:
         print(_difference(verdict))
     if failed:
-        raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")
+        raise VerifyError(
+            f"{len(failed)} of {len(verdict.checks)} comparisons failed, first: {failed[0]}"
+        )
     if not verdict.near:
         raise VerifyError(
             f"the {verdict.kernels} kernels differ from transformers' eager experts by more than"
-            " twice"
-            " what its grouped_mm does"
+            " twice as much as transformers' grouped_mm does"
         )
     if not args.json:
         print(
@@ -178,7 +193,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
 
 
 def _difference(verdict: Verdict) -> str:
-    """Return a line on the largest difference from transformers' eager experts."""
+    """Return a line with the largest difference between the kernels and transformers' eager."""
     ours, grouped_mm = verdict.layer_differences
     stored = " on weights as stored" if verdict.as_stored else ""
     line = (

@@ -13,6 +13,7 @@ from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, opti
 
 
 def budget(value: str | int, name: str) -> None:
+    """Check a memory budget: bytes, a share, or `auto`. UsageError if invalid."""
     if value != "auto":
         Amount.parse(value, name)
 
@@ -23,42 +24,48 @@ class LoadConfig(SchedulerConfig):
 
     memory: str | int | None = option(
         None,
-        "memory that the process may use (with a GPU: GPU memory): 8GiB, 60%% of the available"
-        " memory, or auto (the default)", "SIZE", group=MEMORY, check=budget, shown=True,
+        "memory that the process may use; if a GPU computes: memory of the GPU. Write bytes as"
+        " 8GiB, a share of the free memory as 60%%, or auto (the default: 80%% of it)", "SIZE",
+        group=MEMORY, check=budget, shown=True,
     )  # fmt: skip
     host_memory: str | int | None = option(
-        None, "with a GPU, main memory that the process may use, also for experts: 16GiB, 60%% of"
-        " the available memory, or auto (the default)", "SIZE", group=MEMORY, check=budget,
+        None, "if a GPU computes: main memory that the process may use, also to cache experts."
+        " Write bytes as 16GiB, a share of the free memory as 60%%, or auto (the default: 80%% of"
+        " it)", "SIZE", group=MEMORY, check=budget,
     )  # fmt: skip
     cache: str | int | None = option(
-        None, "size of the expert cache only, in place of --memory: 25%% of the experts, or"
-        " 2GiB", "SIZE",
-        group=MEMORY, check=Amount.parse, shown=True,
+        None, "in place of --memory, the size of the expert cache alone: 25%% of the experts, or"
+        " 2GiB", "SIZE", group=MEMORY, check=Amount.parse, shown=True,
     )  # fmt: skip
     policy: str = option(
         "auto", "eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...", "NAME",
         group=CACHE, check=lambda value, name: check_policy(value),
     )  # fmt: skip
     pin: str | None = option(
-        None, "never evict the experts in this file, made by `greenroom trace hot`; with several"
-        " tasks in it, the experts of the task nearest to each prompt", "FILE", group=CACHE,
+        None, "never evict the experts that this file lists, made by `greenroom trace hot`; if it"
+        " lists several tasks: those of the task whose use of experts is most like the prompt's",
+        "FILE", group=CACHE,
     )  # fmt: skip
     prefetch: str = option(
         "auto", "load experts before they are needed, by this predictor: auto, off, next-gate,"
-        " learned, markov, ...; how many layers ahead may follow, as next-gate:2", "NAME[:D]",
+        " learned, markov, ...; with :D, it looks D layers ahead, as next-gate:2", "NAME[:D]",
         group=PREFETCHING, check=lambda value, name: check_predictor(value),
     )  # fmt: skip
     predictor: str | None = option(
         None, "file made by `greenroom train-predictor`, for --prefetch learned", "FILE",
         group=PREFETCHING,
     )  # fmt: skip
-    no_guard: bool = option(False, "prefetch even where it makes answers slower", group=PREFETCHING)
+    no_guard: bool = option(
+        False, "prefetch always; without this, prefetching pauses while it makes answers slower",
+        group=PREFETCHING,
+    )  # fmt: skip
     kernels: str = option(
-        "auto", "implementation that computes the experts", None, KERNELS, group=MACHINE
+        "auto", "implementation of the experts' computation", None, KERNELS, group=MACHINE
     )
     device: str = option(
-        "auto", "processor that computes the experts; several GPUs, as cuda:0,cuda:1, share"
-        " them", "auto|cpu|cuda[:N][,cuda:N...]|fake",
+        "auto", "processor that computes: auto is a GPU if there is one. Several GPUs, as"
+        " cuda:0,cuda:1, divide the experts among them; fake is for tests",
+        "auto|cpu|cuda[:N][,cuda:N...]|fake",
         group=MACHINE, check=lambda value, name: parse_device(value), shown=True,
     )  # fmt: skip
     context: int = option(
@@ -66,9 +73,9 @@ class LoadConfig(SchedulerConfig):
         group=MEMORY, check=at_least(1), shown=True,
     )  # fmt: skip
     kv: str = option(
-        "dynamic", "storage of the KV cache: dynamic as computed; fp8, int4, int2 quantised,"
-        " which changes the output (int4 and int2 need optimum-quanto); offloaded in main"
-        " memory, with a GPU",
+        "dynamic", "form of the KV cache: dynamic is as computed; fp8, int4 and int2 are"
+        " quantised, which changes the output (int4 and int2 need optimum-quanto); offloaded"
+        " keeps a GPU's KV cache in main memory",
         None, KV, group=MEMORY,
     )  # fmt: skip
     readers: int = option(
@@ -76,21 +83,25 @@ class LoadConfig(SchedulerConfig):
     )
     direct: str = option(
         "auto",
-        "read experts without the system's page cache (O_DIRECT)",
+        "read experts past the system's page cache (O_DIRECT); auto: where the disk allows it",
         None,
         ("auto", "on", "off"),
         group=MACHINE,
     )
     read_limit: str | int | None = option(
-        None, "read at most this many bytes a second, as from a slower disk: 50MB", "SIZE",
+        None, "read at most this many bytes a second, to imitate a slower disk: 50MB", "SIZE",
         group=MACHINE, check=bytes_check("bytes a second, as 50MB"),
     )  # fmt: skip
     dtype: str = option(
-        "auto", "data type to compute in, instead of the checkpoint's", None,
+        "auto", "data type to compute in; auto: the checkpoint's", None,
         ("auto", "bfloat16", "float16", "float32"), group=MACHINE,
     )  # fmt: skip
     threads: int | None = option(
-        None, "threads that compute (default: all cores)", "N", group=MACHINE, check=at_least(1)
+        None,
+        "threads that compute on the CPU (default: one for each core)",
+        "N",
+        group=MACHINE,
+        check=at_least(1),
     )
 
     def __post_init__(self) -> None:
@@ -98,4 +109,7 @@ class LoadConfig(SchedulerConfig):
             raise UsageError("--memory and --cache exclude each other: use one of them")
         SchedulerConfig.__post_init__(self)
         if self.host_memory is not None and self.device == "cpu":
-            raise UsageError("--host-memory needs --device cuda: on a CPU, use --memory")
+            raise UsageError(
+                "--host-memory is for a GPU, but --device is cpu: use --memory alone, or"
+                " --device cuda"
+            )

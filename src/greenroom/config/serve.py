@@ -13,20 +13,26 @@ LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from th
 
 
 def bounded_temperature(temperature: float) -> float:
-    """Bound a sampling temperature as vLLM does: 0, or at least 0.01."""
+    """Bound a sampling temperature as vLLM does: 0, or at least 0.01.
+
+    A temperature below 1e-5 becomes 0, which means greedy decoding.
+    """
     return 0.0 if temperature < GREEDY_BELOW else max(temperature, LEAST_TEMPERATURE)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Options of sampling, with transformers' names; None is the model's default."""
+    """Options of sampling, named as in transformers.
+
+    None means the value in the model's generation config.
+    """
 
     max_new_tokens: int = option(
         256, "stop after this many tokens", "N", check=at_least(1), shown=True
     )
     temperature: float | None = option(
-        None, "randomness of answers; 0 takes the likeliest token (default: the model's"
-        " settings)", "T",
+        None, "randomness of answers; 0 always takes the likeliest token (default: as the model's"
+        " generation config says)", "T",
         check=within(0, 100), shown=True,
     )  # fmt: skip
     top_p: float | None = option(
@@ -43,7 +49,7 @@ class SamplingConfig:
             raise UsageError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise UsageError(
-                "--temperature 0 takes the likeliest token: leave out --top-p, --top-k"
+                "--temperature 0 always takes the likeliest token: leave out --top-p and --top-k"
             )
 
 
@@ -56,64 +62,75 @@ class ServeConfig:
         shown=True,
     )  # fmt: skip
     port: int = option(
-        8000, "port to listen on, 0 for any that is free", "N", check=at_least(0, 65535), shown=True
+        8000, "port to listen on; 0 takes any free port", "N", check=at_least(0, 65535), shown=True
     )
     api_key_file: str | None = option(
-        None, "file whose first line is the API key that clients must send (or set the environment"
-        " variable GREENROOM_API_KEY)", "FILE", shown=True,
+        None, "file whose first line is the API key that clients must send; the environment"
+        " variable GREENROOM_API_KEY does the same", "FILE", shown=True,
     )  # fmt: skip
     model_name: str | None = option(
-        None, "name of the model for clients (default: the last part of MODEL)", "NAME"
+        None, "name by which clients call the model (default: the last part of MODEL)", "NAME"
     )
     max_batch: int = option(
-        8, "most requests that are answered at a time", "N", check=at_least(1), shown=True
+        8, "most requests that are answered at the same time", "N", check=at_least(1), shown=True
     )
     max_queue: int = option(
         64,
-        "most requests that may wait; further ones are refused with HTTP 429",
+        "most requests that may wait for an answer; others are refused with HTTP 429",
         "N",
         check=at_least(0),
     )
     max_tokens: int | None = option(
-        None, "most new tokens of an answer (default: as many as --context has room for)", "N",
+        None, "most tokens of an answer (default: as many as --context leaves after the prompt)", ""
+        "N",
         check=at_least(1),
     )  # fmt: skip
     timeout: float = option(
-        600.0, "seconds that an answer may take, with its time in the queue", "S", check=above(0)
+        600.0,
+        "seconds that an answer may take, the time in the queue included",
+        "S",
+        check=above(0),
     )
     grace: float = option(
-        30.0, "seconds that running answers may go on when the server stops", "S", check=at_least(0)
+        30.0,
+        "seconds that unfinished answers may go on after the server was told to stop",
+        "S",
+        check=at_least(0),
     )
     prefill_chunk: int = option(
-        128, "prompt tokens that one pass computes while answers run (512 if none runs)",
+        128, "prompt tokens that one forward pass computes while other answers are generated;"
+        " 512 if"
+        " there are none",
         "N", check=at_least(1, 512),
     )  # fmt: skip
     batch_delay: float = option(
-        0.0, "milliseconds that a prompt waits for others to be computed with it; they share"
-        " experts", "MS",
+        0.0, "milliseconds that a prompt waits for other prompts, to be computed with them: they"
+        " share the reads of experts", "MS",
         check=at_least(0),
     )  # fmt: skip
     batch_invariant: bool = option(
-        False, "make each answer independent of other requests at the same time; this is slower"
+        False, "make each answer's bits independent of other requests at the same time; slower"
     )  # fmt: skip
     kv_memory: str | int | None = option(
-        None, "memory for the KV caches of all requests, 1GiB or a share of --memory (default:"
-        " --max-batch full contexts, at most 25%% of what the experts could use)", "SIZE",
+        None, "memory for the KV caches of all requests: 1GiB, or a share of --memory as 10%%"
+        " (default: enough for --max-batch full contexts, but at most 25%% of what experts could"
+        " use)", "SIZE",
         check=Amount.parse,
     )  # fmt: skip
     prefix_share: str = option(
-        "50%", "share of --kv-memory for prompt prefixes, which later requests reuse",
+        "50%", "share of --kv-memory for computed beginnings of prompts, which later requests"
+        " reuse",
         "SHARE", check=lambda value, name: parse_share(value, name, "50%"),
     )  # fmt: skip
-    no_prefix_reuse: bool = option(False, "compute every prompt from its first token")
+    no_prefix_reuse: bool = option(False, "compute every prompt from its first token on")
     max_body: str | int = option(
-        "4MiB", "largest request body", "SIZE", check=bytes_check("an amount, as 4MiB")
+        "4MiB", "largest body of an HTTP request", "SIZE", check=bytes_check("an amount, as 4MiB")
     )
     allowed_origins: str | None = option(
-        None, "origins of web pages that may call the server, by CORS (default: none)", "URL,..."
+        None, "origins of web pages that may call the server (CORS; default: none)", "URL,..."
     )
     log_format: str = option(
-        "text", "format of the log, which has one line a request", None, ("text", "json")
+        "text", "format of the log, which has one line for each request", None, ("text", "json")
     )
 
     def __post_init__(self) -> None:

@@ -12,14 +12,15 @@ from greenroom.option import above, at_least, check_options, option, within
 class RecordConfig:
     """Options of recording a routing trace."""
 
-    weights: bool = option(False, "also record the weights of the chosen experts", shown=True)
-    token_ids: bool = option(False, "also record the token ids", shown=True)
+    weights: bool = option(False, "also record the gate weights of the chosen experts", shown=True)
+    token_ids: bool = option(False, "also record the ids of the tokens", shown=True)
     gate_inputs: float = option(
-        0.0, "also record the gates' input hidden states, for this share of the tokens", "RATE",
+        0.0, "also record the hidden states that the gates receive, for this share of the tokens (0"
+        " to 1)", "RATE",
         check=within(0, 1), shown=True,
     )  # fmt: skip
     predict: str | None = option(
-        None, "also run these predictors, and record their predictions", "NAME[:D],..."
+        None, "also run these predictors of experts, and record what they predict", "NAME[:D],..."
     )
     raw: bool = option(False, "do not apply the chat template to text prompts")
 
@@ -32,18 +33,25 @@ class RecordConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Options of training the expert predictor `learned`."""
+    """Options of training the expert predictor called `learned`."""
 
-    distance: int = option(1, "how many layers ahead it predicts", "D", check=at_least(1))
+    distance: int = option(
+        1, "how many layers ahead the predictor predicts", "D", check=at_least(1)
+    )
     hidden: int = option(128, "hidden size of each layer's network", "N", check=at_least(1))
-    epochs: int = option(20, "passes over the training tokens", "N", check=at_least(1))
+    epochs: int = option(20, "how often training goes over all its tokens", "N", check=at_least(1))
     held_out: float = option(
         0.2,
-        "share of the requests for measuring accuracy, which are not trained on",
+        "share of the requests that are not trained on, but measure the accuracy",
         "SHARE",
         check=above(0, 1),
     )
-    seed: int = option(0, "seed of the split and the training", "N", check=at_least(0))
+    seed: int = option(
+        0,
+        "seed of the random numbers: which requests are held out, and the training",
+        "N",
+        check=at_least(0),
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -60,14 +68,14 @@ class BenchmarkConfig:
         shown=True,
     )
     tokens: int = option(
-        48, "tokens of each answer; the first eight are not counted", "N",
+        48, "tokens of each answer; the times of the first eight are not counted", "N",
         check=at_least(16), shown=True,
     )  # fmt: skip
     rounds: int = option(
-        5, "rounds; each measures every setting once", "N", check=at_least(1), shown=True
+        5, "number of rounds; each measures every setting once", "N", check=at_least(1), shown=True
     )
     seconds: float | None = option(
-        None, "begin no round after this many seconds, except the second", "S",
+        None, "begin no round after S seconds, except the second, which always runs", "S",
         check=above(0), shown=True,
     )  # fmt: skip
     raw: bool = option(False, "do not apply the chat template to text prompts")

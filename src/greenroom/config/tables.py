@@ -1,6 +1,7 @@
 """Names of eviction policies, predictors and systems, without importing their modules.
 
-Importing the policies imports Numba. tests/config/test_tables.py compares the names.
+The modules of the policies import Numba, which takes long. tests/config/test_tables.py compares
+these names with those that the modules define.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PREDICTORS = (
     "auto", "off", "none", "popularity", "token", "markov", "eamc", "routing-path", "next-gate",
     "learned", "pregated",
 )  # fmt: skip
-# Systems of papers, built from our parts.
+# Systems of papers, built from Greenroom's policies, predictors and other parts.
 SYSTEMS = (
     "mixtral-offloading", "adapmoe", "moe-infinity", "promoe", "moepic", "pre-gated", "hobbit",
     "fate", "hybrimoe", "fiddler", "llru", "static", "greenroom",
@@ -26,25 +27,29 @@ TRACE_PREDICTORS = ("recorded", "oracle", "noisy-oracle")
 
 
 def check_policy(text: str) -> None:
-    """Check that a run can use a named eviction policy, or raise UsageError.
+    """Check that a run can use the eviction policy `NAME[:options]`, or raise UsageError.
 
-    The options of the policy are checked later.
+    Only the name is checked here.
     """
     name = text.partition(":")[0]
     if name in TRACE_POLICIES:
         raise UsageError(
-            f"policy {name} needs the entire trace in advance: use it with `greenroom simulate`"
+            f"policy {name} needs the entire trace in advance, so it works only in"
+            " `greenroom simulate`"
         )
     if name not in POLICIES:
         raise UnknownName("policy", name, POLICIES)
 
 
 def check_predictor(text: str) -> None:
-    """Check that a run can use a named expert predictor, or raise UsageError."""
+    """Check that a run can use the predictor `NAME[:options]`, or raise UsageError.
+
+    Only the name is checked here.
+    """
     name = text.partition(":")[0]
     if name in TRACE_PREDICTORS:
         raise UsageError(
-            f"predictor {name} needs a recorded trace: use it with `greenroom simulate`"
+            f"predictor {name} needs a recorded trace, so it works only in `greenroom simulate`"
         )
     if name not in PREDICTORS:
         raise UnknownName("predictor", name, PREDICTORS)

@@ -10,10 +10,11 @@ KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 
 def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
-    """Parse the value of `--device` into the kind of device and the devices' numbers.
+    """Parse the value of `--device` into a kind of device and the devices' numbers.
 
-    `cuda:0,cuda:2` is ("cuda", (0, 2)), `cuda` the first GPU, `fake,fake` two fake devices.
-    UnknownName or UsageError for an invalid value.
+    `cuda:0,cuda:2` gives ("cuda", (0, 2)), `cuda` gives the first GPU, ("cuda", (0,)), and
+    `fake,fake` gives two fake devices, which tests use. UnknownName or UsageError for an invalid
+    value.
     """
     parts = [part.strip() for part in device.split(",")]
     names, numbers = [], []
@@ -22,13 +23,15 @@ def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
         if name not in DEVICES or (colon and name != "cuda"):
             raise UnknownName("device", part, DEVICES)
         if colon and not (number.isascii() and number.isdecimal()):
-            raise UsageError(f"--device {device}: write GPUs with numbers, as cuda:0 or cuda:1")
+            raise UsageError(f"--device {device}: write the number of a GPU after cuda:, as cuda:0")
         names.append(name)
         numbers.append(int(number or 0))
     if names == ["fake"] * len(parts):
         return "fake", tuple(range(len(parts)))
     if len(parts) > 1 and not all(part.startswith("cuda:") for part in parts):
-        raise UsageError(f"--device {device}: several devices must be GPUs, as cuda:0,cuda:1")
+        raise UsageError(
+            f"--device {device}: several devices must all be GPUs with numbers, as cuda:0,cuda:1"
+        )
     if len(set(numbers)) < len(parts):
         raise UsageError(f"--device {device}: name each GPU only once")
     return names[0], tuple(numbers)

@@ -1,1 +1,4 @@
-"""Planner of a model's settings on a machine, from recorded routing and measured costs."""
+"""Planner of a model's settings on a machine, from recorded routing and measured costs.
+
+Settings are the eviction policy, the prefetching and other options of a run.
+"""

@@ -1,15 +1,16 @@
 """Division of cache slots among layers, from recorded routing.
 
-A *table* is a layer's cost at every number of slots, [experts + 1]: misses, or exposed seconds
-(transfer time that computing does not hide). Both come from one pass over the recording: LRU for
-each layer is a stack algorithm (`sim/curves.py`), so each request has a number of slots from which
-on it is a hit.
+A *table* holds a layer's cost at every number of slots, [experts + 1]. The cost is the number of
+misses, or the exposed seconds: the transfer time that computing does not hide. Both costs come from
+one pass over the recording. LRU in each layer is a stack algorithm (`sim/curves.py`), so each
+request of an expert has a number of slots from which on it is a hit.
 
  - `optimal_slots` finds the least sum of costs by a dynamic programme over layers, as AdapMoE sizes
-   its caches (Zhong et al., 2024, as MoEpic cites it);
- - `marginal_slots` gives the next slots to the layer that gains most for each of them. It goes by
-   the lower hull of a table, and equals `optimal_slots` but for the last few slots;
- - MoEpic's own algorithm, which splits experts too, is in `configurator.py`.
+   its caches (Zhong et al., 2024, as MoEpic cites it).
+ - `marginal_slots` gives slots, again and again, to the layer whose cost falls most for each slot.
+   It uses the lower convex hull of a table, and differs from `optimal_slots` only in the last few
+   slots.
+ - MoEpic's own algorithm, which also splits experts, is in `configurator.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ Tables = Sequence[Floats]
 def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[Floats]:
     """Compute each layer's LRU misses at every number of cache slots.
 
-    `offsets` [L + 1] are dense.
+    `stream` are the recorded requests of experts. `offsets` [layers + 1] are the ids, counted over
+    all layers, at which each layer's experts begin. `reset` empties the caches before each prompt.
+    Returns an array [experts + 1] for each layer.
     """
     depths, layer = (
         lru_depths(stream, offsets, reset=reset),
@@ -52,8 +55,10 @@ def exposed_tables(
 ) -> list[Floats]:
     """Compute each layer's exposed transfer seconds at every number of cache slots.
 
-    A step with m misses and h hits is exposed for max(0, m * load - h * compute) (MoEpic, equation
-    6), where `load` is the time of one expert on the slowest link.
+    Exposed seconds are transfer time that computing does not hide. A layer's pass with m misses and
+    h hits has max(0, m * load - h * compute) of them (MoEpic, equation 6). Here `load` is the time
+    of one expert on the slowest link, and `compute` the time to compute one expert for one token.
+    Returns an array [experts + 1] for each layer.
     """
     load = expert_bytes / min(link.bandwidth for link in costs.links)
     compute = costs.expert.seconds(1)
@@ -75,8 +80,9 @@ def exposed_tables(
 def optimal_slots(tables: Tables, capacity: int) -> list[int]:
     """Find each layer's number of cache slots, at least one, with the least total cost.
 
-    Of equal sums it takes the one with fewer slots for later layers. BudgetError for fewer slots
-    than layers.
+    `tables` hold each layer's cost at every number of slots; `capacity` is the number of slots of
+    all layers. If several divisions cost the same, the later layers get fewer slots. BudgetError if
+    there are fewer slots than layers.
     """
     capacity = _check(tables, capacity)
     best = np.full(capacity + 1, np.inf)  # least cost, by slots spent so far
@@ -100,7 +106,8 @@ def optimal_slots(tables: Tables, capacity: int) -> list[int]:
 def marginal_slots(tables: Tables, capacity: int) -> list[int]:
     """Find each layer's number of cache slots, at least one, by largest marginal gain.
 
-    BudgetError for fewer slots than layers.
+    `tables` hold each layer's cost at every number of slots; `capacity` is the number of slots of
+    all layers. BudgetError if there are fewer slots than layers.
     """
     left = _check(tables, capacity) - len(tables)
     steps = [
@@ -119,7 +126,7 @@ def marginal_slots(tables: Tables, capacity: int) -> list[int]:
 def _hull(table: Floats) -> list[tuple[float, int]]:
     """Compute the lower convex hull of a layer's cost table.
 
-    Returns (gain of each slot, slots), largest gain first.
+    Returns a pair (gain of each slot, number of slots) for each edge, largest gain first.
     """
 
     def slope(a: int, b: int) -> float:
@@ -136,7 +143,10 @@ def _hull(table: Floats) -> list[tuple[float, int]]:
 def _check(tables: Tables, capacity: int) -> int:
     """Check a cache capacity, and bound it by the number of experts."""
     if capacity < len(tables):
-        raise BudgetError(f"{len(tables)} layers need at least one slot each, got {capacity}")
+        raise BudgetError(
+            f"{len(tables)} layers need at least one cache slot each, but the capacity is"
+            f" {capacity}: give at least {len(tables)}"
+        )
     return min(capacity, sum(table.size - 1 for table in tables))
 
 

@@ -1,15 +1,17 @@
-"""MoEpic's cache configurator: a budget and a split ratio for every layer (Algorithm 1).
+"""MoEpic's cache configurator (Algorithm 1): a budget and a split ratio for every layer.
 
-Sizes are in experts, times in seconds. A layer with a budget of V experts keeps the top segments of
-C experts, each a share theta = V / C of the expert. `expert_split` solves a layer's sub-problem
-(equations 9 to 11) and carries the windows from layer to layer (5 to 7); `configure` moves
-zeta * Ve of budget at a time from the layer that loses least by it to the one that gains most,
-until nothing is gained: a fixed-point iteration.
+Sizes are in experts, times in seconds. A split expert has a top segment, which stays in the cache,
+and a bottom segment, which is fetched when the expert is used. A layer with a budget of V experts
+caches the top segments of C experts; each top segment is a share theta = V / C of its expert.
+`expert_split` chooses C and theta for each layer (equations 9 to 11). It passes on the prefetch
+window, the time that a layer leaves for loading experts of the next one (equations 5 to 7).
+`configure` moves a share zeta of the total budget at a time, from the layer that loses least by the
+move to the layer that gains most, until no move shortens the exposed latency.
 
-Where the paper leaves a choice: P(y, C) of equation 10 is read as P(y); of several C with the same
-m the smallest is taken; a fraction of a budget may stay unused (theta = 1 for floor(V) experts); a
-layer whose budget would not stay above 0 (equation 8) gives none away; and T_head is 0 where only a
-machine's profile is known: the layers' times include it then.
+The paper leaves some choices open. P(y, C) of equation 10 is read as P(y). If several C load
+equally many experts m, the smallest C is taken. A fraction of a budget may stay unused (theta = 1
+for floor(V) experts). A layer whose budget would fall to 0 or below (equation 8) gives nothing
+away. T_head is 0 if only a machine's profile is available: the layers' times then include the head.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 @dataclass(frozen=True, slots=True)
 class TokenLatency:
-    """Seconds of one token in MoEpic's model: T_att and T_moe of a layer, T_head, T_load.
+    """Seconds of the parts of one token's decoding, in MoEpic's latency model.
 
-    T_load is of an expert.
+    attention: T_att, a layer without its experts
+    moe:       T_moe, the computation of a layer's experts
+    head:      T_head, the output head
+    load:      T_load, the transfer of one expert
     """
 
     attention: float
@@ -43,9 +48,10 @@ class TokenLatency:
 
     @classmethod
     def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> TokenLatency:
-        """Derive a token's times in MoEpic's model from a machine's costs.
+        """Derive a token's times in MoEpic's latency model from a machine's costs.
 
-        The dense part of a layer includes its share of the head where `head` is 0.
+        `top_k` is the number of experts that a token uses in a layer. `head` are the seconds of the
+        output head; with 0, the times of the layers include them.
         """
         slowest = min(link.bandwidth for link in costs.links)
         moe = top_k * costs.expert.seconds(1)
@@ -54,9 +60,13 @@ class TokenLatency:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Recorded routing statistics of a layer of N experts; a token activates `top_k` (K).
+    """Recorded routing statistics of one MoE layer with N experts (MoEpic, section 3.4.2).
 
-    hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; predicted_hits: PH(y, C) [N + 1, N + 1]
+    top_k:          experts that a token activates, a mean over tokens
+    hits:           H(C), share of the activated experts that a cache of C experts holds, [N + 1]
+    accuracy:       P(y), share of tokens that activate the expert predicted at rank y, [N + 1]
+    predicted_hits: PH(y, C), share of tokens for which the expert predicted at rank y was activated
+                    and was in a cache of C experts, [N + 1, N + 1]
     """
 
     top_k: float
@@ -73,12 +83,12 @@ class LayerStatistics:
 class LayerAllocation:
     """MoEpic's allocation of cache to one layer.
 
-    budget:  V, in experts
-    cached:  C, experts with a resident top segment
+    budget:  V, size of the layer's cache in experts
+    cached:  C, number of experts whose top segment is in the cache
     ratio:   theta, a top segment's share of its expert
-    loaded:  m, experts that are loaded after prefetching
-    exposed: the exposed latency
-    window:  the prefetch window that it leaves to the next layer
+    loaded:  m, activated experts in memory before they are computed, expected for a token
+    exposed: seconds of loading that computing does not hide
+    window:  seconds in which experts of the next layer can be prefetched
     """
 
     budget: float
@@ -90,7 +100,7 @@ class LayerAllocation:
 
 
 def layer_statistics(activity: Activity) -> list[LayerStatistics]:
-    """Return the recorded routing statistics of all layers."""
+    """Return the routing statistics of all layers from counts of expert activations."""
     return [
         LayerStatistics(
             activity.activated[i] / max(1, activity.tokens[i]),
@@ -105,7 +115,12 @@ def layer_statistics(activity: Activity) -> list[LayerStatistics]:
 def best_split(
     layer: LayerStatistics, budget: float, window: float, latency: TokenLatency
 ) -> tuple[int, float, float]:
-    """Find the best split of a layer's experts (MoEpic, equation 11): (C, theta, m)."""
+    """Find the split of a layer's experts that loads most in time (MoEpic, equation 11).
+
+    `budget` is the size of the layer's cache in experts, `window` the seconds for prefetching.
+    Returns C, the number of experts with a cached top segment; theta, a top segment's share of its
+    expert; and m, the activated experts in memory before they are computed.
+    """
     least = max(1, min(layer.experts, int(budget + 1e-9)))
     cached = np.arange(least, layer.experts + 1)
     ratio = np.minimum(1.0, budget / cached)
@@ -121,9 +136,10 @@ def best_split(
 def expert_split(
     layers: Sequence[LayerStatistics], budgets: Sequence[float] | Floats, latency: TokenLatency
 ) -> list[LayerAllocation]:
-    """Choose each layer's ratio of split experts (MoEpic's function ExpertSplit).
+    """Choose each layer's split of experts (MoEpic's function ExpertSplit).
 
-    Layers are in order, since each leaves a window to the next one.
+    `budgets` are the sizes of the layers' caches in experts. The layers must be in the model's
+    order, since each one determines the prefetch window of the next.
     """
     window, allocations = latency.head + latency.attention, []
     for layer, budget in zip(layers, budgets, strict=True):
@@ -142,14 +158,14 @@ def configure(
 ) -> list[LayerAllocation]:
     """Divide a budget of experts among layers and choose split ratios (MoEpic's VramAllocation).
 
-    It starts from a uniform allocation.
-
-    UsageError for a zeta outside (0, 1), BudgetError without a budget.
+    `budget` is the size of the cache in experts. The search starts from equal budgets, and moves a
+    share `zeta` of the total budget in each step. UsageError for a zeta outside (0, 1), BudgetError
+    for a budget that is not above 0.
     """
     if not 0 < zeta < 1:
-        raise UsageError(f"zeta must be above 0 and below 1: {zeta:g}")
+        raise UsageError(f"--zeta must be above 0 and below 1, got {zeta:g}")
     if budget <= 0:
-        raise BudgetError(f"the budget must be above 0 experts: {budget:g}")
+        raise BudgetError(f"the cache must have more than 0 slots, got {budget:g}")
     step = zeta * budget
     budgets = np.full(len(layers), budget / len(layers))
     while True:

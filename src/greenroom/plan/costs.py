@@ -1,9 +1,9 @@
 """Costs of a model on a machine, from the machine's profile or from measured runs.
 
-A run is stored as means for each decoded token: its seconds, its stalled seconds, the experts that
-were fetched, and the link's bytes and busy seconds. The time without stalls, and without the slower
-computing that follows them (`Costs.wake`), is `base + handling * fetched`; least squares over runs
-give both.
+A measured run is stored as means over its decoded tokens (the seconds, the seconds spent waiting
+for experts, the fetched experts) and the link's total bytes and busy seconds. A token's time
+without waits, and without the slower computing after each wait (`Costs.wake`), is modelled as `base
++ handling * fetched`. Least squares over several runs give `base` and `handling`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ LEAST_BYTES = 8 << 20  # bytes that a link must have carried for its speed to be
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """Measured means of a run for each decoded token.
+    """Measurement of a run, as means over its decoded tokens.
 
-    `carried` and `busy` are the link's bytes and seconds; `predicted` means that a predictor ran.
+    seconds:   time of a token
+    stall:     seconds of it spent waiting for experts
+    fetched:   experts that were read for a token
+    carried:   bytes that the link moved in the whole run
+    busy:      seconds that the link was busy in the whole run
+    predicted: whether an expert predictor ran
     """
 
     seconds: float
@@ -39,13 +44,14 @@ class RunMeasurement:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a run") -> RunMeasurement:
-        """Read a run's measurement from JSON. Malformed for other contents."""
+        """Read a run's measurement from JSON; raises Malformed if a field is missing or wrong."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
     def computed(self, wake: float) -> float:
         """Compute a run's seconds a token without stalls and without the slowdown after them.
 
-        It assumes that each fetched expert was waited for, for an equal time.
+        `wake` is the slowdown for each stalled second. The run is assumed to have waited for every
+        fetched expert, equally long.
         """
         return self.seconds - self.stall - wake * min(self.stall, COOLED * self.fetched)
 
@@ -53,7 +59,11 @@ class RunMeasurement:
 def machine_costs(
     machine: Machine, model: Model, readers: int = 2, processor: str | None = None
 ) -> Costs:
-    """Compute a model's costs from a machine's profile, with a run's number of readers."""
+    """Compute the time costs of a model on a machine from the machine's profile.
+
+    `readers` is the number of threads that read from disk; `processor` names the one that computes
+    (default: the profile's first).
+    """
     dense = model.read_bytes // model.layers
     costs = machine.costs(model.expert_bytes, dense, processor=processor)
     first, *later_links = costs.links
@@ -61,10 +71,10 @@ def machine_costs(
 
 
 def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
-    """Limit the first link's bytes a second (`--read-limit`) in a machine's costs.
+    """Return a machine's costs with the disk's speed limited, as by `--read-limit`.
 
-    A reader waits for its turn, and reads then: each chunk takes both times, but while one lane
-    waits, others read.
+    `limit` is in bytes a second; None changes nothing. A reader waits for the limit and reads after
+    that, so a chunk takes both times, but other readers read meanwhile.
     """
     first, *later_links = costs.links
     if limit is None or limit >= first.bandwidth:
@@ -75,10 +85,11 @@ def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Cos
 
 
 def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement]) -> Costs:
-    """Fit costs to runs of this model on this machine; unchanged without runs.
+    """Fit a machine's costs to measured runs of a model on it; unchanged without runs.
 
-    The base is the time of a token without any miss. All of it but the experts' own work is
-    attributed to the dense layers, in the profile's proportion of one token to many.
+    The fit gives the time of a token without any miss. All of that time except the experts'
+    computation is attributed to the dense parts of the layers. The times for several tokens are
+    scaled in proportion.
     """
     reactive_runs = [run for run in runs if not run.predicted] or list(runs)
     if not runs:
@@ -103,14 +114,14 @@ def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement])
 
 
 def scale_work(work: Work, factor: float) -> Work:
-    """Multiply all computation times of a machine's costs by a factor."""
+    """Multiply a computation's times, at all numbers of tokens, by a factor."""
     return Work(tuple((tokens, seconds * factor) for tokens, seconds in work.points))
 
 
 def _fit_line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
-    """Fit a line: (y at 0, slope). The slope is never negative.
+    """Fit a line with a slope of at least 0 to points: (y at 0, slope).
 
-    The given slope is used where the points lie too close together.
+    The argument `slope` is used if the x of the points differ by less than LEAST_SPREAD.
     """
     if x.max() - x.min() >= LEAST_SPREAD:
         slope = max(0.0, float(np.polyfit(x, y, 1)[0]))
@@ -119,12 +130,12 @@ def _fit_line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]
 
 
 def _ahead(runs: Sequence[RunMeasurement], base: float, model: Model, costs: Costs) -> float:
-    """Estimate a predictor's seconds for each layer: the time that fetching does not explain."""
+    """Estimate the seconds that a predictor adds to each layer, from runs with a predictor."""
     more = [run.computed(costs.wake) - base - costs.handling * run.fetched for run in runs]
     return max(0.0, float(np.median(more)) / model.layers) if more else costs.ahead
 
 
 def _link(link: Link, runs: Sequence[RunMeasurement]) -> Link:
-    """Return a link with the bandwidth measured in runs, which includes latencies."""
+    """Return a link with the median bandwidth of measured runs, which includes latencies."""
     rates = [run.carried / run.busy for run in runs if run.carried >= LEAST_BYTES and run.busy > 0]
     return Link(float(np.median(rates)), 0.0, link.lanes) if rates else link

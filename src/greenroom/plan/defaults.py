@@ -1,4 +1,4 @@
-"""Default settings of a run: stored for this model and machine, else a quick plan."""
+"""Default settings of a run: those stored for its model and machine, or a quick plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 def default_setting(
     fingerprint: str, machine: str, sizes: Sequence[int], top_k: int, slots: int, device: str
 ) -> StoredSetting | None:
-    """Return the stored setting for a similar cache capacity, else a quick plan.
+    """Return the stored setting for a similar cache capacity, or a new quick plan.
 
-    A new quick plan is stored.
-
-    `sizes` are the experts of each layer. None where nothing is stored (GREENROOM_LEARNED=off), or
-    where the slots cannot hold a token's experts of one layer.
+    A setting that `greenroom tune` or `greenroom plan` stored is always taken. A quick plan is
+    stored too, and made again once there are twice as many recorded tokens. `sizes` are the numbers
+    of experts of the layers, `slots` is the cache capacity. Returns None if GREENROOM_LEARNED is
+    off, or if the slots cannot hold the experts that a token uses in one layer.
     """
     stored = files.load_records(fingerprint, machine).nearest(slots, device)
     if (stored is not None and stored.by != "quick") or not files.is_enabled():
@@ -45,5 +45,7 @@ def default_setting(
     try:
         files.update_records(fingerprint, machine, lambda records: records.with_setting(entry))
     except OutputError as error:
-        log.warning("the setting of the quick plan could not be stored: %s", error)
+        log.warning(
+            "the settings chosen for this run could not be stored for later runs: %s", error
+        )
     return entry

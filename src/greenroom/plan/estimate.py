@@ -1,4 +1,4 @@
-"""Estimates of a setting's speed with a range, by simulation of a workload."""
+"""Estimates of a setting's speed, with a range, by simulating a workload on a machine."""
 
 from __future__ import annotations
 
@@ -34,15 +34,23 @@ EVENT_PASSES = 192  # decode passes simulated event by event, at tens of microse
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimated times and sizes of one setting at one cache capacity, in seconds and bytes.
+    """Estimated speed of one setting at one cache capacity, in seconds and bytes.
 
-    low, high: the range of tpot, which is a mean
-    gaps:      the time of every decode pass of the typical trace, for comparisons pass by pass
+    setting:     eviction policy, prefetching and other options of a run
+    capacity:    slots of the expert cache
+    memory:      memory budget with which a run has `capacity` slots
+    tpot:        mean time per output token
+    low, high:   range in which a measured TPOT is expected
+    ttft:        median time to the first token; None if the workload has no prompts
+    miss_ratio:  share of expert requests that miss
+    token_bytes: bytes of experts read for each token
+    stall:       share of the time spent waiting for experts
+    gaps:        time of every decode pass of the workload's first trace
     """
 
     setting: Setting
     capacity: int
-    memory: int  # the budget with `capacity` slots
+    memory: int
     tpot: float
     low: float
     high: float
@@ -54,7 +62,10 @@ class Estimate:
 
     @property
     def ttft_range(self) -> tuple[float, float]:
-        """Return the range of TTFT in seconds, relatively as wide as that of TPOT."""
+        """Return the range (low, high) of the time to the first token, in seconds.
+
+        It is relatively as wide as the range of the time per output token.
+        """
         assert self.ttft is not None
         return self.ttft * self.low / self.tpot, self.ttft * self.high / self.tpot
 
@@ -74,7 +85,10 @@ class Estimate:
 
 
 class Estimator:
-    """Estimator of settings' speed for one model, machine and workload. It caches estimates."""
+    """Estimator of settings' speed for one model, machine and workload.
+
+    Each estimate is computed once, and cached.
+    """
 
     def __init__(
         self,
@@ -88,15 +102,15 @@ class Estimator:
         host: int = 0,
         co_compute: bool = False,
     ) -> None:
-        """Prepare to simulate a workload on a machine with these costs.
+        """Prepare to simulate a workload on a machine with given costs.
 
-        measured:   the costs come from runs of this model on this machine
-        precision:  of the low-precision copies that may serve misses
-        low_below:  the tail weight below which a copy serves
-        host:       slots in host memory, between two links
-        co_compute: also compare settings that compute misses in host memory
+        measured:   whether the costs come from runs of this model on this machine
+        precision:  precision of the low-precision copies of experts that may serve misses, or off
+        low_below:  tail weight (gate weight of the lower ranks) below which a copy serves a miss
+        host:       experts that host memory caches between disk and GPU
+        co_compute: whether to also compare settings that compute misses in host memory
 
-        UsageError where `precision` is on and the workload has no gate weights.
+        UsageError if `precision` is not off and the workload has no gate weights.
         """
         self.host, self.co_compute = host, co_compute
         self.model, self.costs, self.workload = model, costs, workload
@@ -111,7 +125,8 @@ class Estimator:
     def of(self, setting: Setting, capacity: int, bracket: bool = True) -> Estimate:
         """Estimate the speed of a setting at a cache capacity.
 
-        `bracket`: with a synthetic workload the range spans less and more local routing too.
+        With `bracket` all traces of the workload are simulated, and the range covers them. A
+        synthetic workload has traces with less and with more local routing.
         """
         if capacity >= self.model.experts:  # there is nothing to evict or to fetch
             setting = Setting("lru", "shared", OFF)
@@ -121,7 +136,10 @@ class Estimator:
         return self._estimates[key]
 
     def fits(self, setting: Setting, capacity: int) -> bool:
-        """Check that each group of slots of a setting has at least one slot."""
+        """Check that a cache capacity suffices for a setting.
+
+        Every layer or group of slots must get at least one slot.
+        """
         scope, shares = scope_of(setting.scope), split_of(setting.split)
         if shares is None:
             return scope == "shared" or capacity >= self.model.layers
@@ -155,9 +173,10 @@ class Estimator:
     def _run(
         self, setting: Setting, capacity: int, trace: Trace, steps: Stream
     ) -> tuple[SimulatedTimes, int]:
-        """Simulate a setting on a trace: (times, numbers of tokens).
+        """Simulate a setting on a trace: (simulated times, number of tokens).
 
-        `gaps` and `ttft` of the times cover the whole trace, the other figures so many tokens.
+        `gaps` and `ttft` of the times cover the whole trace. The other figures cover only its
+        first tokens, as many as the second value says.
         """
         eviction = choose(setting.policy, capacity, self.model.experts)
         reactive = time_trace(
@@ -178,7 +197,7 @@ class Estimator:
     def _simulate_events(
         self, setting: Setting, capacity: int, trace: Trace, other: SimulatedTimes
     ) -> tuple[SimulatedTimes, int]:
-        """Simulate the first passes event by event; scale another run's times by their ratio."""
+        """Simulate a trace's first passes event by event, and scale the rest from `other` times."""
         part = trace.head(_tokens_until(trace, EVENT_PASSES))
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
@@ -198,7 +217,10 @@ class Estimator:
         return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
-        """Choose the predictor that represents a run's: its recording where the trace has one."""
+        """Choose the simulated predictor that represents the one of a run.
+
+        Predictions that the trace has recorded are preferred.
+        """
         if prefetch == AUTO and self.workload.recorded:
             name = automatic_predictor(trace)
             return name if name != "markov" else ASSUMED_PREDICTOR
@@ -215,7 +237,7 @@ def _config(setting: Setting) -> SchedulerConfig:
 
 
 def _tokens_until(trace: Trace, passes: int) -> int:
-    """Count a trace's tokens up to the end of so many decode passes."""
+    """Count a trace's tokens up to the end of its first `passes` decode passes."""
     decodes = np.flatnonzero(~trace.pass_prefill)
     last = int(decodes[min(passes, decodes.size) - 1])
     return int(trace.pass_starts[last + 1])

@@ -10,9 +10,9 @@ DRAWS, LEVEL = 2000, 0.05
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Compute (mean, low, high): the 95 % interval of a bootstrap over the values.
+    """Compute a mean and its 95 % bootstrap interval: (mean, low, high).
 
-    For a single value all three are that value.
+    For a single value, all three are that value.
     """
     sample = np.asarray(values, np.float64)
     indices = np.random.default_rng(0).integers(0, sample.size, (DRAWS, sample.size))
@@ -21,6 +21,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio_interval(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Compute (geometric mean of one / other, low, high) over pairs of one repetition."""
+    """Compute the geometric mean of ratios, with its 95 % bootstrap interval.
+
+    Returns (mean, low, high) of ones[i] / others[i].
+    """
     middle, low, high = np.exp(mean_interval(np.log(np.divide(ones, others)).tolist())).tolist()
     return middle, low, high

@@ -1,4 +1,4 @@
-"""Sizes and shape of a model, as the planner needs them."""
+"""Sizes and shape of an MoE model, as the planner needs them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from greenroom.errors import BudgetError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes and shape of a model, from its config and safetensors headers.
+    """Sizes and shape of an MoE model, from its config and safetensors headers.
 
-    expert_bytes:   bytes moved for one expert (a mean where layers differ)
-    slot_bytes:     bytes of an expert in memory
-    dense_bytes:    weights that stay in memory
-    read_bytes:     dense bytes that one token reads: all but the input embedding, unless the head
-                    is tied
-    overhead_bytes: Python, libraries, compiled kernels, activations, staging
+    expert_bytes:   bytes read to load one expert (a mean if layers differ)
+    slot_bytes:     bytes that one expert takes in memory
+    dense_bytes:    weights that always stay in memory: all but the experts
+    read_bytes:     bytes of these weights that one token reads; the input embedding counts only if
+                    it is also the output head
+    overhead_bytes: Python, libraries, compiled kernels, activations, buffers for transfers
     kv_bytes:       keys and values of the first block of a prompt
-    full_bytes:     further bytes of keys, values and activations with `context` tokens; slots are
-                    given up for them as the context grows
+    context:        most tokens of a prompt and its answer
+    full_bytes:     further bytes of keys, values and activations with `context` tokens; the cache
+                    gives up slots for them as the context grows
     """
 
     name: str
@@ -39,8 +40,8 @@ class Model:
     kv_bytes: int
     context: int
     full_bytes: int = 0
-    low: float = 0.0  # a low-precision copy's share of its expert's bytes; 0: there are no copies
-    nested: bool = False  # whether copies are a part of their experts
+    low: float = 0.0  # bytes of an expert's low-precision copy / the expert's; 0: no copies
+    nested: bool = False  # whether low-precision copies are a part of their experts' bytes
     segments: bool = False  # whether the pack's experts can be split
 
     @property
@@ -53,7 +54,7 @@ class Model:
 
     @property
     def offsets(self) -> Ints:
-        """Return each layer's first dense expert id, [layers + 1]."""
+        """Return the ids, counted over all layers, at which layers begin: [layers + 1]."""
         return np.array([0, *accumulate(self.experts_per_layer)], np.int64)
 
     @property
@@ -63,22 +64,22 @@ class Model:
 
     @property
     def least_slots(self) -> int:
-        """Return the fewest usable cache slots: the experts of one token in one layer."""
+        """Return the fewest cache slots for a run: the experts of one token in one layer."""
         return min(self.top_k, self.experts)
 
     @property
     def least_memory(self) -> int:
-        """Return the smallest memory budget for a model with a full context."""
+        """Return the smallest memory budget, in bytes, with which the model runs a full context."""
         return self.fixed_bytes + self.full_bytes + self.least_slots * self.slot_bytes
 
     def memory(self, slots: int) -> int:
-        """Return the memory budget that leaves so many cache slots."""
+        """Return the memory budget, in bytes, for a number of cache slots."""
         return max(self.fixed_bytes + slots * self.slot_bytes, self.least_memory)
 
     def slots(self, memory: int) -> int:
-        """Return the cache slots within a memory budget, with a short context.
+        """Return the slots of the expert cache within a memory budget, with a short context.
 
-        BudgetError, with the least budget, where a full context would not fit.
+        BudgetError, which names the least budget, if a full context would not fit.
         """
         if memory < self.least_memory:
             raise BudgetError(
@@ -92,5 +93,5 @@ class Model:
         return min((memory - self.fixed_bytes) // self.slot_bytes, self.experts)
 
     def slots_when_full(self, memory: int) -> int:
-        """Return the cache slots within a memory budget, with a full context."""
+        """Return the slots of the expert cache within a memory budget, with a full context."""
         return min((memory - self.fixed_bytes - self.full_bytes) // self.slot_bytes, self.experts)

@@ -1,4 +1,4 @@
-"""The HTML report of a plan: one file without external resources."""
+"""The HTML report of `greenroom plan`: one file without external resources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from greenroom.sim.table import html_table, show_time
 
 
 def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
-    """Build a plan's HTML report.
+    """Build the HTML report of `greenroom plan`, and return the page.
 
-    `facts` are (name, value) of model, machine and workload.
+    `facts` describe the model, machine and workload as pairs of a name and a text; `command` is the
+    command line that made the plan.
     """
     sections = [
         card("Recommended settings", "", _flags(plan.best)),
@@ -35,16 +36,16 @@ def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command:
 
 
 def target_message(target: Target) -> str:
-    """Describe a plan's result for a target TPOT, in one line."""
+    """Describe whether a plan reaches its target time per output token (TPOT)."""
     target_time = show_time(target.seconds)
     if target.blocked is not None:
         return (
-            f"a TPOT of {target_time} is out of reach: {target.blocked}; the nearest is"
+            f"a TPOT of {target_time} is out of reach: {target.blocked}; the nearest TPOT is"
             f" {show_time(target.nearest.tpot)} with {show_bytes(target.nearest.memory)} of memory"
         )
     assert target.least is not None
     return (
-        f"a TPOT of {target_time} takes at least {show_bytes(target.least.memory)} of memory"
+        f"a TPOT of {target_time} needs at least {show_bytes(target.least.memory)} of memory"
         f" ({target.least.capacity:,} experts in memory)"
     )
 

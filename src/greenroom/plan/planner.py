@@ -1,9 +1,10 @@
-"""Planner: the best settings for a memory budget, or the least memory for a target.
+"""Planner: the best settings for a memory budget, and the least memory for a target TPOT.
 
-Plain LRU and the default are always compared. The default of a run is a setting that `tune`
-measured, else that of a quick plan (plan/defaults.py). Another setting is chosen only if it is
-surely faster: by MARGIN, pass by pass over the model's own routing (a bootstrap over passes). A
-synthetic workload never overrides the defaults.
+Plain LRU and a run's default setting are always among the compared settings. The default is the one
+that `greenroom tune` measured, or one that an earlier plan chose, or a quick plan
+(plan/defaults.py). Another setting is chosen only if it is surely faster on the model's recorded
+routing: by MARGIN, in a bootstrap over forward passes. A synthetic workload never overrides the
+defaults.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts,
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Result of a plan for a target TPOT, in seconds.
+    """Result of a plan for a target time per output token (TPOT).
 
-    least:   the estimate with the least memory that meets it, if any
+    seconds: the target TPOT
+    least:   the estimate with the least memory that meets the target; None if no memory does
     nearest: the estimate that comes nearest to the target
-    blocked: the reason where the target is not met within the budget
+    blocked: the reason why the memory budget does not meet the target; None if it does
     """
 
     seconds: float
@@ -77,12 +79,12 @@ def plan(
 ) -> Plan:
     """Plan a run within a memory budget, and the least memory for a target TPOT.
 
-    `default_setting` returns a run's default for so many slots, and whether it was measured. The
-    target is in seconds. BudgetError where the model does not fit, UsageError for a target that is
-    not a time.
+    `memory` is in bytes, `target` in seconds. `default_setting` takes a number of cache slots, and
+    returns the default setting of a run with them and whether that setting was measured.
+    BudgetError if the model does not fit, UsageError for a target that is not a positive time.
     """
     if target is not None and not 0 < target < float("inf"):
-        raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
+        raise UsageError(f"--target-tpot must be more than 0 and finite, got {target:g} s")
     capacity = estimator.model.slots(memory)
     default, measured = default_setting(capacity)
     compared = compare_settings(estimator, capacity, default)
@@ -95,9 +97,9 @@ def plan(
 def compare_settings(
     estimator: Estimator, capacity: int, default: Setting = DEFAULT
 ) -> tuple[Estimate, ...]:
-    """Estimate candidate settings and the default at one cache capacity, fastest first.
+    """Estimate the speed of candidate and default settings at one cache capacity, fastest first.
 
-    Prefetching is tried with the fastest candidates.
+    Prefetching, splits and approximation are tried only with the fastest candidates.
     """
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
@@ -122,7 +124,7 @@ def compare_settings(
 
 
 def _sized_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
-    """Make settings with layers sized by marginal gain, where routing is recorded.
+    """Make settings with layers' caches sized by marginal gain, if routing is recorded.
 
     The sizes come from the first half of the requests, so that they are not fitted to all of the
     routing on which settings are compared.
@@ -137,7 +139,8 @@ def _sized_settings(estimator: Estimator, best: Setting, capacity: int) -> list[
 def _split_settings(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     """Make settings with split experts, if the model is packed in segments.
 
-    There is one share for all, and MoEpic's Algorithm 1 on the first half of the recording.
+    One has equal shares for all layers, for each of SPLITS. Another has the layers' sizes and
+    shares of MoEpic's Algorithm 1, computed from the first half of the recorded requests.
     """
     if not estimator.model.segments:
         return []
@@ -159,7 +162,7 @@ def _split_settings(estimator: Estimator, best: Setting, capacity: int) -> list[
 
 
 def _first_half(estimator: Estimator) -> Trace | None:
-    """Return the first half of the requests of recorded routing; None of synthetic routing."""
+    """Return the first half of a workload's requests; None if it is synthetic or too short."""
     trace = estimator.workload.traces[0]
     if not estimator.workload.recorded or trace.requests < 2:
         return None
@@ -172,9 +175,10 @@ def choose_setting(
     default: Setting = DEFAULT,
     may_override: bool = True,
 ) -> tuple[Estimate, bool]:
-    """Choose a setting: (its estimate, whether it overrides `default`).
+    """Choose between the fastest compared setting and the default one.
 
-    `default` is kept unless another one is surely faster, and always unless `may_override`.
+    The fastest is chosen if it is surely faster on recorded routing and `may_override` is true.
+    Returns the chosen setting's estimate, and whether it overrides the default.
     """
     now = next((each for each in compared if each.setting == default), compared[0])
     first = compared[0]
@@ -184,9 +188,10 @@ def choose_setting(
 
 
 def surely_faster(one: Estimate, other: Estimate) -> bool:
-    """Test whether one setting is clearly faster than another, over resampled passes.
+    """Test whether one setting takes at least MARGIN (3 %) less time than another.
 
-    Clearly: it takes MARGIN less time.
+    The test is a bootstrap over the decode passes of both estimates, at a level of 5 %. False if
+    there are fewer than 16 passes.
     """
     n = min(one.gaps.size, other.gaps.size)
     if n < 16:
@@ -197,7 +202,10 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 
 def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
-    """Estimate TPOT over memory for a setting without prefetching, splits or approximation."""
+    """Estimate time per output token (TPOT) over memory budgets, for one setting.
+
+    Its prefetching, split and approximation are left out. One of the budgets is `memory`, in bytes.
+    """
     model, setting = estimator.model, _without_sizes(setting)
     sizes = {max(model.least_slots, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
@@ -207,28 +215,33 @@ def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[E
 
 
 def _without_sizes(setting: Setting) -> Setting:
-    """Replace a setting's numbers of slots by layer, which hold for one capacity, by `shared`."""
+    """Replace a scope of slots by layer, which fits only one capacity, by `shared`."""
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
 def default_curve(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
-    """Estimate the default setting's TPOT over memory; one point is the available memory."""
+    """Estimate time per output token (TPOT) over memory budgets, for the default setting.
+
+    One of the budgets is the `available` memory, in bytes.
+    """
     model = estimator.model
     return memory_curve(estimator, DEFAULT, max(available, model.least_memory))
 
 
 def reach_target(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
-    """Find the least memory that meets a target TPOT, or the reason for failing.
+    """Find the least memory that meets a target time per output token (TPOT).
 
-    More slots are never slower but for noise, so bisection finds it.
+    The result also gives the reason if the budget does not meet the target. `memory` is the budget
+    in bytes, `target` is in seconds. The search is a bisection over the number of cache slots,
+    since more slots are never slower apart from noise.
     """
     model, setting = estimator.model, _without_sizes(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least_slots
     all_resident = estimator.of(setting, model.experts)
     if all_resident.tpot > target:
         blocked = (
-            f"with every expert in memory a token still takes"
-            f" {all_resident.tpot * 1e3:.0f} ms to compute: the processor is too slow"
+            f"even with every expert in memory, a token takes"
+            f" {all_resident.tpot * 1e3:.0f} ms to compute, so the processor is too slow"
         )
         return Target(target, None, all_resident, blocked)
     below, meets = least - 1, model.experts
@@ -243,5 +256,5 @@ def reach_target(estimator: Estimator, best: Estimate, memory: int, target: floa
         return Target(target, smallest, smallest, None)
     reason = f"a token spends {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms waiting for experts"
     remedy = f"{show_bytes(smallest.memory)} of memory would be enough"
-    blocked = f"with {show_bytes(memory)} {reason}: reading experts is too slow; {remedy}"
+    blocked = f"with {show_bytes(memory)} of memory {reason}: reading experts is too slow; {remedy}"
     return Target(target, smallest, replace(best, memory=memory), blocked)

@@ -1,8 +1,8 @@
-"""Quick plan of a run without a stored setting: the default policy or LRU.
+"""Quick plan for a run without a stored setting: the default eviction policy, or LRU.
 
-It takes about a second, and compares the misses of both policies on the model's own routing if
-earlier runs recorded some, else on a synthetic workload. Prefetching is decided during the run
-(core/prefetch/guard.py).
+It takes about a second. It compares the misses of both policies on the routing of earlier runs of
+the model, or on a synthetic workload if there are too few. Whether prefetching pays is measured
+during the run (core/prefetch/guard.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ STEPS = 12_000  # the latest ones, at tens of microseconds each
 
 @dataclass(frozen=True, slots=True)
 class QuickPlan:
-    """Quick plan of a run: the setting, and its and plain LRU's misses a token."""
+    """Quick plan for a run: the chosen setting, and its expected misses.
+
+    `misses` are those of the setting for each token, `lru_misses` those of plain LRU.
+    """
 
     setting: Setting
     misses: float
@@ -29,7 +32,10 @@ class QuickPlan:
 
 
 def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
-    """Choose the default setting, or LRU if LRU misses no more."""
+    """Choose between the default eviction policy and LRU, by misses on a trace.
+
+    `capacity` is the number of cache slots. Only the last requests of the trace are replayed.
+    """
     latest = _latest_requests(trace, max(1, STEPS // trace.layers))
     steps = stream(latest, "runtime")
     experts, tokens = int(latest.offsets[-1]), latest.tokens
@@ -49,6 +55,6 @@ def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
 
 
 def _latest_requests(trace: Trace, passes: int) -> Trace:
-    """Select a trace's last requests, with about so many passes in all."""
+    """Select a trace's last requests, which have about `passes` forward passes in all."""
     begin = int(np.searchsorted(trace.first_passes[:-1], trace.passes - passes, "right")) - 1
     return trace.select(range(max(0, begin), trace.requests))

@@ -9,16 +9,21 @@ from typing import Any
 
 POLICIES = ("next-use", "lru", "lcp", "hobbit")  # LRU, and the best ones on recordings
 SCOPES = ("shared", "per-layer")
-SPLITS = ("0.5", "0.75")  # shares of an expert in its top segment, which stays
+SPLITS = ("0.5", "0.75")  # shares of a split expert in its top segment, which is cached
 OFF, AUTO = "off", "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings of a run: eviction policy, scope, prefetching, split, approximation, co-computing.
+    """Options of a run that a plan chooses; the defaults are those of `greenroom run`.
 
-    Fields are options of a run. `scope` may be numbers, one a layer. With `prefetch` auto a run
-    prefetches only while that is faster.
+    policy:         eviction policy of the expert cache
+    scope:          division of slots: shared, per-layer, or one number for each layer
+    prefetch:       predictor of experts, off, or auto (prefetch only while that is faster)
+    split:          share of each expert that is cached, with the rest fetched; or off
+    miss_precision: precision of the copies that serve misses with a low gate weight; or off
+    low_below:      tail weight (gate weight of the lower ranks) below which a copy serves a miss
+    co_compute:     auto lets the host's processor compute misses of a GPU; or off
     """
 
     policy: str = "next-use"
@@ -30,13 +35,13 @@ class Setting:
     co_compute: str = OFF
 
     def options(self) -> dict[str, Any]:
-        """Return a run's setting as options of `LoadConfig`."""
+        """Return the setting as keyword arguments of `LoadConfig`, without those that are off."""
         always = ("policy", "scope", "prefetch")
         values = asdict(self).items()
         return {n: value for n, value in values if n in always or value not in (OFF, None)}
 
     def flags(self) -> str:
-        """Return a run's setting as command line flags."""
+        """Return the setting as command-line options of `greenroom run`."""
         named = self.options().items()
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named)
 
@@ -46,6 +51,6 @@ PLAIN = Setting("lru", "shared", OFF)
 
 
 def candidate_settings() -> Iterator[Setting]:
-    """Yield all candidate settings without prefetching, which is tried with the best of them."""
+    """Yield every combination of eviction policy and scope, without prefetching."""
     for policy, scope in product(POLICIES, SCOPES):
         yield Setting(policy, scope, OFF)

@@ -1,7 +1,8 @@
-"""Cache sizes of layers and splits of experts, chosen by recorded routing.
+"""Cache sizes of layers, and splits of experts, chosen from recorded routing.
 
-AdapMoE's dynamic programme gives slots of layers; MoEpic's Algorithm 1 gives budgets and splits,
-from the experts that tokens used and those that were predicted.
+AdapMoE's dynamic programme gives the slots of each layer. MoEpic's Algorithm 1 gives each layer's
+budget and the share of its experts in their top segments. It uses the experts that tokens used and
+the experts that were predicted for them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ EIGHTHS = 8  # a simulation splits at eighths: a ratio nearer to 1 than to 7/8 i
 def slots_with_fewest_misses(
     requests: Stream, offsets: Ints, capacity: int, *, reset: bool = False
 ) -> tuple[float, ...]:
-    """Find each layer's number of cache slots with the fewest LRU misses, for any order."""
+    """Find each layer's number of cache slots with the fewest LRU misses in total.
+
+    `offsets` [layers + 1] are the ids at which each layer's experts begin; `capacity` is the number
+    of slots of all layers. `reset` empties the caches before each prompt. BudgetError if there are
+    fewer slots than layers.
+    """
     return tuple(map(float, optimal_slots(miss_tables(requests, offsets, reset=reset), capacity)))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfiguration:
-    """Cache configuration that MoEpic's Algorithm 1 chose: slots and splits by layer.
+    """Cache configuration chosen by MoEpic's Algorithm 1: slots and splits by layer.
 
-    scope: each layer's budget in experts
-    split: the share of an expert that is its top, by layer; None where no layer is split
+    scope: each layer's cache size in experts
+    split: share of an expert in its top segment, which is cached, for each layer; None if no
+           layer's experts are split
     """
 
     scope: tuple[float, ...]
@@ -45,7 +52,10 @@ class CacheConfiguration:
 
     @classmethod
     def of(cls, activity: Activity, capacity: int, latency: TokenLatency) -> CacheConfiguration:
-        """Configure a cache by MoEpic's Algorithm 1, from counts of used and predicted experts."""
+        """Configure a cache of `capacity` slots by MoEpic's Algorithm 1.
+
+        `activity` counts the experts that tokens used, and those predicted for them.
+        """
         chosen = configure(layer_statistics(activity), float(capacity), latency)
         ratios = tuple(each.ratio for each in chosen)
         cut = any(round(EIGHTHS * ratio) < EIGHTHS for ratio in ratios)
@@ -55,8 +65,9 @@ class CacheConfiguration:
 def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
     """Count the experts that a trace's tokens used, and those that were predicted.
 
-    Only decode passes count, if the trace has some. `predictions` names predictions of the trace
-    (default: the first; without any nothing counts as predicted). UnknownName lists the names.
+    Only decode passes count, if the trace has any. `predictions` is the name of recorded
+    predictions; the default is the first ones, or none if the trace has none. UnknownName if the
+    trace has no predictions of that name.
     """
     if predictions is not None and predictions not in trace.predictions:
         raise UnknownName("predictions", predictions, trace.predictions)
@@ -76,7 +87,8 @@ def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
 def predicted_activity(trace: Trace, prefetch: str) -> Activity:
     """Count a trace's used and predicted experts, with a predictor replayed over the trace.
 
-    UsageError where the predictor needs data that the trace does not have.
+    `prefetch` names the predictor; with `off` no expert counts as predicted. UsageError if the
+    predictor needs data that the trace does not have.
     """
     activity = Activity(trace.experts_per_layer.tolist())
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch)

@@ -16,7 +16,10 @@ BUSY = 0.5  # share of the cores; a higher load spoils a measurement
 
 
 def machine_summary(machine: Machine) -> list[str]:
-    """Describe a machine's memory and speed in sentences, the most important first."""
+    """Describe a machine's memory and speed in sentences, the most important first.
+
+    The machine's profile comes from `greenroom doctor`.
+    """
     host, link = machine.host, machine.routes[0].link
     processor = machine.processors[0]
     size = processor.expert.nbytes[len(processor.expert.nbytes) // 2]
@@ -29,13 +32,14 @@ def machine_summary(machine: Machine) -> list[str]:
     ]
     if times > 2:
         lines.append(
-            "So the disk limits models that do not fit in memory: more memory helps most, then"
-            " smaller experts (a quantised checkpoint, or greenroom pack)."
+            "So the disk limits the speed of models that do not fit in memory: more memory helps"
+            " most, then smaller experts (a quantised checkpoint, or greenroom pack)."
         )
     else:
         lines.append(
-            "So the disk nearly keeps up: prefetching can hide most reads, and the processor is the"
-            " limit."
+            "So the disk is nearly as fast as the processor: prefetching can hide most reads,"
+            " and the"
+            " processor limits the speed."
         )
     if "1" in (memory := machine.measured.get("memory", {})):
         best = max(float(rate) for rate in memory.values())
@@ -47,12 +51,14 @@ def machine_summary(machine: Machine) -> list[str]:
         lines.append(_device_summary(device, size))
     if available := host.get("available_bytes"):
         lines.append(
-            f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
+            f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free"
+            " during"
+            " the measurement."
         )
     if was_under_load(machine):
         lines.append(
             f"Other programs were running (load {host['load']:.1f} on {host['cores']} cores), so"
-            " these speeds are too low. Measure again on a quiet machine."
+            " these speeds are too low: measure again when the machine is idle."
         )
     return lines
 
@@ -68,9 +74,11 @@ def _device_summary(device: Mapping[str, Any], size: int) -> str:
     pinned = device["pinned"]
     rate = device["pageable"] if pinned is None else pinned
     how = (
-        f"host memory cannot be pinned ({device['unpinned']}), which slows every transfer"
+        f"host memory cannot be page-locked ({device['unpinned']}), which slows every transfer"
         if pinned is None
-        else f"it is pinned, {pinned / device['pageable']:.1f} times as fast as without"
+        else f"the host memory is page-locked, which is {pinned / device['pageable']:.1f} times"
+        " as fast as"
+        " pageable memory"
     )
     return (
         f"{device['name']} has {show_bytes(device['memory_bytes'])} of memory at"
@@ -80,11 +88,11 @@ def _device_summary(device: Mapping[str, Any], size: int) -> str:
 
 
 def model_summary(model: Model, available: int) -> list[str]:
-    """Describe a model, and whether it fits into the available memory."""
+    """Describe a model, and whether it fits into the available bytes of memory."""
     full, least = model.memory(model.experts), model.least_memory
     return [
         f"{model.name}: {model.experts:,} experts in {model.layers} layers, top-{model.top_k},"
-        f" {show_bytes(model.experts * model.slot_bytes)} in all;"
+        f" {show_bytes(model.experts * model.slot_bytes)} in total;"
         f" {show_bytes(model.dense_bytes)} of other weights.",
         f"It needs at least {show_bytes(least)} of memory; {show_bytes(full)} hold all of it."
         f" {show_bytes(available)} are available now:" + _fit_sentence(available, least, full),
@@ -100,7 +108,7 @@ def _fit_sentence(available: int, least: int, full: int) -> str:
 
 
 def bottleneck(plan: Plan) -> str:
-    """Describe the bottleneck of a plan's best setting."""
+    """Describe what limits the speed of a plan's best setting, in one sentence."""
     best = plan.best
     if best.stall < 0.1:
         return "Computing takes nearly all of a token's time: a faster processor would help."
@@ -112,7 +120,7 @@ def bottleneck(plan: Plan) -> str:
 
 
 def curve_row(estimate: Estimate) -> tuple[str, ...]:
-    """Format a table row of a plan's TPOT over memory, under CURVE_HEADER."""
+    """Format one row of the table of TPOT over memory, which CURVE_HEADER heads."""
     return (
         show_bytes(estimate.memory),
         f"{estimate.capacity:,}",
@@ -124,7 +132,7 @@ def curve_row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def comparison_row(estimate: Estimate) -> tuple[str, ...]:
-    """Format a table row of a plan's compared settings, under COMPARISON_HEADER."""
+    """Format one row of the table of compared settings, which COMPARISON_HEADER heads."""
     return (
         estimate.setting.flags(),
         show_time(estimate.tpot),

@@ -1,8 +1,9 @@
 """Workloads for planning: the model's own recorded routing, or synthetic traces.
 
-A synthetic trace has requests with topics (`trace/synth.py`). The locality of real routing differs
-from model to model, so a synthetic workload has three traces: a typical one, and two that bracket
-the models that were recorded (OLMoE, gpt-oss, DeepSeek-V2-Lite; docs/planning.md).
+The requests of a synthetic trace have topics, which prefer some experts (`trace/synth.py`). The
+locality of real routing differs from model to model. So a synthetic workload has three traces: a
+typical one, one with less and one with more locality than the recorded models (OLMoE, gpt-oss,
+DeepSeek-V2-Lite; docs/planning.md).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ENOUGH = 256  # decoded tokens of earlier runs, at which they replace a syntheti
 class Workload:
     """Workload of a plan: routing traces to simulate, the typical one first.
 
-    `recorded` means that they are the model's own routing; `description` is for people.
+    recorded:    whether the traces are recorded routing of the model, and not synthetic
+    description: where the traces come from, as text for the user
     """
 
     traces: tuple[Trace, ...]
@@ -41,7 +43,8 @@ class Workload:
 def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
     """Make a planner's workload from a routing trace recorded with the model.
 
-    TraceError where it is of another model, UsageError where it has no decode pass.
+    `where` is the trace's file, for messages. TraceError if the trace is of another model,
+    UsageError if it has no decode pass.
     """
     shape = tuple(trace.experts_per_layer.tolist())
     if shape != model.experts_per_layer or trace.top_k != model.top_k:
@@ -53,10 +56,14 @@ def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
     if fingerprint and model.fingerprint and fingerprint != model.fingerprint:
         raise TraceError(
             f"{where} is a trace of another model of this shape,"
-            f" {trace.meta.get('model', 'unnamed')}: record {model.name} itself (trace record)"
+            f" {trace.meta.get('model', 'unnamed')}: record {model.name} with `greenroom trace"
+            " record`"
         )
     if trace.pass_prefill.all():
-        raise UsageError(f"{where} has prompts only: a plan needs generated tokens too")
+        raise UsageError(
+            f"{where} has prompts only, but a plan needs generated tokens: record some with"
+            " `greenroom trace record`"
+        )
     trace = trace.head(MOST)
     return Workload(
         (trace,), True,
@@ -65,7 +72,7 @@ def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
 
 
 def decoded_tokens(trace: Trace) -> int:
-    """Count a trace's tokens in decode passes."""
+    """Count the generated tokens of a trace: those of its decode passes."""
     return int(np.diff(trace.pass_starts)[~trace.pass_prefill].sum())
 
 
@@ -75,9 +82,9 @@ def has_enough_tokens(trace: Trace | None) -> bool:
 
 
 def earlier_workload(trace: Trace | None) -> Workload | None:
-    """Make a planner's workload from earlier runs' routing; None if too short.
+    """Make a planner's workload from the routing of earlier runs; None if it is too short.
 
-    The routing is that of plan/history/recent.py.
+    The trace is the one that plan/history/recent.py builds.
     """
     if trace is None or not has_enough_tokens(trace):
         return None
@@ -88,19 +95,26 @@ def earlier_workload(trace: Trace | None) -> Workload | None:
 
 
 def synthetic_workload(model: Model) -> Workload:
-    """Make a planner's workload of synthetic traces of the model's shape."""
+    """Make a planner's workload of three synthetic traces with the model's layers and experts."""
     return Workload(
         tuple(synthetic_trace(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES),
         False,
         f"synthetic, with typical, little and much locality and prompts of {PROMPT} tokens: no"
-        " routing of this model is recorded yet (greenroom run or trace record does that)",
+        " routing of this model is recorded yet (`greenroom run` and `greenroom trace record`"
+        " record it)",
     )  # fmt: skip
 
 
 def synthetic_trace(
     sizes: Sequence[int], top_k: int, skew: float = TYPICAL[0], stickiness: float = TYPICAL[1]
 ) -> Trace:
-    """Make a synthetic trace of a model whose layers have so many experts."""
+    """Make a synthetic routing trace of a model with given numbers of experts.
+
+    sizes:      number of experts of each layer
+    top_k:      experts that a token uses in each layer
+    skew:       strength of the topics' preferences for experts
+    stickiness: probability that a token uses an expert of the token before again
+    """
     tokens = max(256, min(TOKENS, 400_000 // (len(sizes) * top_k)))
     config = TopicsConfig(
         layers=len(sizes), experts=max(sizes), top_k=top_k, tokens=tokens, requests=REQUESTS,
@@ -110,7 +124,7 @@ def synthetic_trace(
 
 
 def _narrow_layers(trace: Trace, sizes: Sequence[int]) -> Trace:
-    """Reduce a trace's equally wide layers to given numbers of experts."""
+    """Reduce the layers of a trace, which have equally many experts, to given numbers."""
     if len(set(sizes)) == 1:
         return trace
     experts = trace.experts.copy()

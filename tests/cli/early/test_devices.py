@@ -12,8 +12,11 @@ from tests.models import cached_tiny
 @pytest.mark.parametrize(
     ("device", "why"),
     [
-        ("cuda:x", "--device cuda:x: write GPUs with numbers, as cuda:0 or cuda:1"),
-        ("cuda:0,cpu", "--device cuda:0,cpu: several devices must be GPUs, as cuda:0,cuda:1"),
+        ("cuda:x", "--device cuda:x: write the number of a GPU after cuda:, as cuda:0"),
+        (
+            "cuda:0,cpu",
+            "--device cuda:0,cpu: several devices must all be GPUs with numbers, as cuda:0,cuda:1",
+        ),
         ("cuda:99", "--device cuda:99: "),
         ("cuda:0,cuda:99", "--device cuda:0,cuda:99: "),
     ],

@@ -167,7 +167,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
         (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
-        (("--prefetch", "token", "--predictor", "x"), "FILE belongs to the predictor learned"),
+        (("--prefetch", "token", "--predictor", "x"), "--predictor FILE is for --prefetch learned"),
         (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
         (("--read-limit", "10%"), "--read-limit must be bytes a second, as 50MB"),
         (("--timeline", "/nowhere/out.json"), "there is no folder /nowhere"),
@@ -194,7 +194,7 @@ def test_a_predictor_of_another_model_is_refused_before_the_model_is_loaded(
     save_predictor(path, tensors, "another", {"model": "olmoe"})
     for options in (("--predictor", path), ("--prefetch", "learned", "--predictor", path)):
         line = cli("run", folder, "Hi", "--cache", "50%", *options).mistake
-        assert line.startswith(f"{path}: was trained for another model (olmoe)")
+        assert line.startswith(f"{path}: the predictor was trained for another model (olmoe)")
     path.write_bytes(b"nonsense")
     assert str(path) in cli("run", folder, "Hi", "--cache", "50%", "--predictor", path).mistake
 
@@ -307,7 +307,7 @@ def test_help_says_what_the_defaults_are(
     text = capsys.readouterr().out
     assert "%%" not in text
     assert "(default: auto)" in text
-    assert "a Hugging Face folder, a hub id, or demo" in text
+    assert "a model: a Hugging Face folder" in text
 
 
 def test_a_read_error_in_the_middle_of_an_answer(

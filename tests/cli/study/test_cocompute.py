@@ -60,12 +60,9 @@ def test_named_systems_compute_where_it_is(cli: Run, recorded: Path, tmp_path: P
     assert hybrimoe["on_host"] > 0
     assert "on_host" not in llru
     assert fiddler["without"] == []
-    assert all("beside their weights" not in what for what in hybrimoe["without"])
+    assert all("by the host's processor" not in what for what in hybrimoe["without"])
     alone = cli(*asked)
-    assert (
-        "misses computed by the processor beside their weights"
-        in json.loads(alone.out)[0]["without"]
-    )
+    assert "misses computed by the host's processor" in json.loads(alone.out)[0]["without"]
     off = cli(*asked, "--host-capacity", "100%", "--co-compute", "off")
     assert all("on_host" not in row for row in json.loads(off.out))
 

@@ -179,7 +179,7 @@ def test_mistakes_of_simulate(cli: Run, tmp_path: Path, options: tuple, said: st
 
 def test_tune_keeps_what_is_lossless(cli: Run, folder: Path) -> None:
     ran = cli("tune", folder, "--cache", "30%", "--skip-below", 0.1)
-    assert "tune compares settings with the same output" in ran.mistake
+    assert "`greenroom tune` compares settings with the same output" in ran.mistake
 
 
 def test_a_server_cannot_promise_the_same_answer(cli: Run, folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_budgets_and_pins_of_a_run_count_as_a_replay(
     assert cli("trace", "budgets", first, "--capacity", "50%", "-o", budgets).code == 0
     for tasks in ("stage", "all"):
         made = cli("trace", "hot", first, "--task", tasks, "--share", "25%", "-o", pins)
-        assert "experts to pin of" in made.out
+        assert "experts to pin, of" in made.out
         recorded = cli(
             "trace", "record", source, "-o", out, *options, "--scope", budgets, "--pin", pins
         )
@@ -118,7 +118,7 @@ def test_budgets_and_pins_of_a_run_count_as_a_replay(
         ),
         (("--pin", "never"), "unknown pin 'never': choose one of step, none, FILE"),
         (("--pin", "none.json", "--order", "runtime"), "cannot read none.json"),
-        (("--pin", "none.json"), "--pin FILE is about misses of real passes"),
+        (("--pin", "none.json"), "--pin FILE works only with --order runtime"),
     ],
 )
 def test_mistakes_of_simulate(
@@ -139,7 +139,7 @@ def test_mistakes_of_simulate(
         (("--task", "law"), "unknown task 'law': choose one of topic"),
         (
             ("--task", "all", "--share", "5MB"),
-            "--share 5MB: write a share of every layer's experts",
+            "--share must be a share of every layer's experts, as 10%",
         ),
         (("--task", "all", "--share", "100%"), "is 1: it must be above 0 and below 1"),
     ],

@@ -40,10 +40,10 @@ def test_simulate_takes_what_it_writes(
     out, more = tmp_path / "b.json", ("--machine", machine, "--expert-bytes", "100B") * timed
     assert cli(
         "trace", "budgets", trace, "--capacity", "6", "--method", method, "-o", out, *more
-    ).out.startswith(f"{out}: 6 slots as ")
-    made = json.loads(out.read_text())
-    assert sum(made["slots"]) == 6
-    assert made["method"] == method
+    ).out.startswith(f"{out}: 6 slots, by layer: ")
+    written = json.loads(out.read_text())
+    assert sum(written["slots"]) == 6
+    assert written["method"] == method
     row = cli(
         "simulate", trace, "--policy", "lru", "--capacity", "6", "--order", "runtime",
         "--scope", out, "--json",
@@ -58,23 +58,23 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
         "trace", "budgets", trace, "--capacity", "6", "--method", "moepic", "-o", out,
         "--machine", machine, "--expert-bytes", "100B", "--dense-bytes", "100B",
     )  # fmt: skip
-    made = json.loads(out.read_text())
-    assert "top segments" in ran.out
-    assert sum(made["slots"]) == pytest.approx(6)
-    assert all(0 < share <= 1 for share in made["split"])
+    written = json.loads(out.read_text())
+    assert "share of an expert in its top segment" in ran.out
+    assert sum(written["slots"]) == pytest.approx(6)
+    assert all(0 < share <= 1 for share in written["split"])
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--method", "best"), "unknown method 'best': choose one of marginal, optimal, moepic"),
-        (("--method", "moepic"), "moepic weighs loading against computing: give --machine"),
+        (("--method", "moepic"), "moepic needs the times of loading and computing"),
         (("--expert-bytes", "1MiB"), "--expert-bytes has an effect only with --machine"),
         (("--limit", "0"), "--limit must be at least 1 token, got 0"),
-        (("--capacity", "1"), "2 layers need at least one slot each, got 1"),
-        (("--capacity", "2,3"), "--capacity is one number here, got 2,3"),
-        (("--machine", "MACHINE"), "the trace does not have the size of an expert"),
-        ((*MOEPIC, "--zeta", "2"), "zeta must be above 0 and below 1: 2"),
+        (("--capacity", "1"), "2 layers need at least one cache slot each"),
+        (("--capacity", "2,3"), "--capacity must be a single number or share here"),
+        (("--machine", "MACHINE"), "the trace does not say how large an expert is"),
+        ((*MOEPIC, "--zeta", "2"), "zeta must be above 0 and below 1, got 2"),
         ((*MOEPIC, "--predictions", "markov"), "unknown predictions 'markov'"),
         (
             ("--machine", "MACHINE", "--expert-bytes", "5%"),

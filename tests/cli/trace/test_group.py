@@ -123,7 +123,7 @@ def test_a_run_counts_what_the_replay_of_its_trace_gives(
 @pytest.mark.parametrize(
     "name", ["moe-infinity:matching=request,capacity=1", "hybrimoe", "next-use", "hobbit", "llru"]
 )
-def test_policies_are_told_of_prompts_and_weights_as_a_replay_tells_them(
+def test_policies_get_prompts_and_weights_as_in_a_replay(
     cli: Run, folder: Path, tmp_path: Path, name: str
 ) -> None:
     out, texts = tmp_path / "t", ["The green room", "Once upon a time there was", "The green room"]
@@ -258,10 +258,15 @@ def test_mistakes(cli: Run, folder: Path, prompts: Path, tmp_path: Path) -> None
         ("import", tmp_path / "none", "-o", out): "cannot be read: No such file",
         ("import", prompts, "-o", out): "not a trace",
         ("info", prompts): "not a trace",
-        ("info", tmp_path / "small", "--segments", "a"): "write whole numbers as 4,16",
+        (
+            "info",
+            tmp_path / "small",
+            "--segments",
+            "a",
+        ): "--segments must be whole numbers with commas",
         ("info", tmp_path / "small", "--segments", "0"): "--segments must be at least 1",
         ("info", tmp_path / "small", "--groups", "0"): "--groups must be at least 1",
-        ("synth", "zipf", "-o", out, "--top-k", 9): "--top-k 9 needs more than 8 experts",
+        ("synth", "zipf", "-o", out, "--top-k", 9): "--top-k 9 is more than the 8 experts",
         ("synth", "pareto", "-o", out): "invalid choice: 'pareto'",
         ("sing",): "invalid choice: 'sing'",
     }
@@ -270,7 +275,7 @@ def test_mistakes(cli: Run, folder: Path, prompts: Path, tmp_path: Path) -> None
     assert not out.exists()
 
 
-def test_a_prompt_that_is_too_long_is_told_before_the_first_is_answered(
+def test_a_prompt_that_is_too_long_is_refused_before_the_first_answer(
     cli: Run, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "p.txt").write_text("short\n" + "long " * 90)

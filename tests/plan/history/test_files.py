@@ -50,20 +50,20 @@ def test_a_file_that_was_cut_off_is_refused(path: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("before", "after", "message"),
     [
-        (b"greenroom.predictor", b"greenroom.different", "but not a predictor"),
-        (b'"version":"1"', b'"version":"7"', "a predictor of version 7; this Greenroom reads 1"),
+        (b"greenroom.predictor", b"greenroom.different", "but is not a predictor"),
+        (b'"version":"1"', b'"version":"7"', "version 7, but this Greenroom reads version 1"),
         (b'"shape":[2,3]', b'"shape":[2,4]', "its header is damaged"),
     ],
 )
 def test_a_file_that_says_something_else(
-    path: Path, before: bytes, after: bytes, words: str
+    path: Path, before: bytes, after: bytes, message: str
 ) -> None:
     data = path.read_bytes()
     assert before in data
     path.write_bytes(data.replace(before, after))
-    with pytest.raises(PredictorError, match=words):
+    with pytest.raises(PredictorError, match=message):
         load_predictor(path, "abc")
 
 

@@ -76,8 +76,15 @@ def test_the_least_of_the_last_processes_counts():
     """The first compiles; a later one that takes more counts when those before are forgotten."""
     known = Records()
     assert known.process is None
-    for taken, expected in ((700, 700), (600, 600), (605, 600), (650, 600), (650, 600), (650, 650)):
-        known = known.with_load(taken)
+    for process_bytes, expected in (
+        (700, 700),
+        (600, 600),
+        (605, 600),
+        (650, 600),
+        (650, 600),
+        (650, 650),
+    ):
+        known = known.with_load(process_bytes)
         assert known.process == expected
     assert known.with_load(651) is known
     save("one", known)
@@ -129,8 +136,8 @@ def test_updates_at_the_same_time_all_count_and_no_change_writes_nothing():
         thread.start()
     for thread in threads:
         thread.join()
-    found = files.load_records("abc", "one")
-    assert sorted(each.capacity for each in found.settings) == [100 * 2**n for n in range(8)]
+    loaded = files.load_records("abc", "one")
+    assert sorted(each.capacity for each in loaded.settings) == [100 * 2**n for n in range(8)]
     path = files.records_path("abc")
     written = path.stat().st_ino
     assert files.update_records("abc", "one", lambda before: before) == path
@@ -147,7 +154,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_names_that_are_no_files_and_folders_that_are():
-    with pytest.raises(ValueError, match="no fingerprint"):
+    with pytest.raises(ValueError, match="is not a model's fingerprint"):
         files.records_path("../x")
     files.records_path("abc").parent.parent.mkdir(parents=True)
     files.records_path("abc").parent.write_text("in the way")

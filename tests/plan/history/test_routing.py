@@ -49,9 +49,9 @@ def same(one: RoutingHistory | None, two: RoutingHistory) -> None:
     assert one is not None
     np.testing.assert_array_equal(one.hot, two.hot)
     np.testing.assert_array_equal(one.popularity, two.popularity)
-    wanted = {name: state for name, state in two.states.items() if state}
-    assert one.states.keys() == wanted.keys()
-    for name, state in wanted.items():
+    expected_states = {name: state for name, state in two.states.items() if state}
+    assert one.states.keys() == expected_states.keys()
+    for name, state in expected_states.items():
         assert one.states[name].keys() == state.keys()
         for key, array in state.items():
             np.testing.assert_array_equal(one.states[name][key], array, strict=True)
@@ -83,10 +83,10 @@ def test_files_of_the_safetensors_library_are_read(cache):
 
 def test_other_readers_open_it():
     save(KEY, some())
-    found = load_file(path_of(KEY))
-    assert found.keys() == some().arrays(files.LIMIT).keys()
+    stored_arrays = load_file(path_of(KEY))
+    assert stored_arrays.keys() == some().arrays(files.LIMIT).keys()
     for name, array in some().arrays(files.LIMIT).items():
-        np.testing.assert_array_equal(found[name], array, strict=True)
+        np.testing.assert_array_equal(stored_arrays[name], array, strict=True)
 
 
 def test_deleting_it_is_harmless(cache):
@@ -172,19 +172,21 @@ def test_any_change_of_its_bytes_is_noticed(data, tmp_path_factory):
         for _ in range(data.draw(st.integers(1, 4))):
             raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
         path_of(KEY).write_bytes(raw)
-        found = load(KEY)
-        if found is not None:
-            same(found, some())
+        stored_arrays = load(KEY)
+        if stored_arrays is not None:
+            same(stored_arrays, some())
 
 
 def test_the_largest_states_are_left_out(monkeypatch, caplog):
     monkeypatch.setattr(files, "LIMIT", 4000)
     big = {f"p{n}": {"x": np.zeros(n * 100, np.uint8)} for n in (3, 20, 9, 15)}
     save(KEY, RoutingHistory(np.arange(3), np.ones(48), big))
-    found = load(KEY)
-    assert found is not None
-    assert sorted(found.states) == ["p15", "p3", "p9"]
-    assert warnings(caplog) == ["the state of predictor p20 is too large to be stored"]
+    stored_arrays = load(KEY)
+    assert stored_arrays is not None
+    assert sorted(stored_arrays.states) == ["p15", "p3", "p9"]
+    assert warnings(caplog) == [
+        "the counts of predictor p20 are too large to be stored for later runs"
+    ]
     assert path_of(KEY).stat().st_size < 4000 + files._OVERHEAD
 
 
@@ -236,10 +238,13 @@ def test_savers_at_the_same_time_do_not_mix():
     def work(mine: RoutingHistory) -> None:
         for _ in range(10):
             save(KEY, mine)
-            found = load(KEY)
+            stored_arrays = load(KEY)
             try:
-                assert found is not None
-                same(found, next(s for s in several if np.array_equal(s.hot, found.hot)))
+                assert stored_arrays is not None
+                same(
+                    stored_arrays,
+                    next(s for s in several if np.array_equal(s.hot, stored_arrays.hot)),
+                )
             except BaseException as error:
                 wrong.append(error)
 
@@ -254,11 +259,11 @@ def test_savers_at_the_same_time_do_not_mix():
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", ".hidden", "x" * 200])
 def test_a_fingerprint_must_be_a_name(bad):
     for use in (lambda: load(bad), lambda: save(bad, some())):
-        with pytest.raises(ValueError, match="no fingerprint"):
+        with pytest.raises(ValueError, match="is not a model's fingerprint"):
             use()
 
 
-def test_where_it_is_kept(monkeypatch):
+def test_the_routing_is_stored_in_the_cache_folder(monkeypatch):
     from greenroom.cli.estimate.machine import default_profile
 
     assert files.cache_folder() == default_profile().parent
@@ -288,7 +293,7 @@ def test_the_hot_set_is_what_was_resident_then_what_was_popular():
     capacity=st.integers(3, 12),
     scope=st.sampled_from(["shared", "per-layer"]),
 )
-def test_a_hot_set_fits_whatever_was_kept(hot, popularity, capacity, scope):
+def test_a_hot_set_fits_the_cache_for_any_stored_history(hot, popularity, capacity, scope):
     history = RoutingHistory(np.array(hot, np.int64), np.array(popularity))
     chosen = history.hot_set(OFFSETS, capacity, scope)
     assert len(chosen) <= capacity

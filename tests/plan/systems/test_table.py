@@ -11,15 +11,15 @@ from greenroom.policies import policy
 from greenroom.predictors import predictor
 from tests.options import needs_option
 
-KNOWN = {*LoadConfig.__dataclass_fields__}
-ASKED = (
+OPTIONS_OF_A_RUN = {*LoadConfig.__dataclass_fields__}
+USER_OPTIONS = (
     "mixtral-offloading adapmoe moe-infinity promoe moepic pre-gated hobbit fate hybrimoe fiddler"
     " llru static greenroom"
 )
 
 
 def test_all_are_there():
-    assert set(ASKED.split()) == set(SYSTEMS)
+    assert set(USER_OPTIONS.split()) == set(SYSTEMS)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -30,12 +30,12 @@ def test_parts_of_a_row_exist(name):
     assert row.scope in ("shared", "per-layer")
     assert row.source
     assert row.reading
-    assert set(row.settings()) <= KNOWN
+    assert set(row.settings()) <= OPTIONS_OF_A_RUN
 
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if not SYSTEMS[n].parts()])
 def test_rows_that_need_nothing_more_are_options_of_a_run(name):
-    LoadConfig(**system_options(system(name), {}, KNOWN))
+    LoadConfig(**system_options(system(name), {}, OPTIONS_OF_A_RUN))
 
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if SYSTEMS[n].parts()])
@@ -48,25 +48,27 @@ def test_what_a_row_lacks_is_named(name):
 
 
 def test_what_is_given_goes_before_the_row():
-    found = system_options(system("mixtral-offloading"), {"policy": "fifo", "readers": 3}, KNOWN)
-    assert found == {
+    combined = system_options(
+        system("mixtral-offloading"), {"policy": "fifo", "readers": 3}, OPTIONS_OF_A_RUN
+    )
+    assert combined == {
         "policy": "fifo", "scope": "per-layer", "prefetch": "next-gate:1", "no_guard": True,
         "readers": 3,
     }  # fmt: skip
-    sized = system_options(system("adapmoe"), {"scope": "4,4"}, KNOWN)
+    sized = system_options(system("adapmoe"), {"scope": "4,4"}, OPTIONS_OF_A_RUN)
     assert sized["scope"] == "4,4"
 
 
 @needs_option("co_compute")
 @needs_option("miss_precision")
 def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
-    every = {*KNOWN, "co_compute", "miss_precision", "pin", "split"}
+    every = {*OPTIONS_OF_A_RUN, "co_compute", "miss_precision", "pin", "split"}
     assert system_options(system("hybrimoe"), {}, every)["co_compute"] == "auto"
     assert system_options(system("moepic"), {}, every)["split"] == "auto"
     with pytest.raises(UsageError, match=r"int4, which change the output .--miss-precision.$"):
         system_options(system("hobbit"), {}, every)
     assert system_options(system("hobbit"), {"miss_precision": "int4"}, every)["policy"] == "hobbit"
-    with pytest.raises(UsageError, match="system static needs a set of experts chosen beforehand"):
+    with pytest.raises(UsageError, match="system static needs experts chosen before the run"):
         system_options(system("static"), {}, every)
     pinned = system_options(system("static"), {"pin": "hot.json"}, every)
     assert pinned["policy"] == "lru"
@@ -74,7 +76,7 @@ def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
 
 def test_only_greenroom_is_guarded():
     assert [n for n, row in SYSTEMS.items() if row.guard] == ["greenroom"]
-    assert system_options(system("greenroom"), {}, KNOWN)["no_guard"] is False
+    assert system_options(system("greenroom"), {}, OPTIONS_OF_A_RUN)["no_guard"] is False
 
 
 def test_names():

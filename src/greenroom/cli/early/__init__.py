@@ -1,1 +1,1 @@
-"""Checks of options, and compilation of kernels, that begin before heavy imports."""
+"""Checks of options, and compilation of kernels, before heavy libraries are imported."""

@@ -1,4 +1,4 @@
-"""Checks of a run's options that do not import torch."""
+"""Checks of a run's options that do not need torch, and so fail early."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from greenroom.errors import DeviceError, PredictorError, UsageError
 
 
 def check_early(config: LoadConfig) -> None:
-    """Check a run's options before torch is imported; loading checks the rest.
+    """Check options of loading a model before torch is imported; loading checks the rest.
 
-    UsageError, PredictorError or DeviceError.
+    UsageError for a wrong option, PredictorError for a predictor's file that cannot be read, and
+    DeviceError for a GPU with a torch that was built without CUDA.
     """
     if ":" in config.policy:
         from greenroom.policies import policy
@@ -25,7 +26,7 @@ def check_early(config: LoadConfig) -> None:
         predictor(config.prefetch)
     _check_predictor(config)
     if config.pin is not None:
-        _readable(config.pin, UsageError, "cannot read {}: {}")
+        _readable(config.pin, UsageError, "cannot read {}, the file of --pin: {}")
     _check_device(config)
     if config.kv in ("int4", "int2") and find_spec("optimum") is None:
         raise UsageError(
@@ -43,9 +44,10 @@ def _check_predictor(config: LoadConfig) -> None:
         return
     if name not in ("auto", "learned", "off", "none"):
         raise UsageError(
-            "--predictor FILE belongs to the predictor learned: add --prefetch learned"
+            f"--predictor FILE is for --prefetch learned, but --prefetch is {config.prefetch}: give"
+            " --prefetch learned, or leave out --predictor"
         )
-    _readable(config.predictor, PredictorError, "{}: cannot be read: {}")
+    _readable(config.predictor, PredictorError, "{}: the predictor's file cannot be read: {}")
 
 
 def _check_device(config: LoadConfig) -> None:
@@ -61,8 +63,8 @@ def _check_device(config: LoadConfig) -> None:
         )
     if kind == "cpu" and config.kv == "offloaded":
         raise UsageError(
-            "--kv offloaded moves a GPU's KV cache to host memory: without a GPU it is there"
-            " already"
+            "--kv offloaded keeps a GPU's KV cache in main memory, but --device is cpu: leave out"
+            " --kv"
         )
 
 

@@ -11,7 +11,10 @@ ROOM = 2 << 30  # bytes; with less the second process could break the budget
 
 
 def compile_ahead(model: str, config: LoadConfig) -> None:
-    """Start to compile kernels in a second process, where the memory budget has room."""
+    """Start to compile kernels in a second process, before the model is loaded.
+
+    Nothing is compiled with a memory budget below 2 GiB, for GPUs, eager kernels or float32.
+    """
     if config.device.startswith("cuda"):  # Triton compiles there, when the model is loaded
         return
     from greenroom.runtime.kernels import precompile
@@ -27,7 +30,7 @@ def compile_ahead(model: str, config: LoadConfig) -> None:
 
 
 def _dtype(config: Path) -> str:
-    """Return the dtype of a folder's model; bfloat16 where its config does not say."""
+    """Return the data type in a model's config.json; bfloat16 if the config does not say."""
     try:
         stored = JsonObject(read(config, unique=False)).values
         return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")

@@ -1,1 +1,1 @@
-"""Profiles of machines and estimates of models for the commands plan, tune and doctor."""
+"""Machine profiles and speed estimates for the commands plan, tune and doctor."""

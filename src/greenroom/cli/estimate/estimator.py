@@ -1,4 +1,4 @@
-"""Estimators of a model's speed, from its headers, its routing and a machine's costs."""
+"""Estimators of a model's speed, from its checkpoint's headers, its routing and a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
-    """Return the sizes and shape of a model, read from its checkpoint's headers."""
+    """Return the sizes and shape of a model, read from its checkpoint's headers.
+
+    `gpu`: whether a GPU computes, so that memory means memory of the GPU.
+    """
     from greenroom.hf.load.describe import describe
 
     quiet()
@@ -25,9 +28,10 @@ def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
 
 
 def workload_of(trace: Path | None, model: Model) -> Workload:
-    """Return the routing for an estimate: a recording, earlier runs, or a synthetic workload.
+    """Return the routing with which a model's speed is estimated.
 
-    TraceError where the recording is of another model.
+    It is that of the file `trace`, or of earlier runs, or synthetic if there are too few.
+    TraceError if the file is of another model.
     """
     from greenroom.plan.history.files import load_routing
     from greenroom.plan.history.recent import recent_trace
@@ -49,9 +53,13 @@ def estimator_of(
     host_memory: str | int | None = None,
     co_compute: bool = False,
 ) -> Any:
-    """Return a speed estimator, and how many measured runs of this model calibrated its costs.
+    """Return a model's speed estimator, and the number of measured runs that calibrated it.
 
-    `processor` computes (default: the first); `co_compute`: estimate also co-compute with the host.
+    processor:   processor of the machine that computes (default: its first)
+    host_memory: value of --host-memory, the memory of the host that caches experts for a GPU
+    co_compute:  whether to also estimate settings in which the host computes misses of the GPU
+
+    UsageError if `co_compute` or `host_memory` does not suit the machine.
     """
     from greenroom.core.machine import machine_name
     from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
@@ -67,8 +75,8 @@ def estimator_of(
     host = host_slots(model, machine, costs, host_memory)
     if co_compute and not (host and costs.host is not None):
         raise UsageError(
-            "--co-compute auto needs experts in host memory (--host-memory) and a GPU that computes"
-            " (--processor)"
+            "--co-compute auto needs experts in host memory and a GPU that computes: give"
+            " --host-memory, and a GPU of the machine's profile with --processor"
         )
     limit = None
     if config.read_limit is not None:
@@ -84,17 +92,17 @@ def estimator_of(
 
 
 def host_slots(model: Model, machine: Machine, costs: Costs, memory: str | int | None) -> int:
-    """Return how many experts fit in host memory between disk and GPU.
+    """Return the number of experts that host memory can cache between disk and GPU.
 
-    The default memory is that of a run. UsageError for an amount where the processor has no host
-    memory behind it.
+    `memory` is the value of --host-memory; None means 80 % of the free memory, as in a run. The
+    number is 0 if no GPU computes. UsageError if `memory` is given and no GPU computes.
     """
     if memory is None and len(costs.links) != 2:
         return 0
     if len(costs.links) != 2:
         raise UsageError(
-            "--host-memory needs a processor with its own memory, as a GPU: name it with"
-            " --processor"
+            "--host-memory is for a GPU, but the processor that computes has no memory of its own:"
+            " leave out --host-memory, or name a GPU of the machine's profile with --processor"
         )
     total = int(machine.host.get("memory_bytes", 0))
     if memory is None:

@@ -1,4 +1,4 @@
-"""Machine profiles: where they are stored, how they are measured, which processor computes."""
+"""Machine profiles: their path, their measurement, and the choice of a processor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def profile(source: str) -> Machine: ...
 @overload
 def profile(source: None) -> None: ...
 def profile(source: str | None) -> Machine | None:
-    """Load a machine profile from a file; `auto` is this machine's. ProfileError."""
+    """Load a machine profile from a file; `auto` loads this machine's, None gives None.
+
+    ProfileError if the file is missing or damaged.
+    """
     from greenroom.core.machine import Machine
 
     if source is None:
@@ -37,7 +40,14 @@ def profile(source: str | None) -> Machine | None:
 def measure(
     path: Path | None, quick: bool, progress: Progress, output: Path | None = None
 ) -> Machine:
-    """Measure this machine and save its profile. UsageError, OutputError."""
+    """Measure this machine, save its profile, and return it.
+
+    path:   folder or file whose disk is measured (default: the folder of downloaded models)
+    quick:  whether to measure less exactly, in under 30 seconds
+    output: file of the profile (default: the one that `auto` loads)
+
+    UsageError for an unusable path, OutputError if the profile cannot be written.
+    """
     target = output or default_profile()
     if output is None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +78,10 @@ def measure(
 
 
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
-    """Return a machine profile, measured first if missing, and whether it is this machine's."""
+    """Load a machine profile: (the profile, whether it is of this machine).
+
+    `source` is a file or `auto`; with `auto` this machine is measured first if it has no profile.
+    """
     from greenroom.core.machine import machine_name
     from greenroom.runtime.measure.bandwidth import host_facts
 
@@ -81,18 +94,23 @@ def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
 
 
 def computes(machine: Machine, name: str | None) -> Processor:
-    """Return the processor with this name; without a name, a GPU if there is one. UnknownName."""
+    """Return the processor of a machine with this name, or a default one for None.
+
+    The default is the first GPU, or the first processor if there is no GPU. UnknownName if there
+    is no processor of that name.
+    """
     if name is not None:
         return machine.processor(name)
     return next((p for p in machine.processors if on_a_gpu(p)), machine.processors[0])
 
 
 def on_a_gpu(processor: Processor) -> bool:
+    """Check whether a processor is a GPU: whether its memory is the device's."""
     return processor.memory == "device"
 
 
 def memory_of(machine: Machine, gpu: bool) -> int:
-    """Return the bytes of a machine's or its GPU's memory; 0 if not measured."""
+    """Return the bytes of a machine's memory, or of its GPU's; 0 if they were not measured."""
     if gpu:
         return int(machine.measured.get("device", {}).get("memory_bytes", 0))
     return int(machine.host.get("memory_bytes", 0))

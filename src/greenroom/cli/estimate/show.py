@@ -1,4 +1,4 @@
-"""The settings and speeds that `greenroom plan` found, as text and as JSON."""
+"""The result of `greenroom plan`, settings and speeds, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ def facts_of(
     plan: Plan,
     processor: Processor,
 ) -> list[tuple[str, str]]:
-    """Return the model, machine, routing and slots of a plan, as text by name."""
+    """Describe the model, machine, routing and cache slots of a plan.
+
+    Returns pairs of a name and a text. `local` says whether the machine is this one, `measured` is
+    the number of runs that calibrated the plan.
+    """
     from greenroom.core.machine import machine_name
     from greenroom.plan.summary import was_under_load
 
     whose = "this one" if local else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
     runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
-    runs += "; measured under load: greenroom doctor measures it again" * was_under_load(machine)
+    runs += (
+        "; other programs ran during its measurement: run `greenroom doctor` again"
+        * was_under_load(machine)
+    )
     full = model.slots_when_full(plan.memory)
     slots = f"{plan.capacity:,} experts" + (
-        f", {full:,} when a context of {model.context:,} tokens is full"
+        f", {full:,} with a full context of {model.context:,} tokens"
         if full < plan.capacity else ""
     )  # fmt: skip
     return [
@@ -49,9 +56,10 @@ def facts_of(
 
 
 def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = "") -> str:
-    """Format a plan's best settings and expected speeds as text.
+    """Format a plan's best setting and expected speed as text.
 
-    `options` are those of the run that are not part of a setting.
+    `facts` describe the plan as pairs of a name and a text, `source` is the model as the user named
+    it, and `options` are options of the recommended run besides --memory and the setting.
     """
     from greenroom.plan.page import target_message
     from greenroom.plan.summary import COMPARISON_HEADER, bottleneck, comparison_row
@@ -82,14 +90,17 @@ def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = 
 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
-    """Format estimated speed against memory as a table, one line for each memory budget."""
+    """Format estimated speeds as a table, one line for each memory budget."""
     from greenroom.plan.summary import CURVE_HEADER, curve_row
 
     return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 
 
 def as_json(plan: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
-    """Return the object that `greenroom plan --json` prints."""
+    """Return the object that `greenroom plan --json` prints.
+
+    `facts` describe the plan as pairs of a name and a text, `source` is the model's name.
+    """
     target = plan.target
     return {
         "model": source,

@@ -1,1 +1,1 @@
-"""Command-line options, made from the config dataclasses."""
+"""Command-line options, made from the fields of the config dataclasses."""

@@ -1,4 +1,4 @@
-"""Command line options from the fields of config dataclasses."""
+"""Command-line options from the fields of config dataclasses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from greenroom.config import GROUPS, flag, options_in
 from greenroom.option import REQUIRED
 
 Config = TypeVar("Config")
+MODEL = (
+    "a model: a Hugging Face folder, a pack, a GGUF file, a hub id, or demo (ships with Greenroom)"
+)
 
 
 def add_options(
@@ -24,9 +27,9 @@ def add_options(
 ) -> None:
     """Add a command-line option for each option field of a config dataclass.
 
-    title: the options' group in the help, or else each field's own
-    names: only these fields
-    texts: help of options that mean something else to this command
+    title: heading of the options in the help (default: each field's own group)
+    names: the fields to add (default: all)
+    texts: help texts of options that mean something else to this command, by field
     """
     types = typing.get_type_hints(config)
     fields = [each for each in options_in(config) if names is None or each.name in names]
@@ -55,31 +58,34 @@ def add_options(
 
 
 def _group(parser: Parser, title: str) -> Any:
-    """Return the parser's group of options with this title, which several configs may share."""
+    """Return the parser's group of options with this title, or add the group."""
     groups = (each for each in parser._action_groups if each.title == title)
     return next(groups, None) or parser.add_argument_group(title)
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of an option's value, for a hint such as `float | None`."""
+    """Return the type of an option's value for a type hint such as `float | None`."""
     kinds = [each for each in (str, Path, float, int) if each in (typing.get_args(hint) or (hint,))]
     return kinds[0]
 
 
 def add_model(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    """Add the positional argument MODEL to a command."""
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
 
 
 def add_verbose(parser: Parser) -> None:
+    """Add the option --verbose to a command that loads a model."""
     parser.add_argument(
         "--verbose", action="store_true",
-        help="a longer start-up line: what is where, and the options that reproduce it",
+        help="print more when the model is loaded: what is in which memory, and the options that"
+        " reproduce this run",
     )  # fmt: skip
     parser.show("verbose")
 
 
 class _StoreValue(argparse.Action):
-    """An argparse action that stores a value, and notes that the user configured the option."""
+    """An argparse action that stores a value, and records that the user gave the option."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, values)
@@ -97,14 +103,14 @@ class _Flag(_StoreValue):
 
 
 def configured(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the user gave, even where they equal the defaults."""
+    """Return the options that the user gave, by field, even if they equal the defaults."""
     return dict(getattr(args, "configured", {}))
 
 
 def take(args: argparse.Namespace, config: type[Config]) -> Config:
-    """Make a checked config from the parsed command-line arguments.
+    """Make a config of class `config` from the parsed command-line arguments.
 
-    Fields without an option in this command keep their defaults.
+    Fields without an option in this command keep their defaults. UsageError for a wrong value.
     """
     names = [each.name for each in options_in(config) if hasattr(args, each.name)]
     return config(**{name: getattr(args, name) for name in names})

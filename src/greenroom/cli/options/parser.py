@@ -1,4 +1,4 @@
-"""The argument parser of all commands: errors in one line, short help by default."""
+"""The argument parser of all commands: one-line errors, short help by default."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ class Parser(argparse.ArgumentParser):
         self._common: set[str] = set()
 
     def show(self, *names: str) -> None:
-        """Show the named options in --help, which otherwise shows only required ones."""
+        """Show the named options in --help.
+
+        All options are shown until the first call, then only required and named ones; --help-all
+        shows all.
+        """
         if names and not self._common:
-            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+            self.add_argument(
+                "--help-all", action=_HelpAll, help="show the help of all options and exit"
+            )
             self._common = {"help", "help_all"}
         self._common.update(names)
 
@@ -46,7 +52,7 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def format_all(self) -> str:
-        """Format the help of all options, in groups."""
+        """Format the help of all options of a command, in groups."""
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -54,9 +60,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None:
-    """Add a subcommand for each module, from its HELP, `add_to` and `main`.
+    """Add subcommands to a parser, each from a module with HELP, `add_to` and `main`.
 
-    A group of commands has no `main`.
+    `dest` is the attribute of the parsed arguments that holds the chosen name. A module that is
+    itself a group of commands has no `main`.
     """
     parser.set_defaults(main=lambda args: print(parser.format_help(), end=""))
     below = parser.add_subparsers(dest=dest, metavar="COMMAND")

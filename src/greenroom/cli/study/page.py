@@ -28,10 +28,15 @@ def page(
     go: Go,
     command: str,
 ) -> str:
-    """Make the HTML report of a simulation study of the trace `source`.
+    """Make the HTML report of a simulation study, and return the page.
 
-    Curves show misses without prefetching, which depend on no machine. They have more points than
-    the study; `go` runs the missing cells.
+    Its curves show miss ratios without prefetching, which depend on no machine. They have more
+    points than the study; `go` simulates the missing cells (policy and capacity).
+
+    source:  file of the trace
+    cells:   the simulated policies and capacities
+    rows:    the results of `cells`
+    command: the command line, which the report shows
     """
     trace, counted = study.trace, replace(study, costs=None)
     experts = int(trace.offsets[-1])
@@ -77,9 +82,9 @@ def page(
 
 
 def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
-    """Return the miss ratio of OPT (Belady) without pinning, by cache capacity.
+    """Return the least possible miss ratio by cache capacity, that of OPT (Belady's policy).
 
-    The capacities are `points` and about 200 others.
+    No experts are pinned. The capacities are `points` and about 200 others.
     """
     curve = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
     step = max(1, curve.capacities.size // 200)

@@ -11,15 +11,17 @@ from greenroom.errors import OutputError
 
 
 def add_out(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the required option --out, the file that a command writes."""
     parser.add_argument("-o", "--out", metavar="FILE", required=True, type=Path, help=text)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print {what}, nothing else")
+    """Add the option --json to a command that then prints `what` only."""
+    parser.add_argument("--json", action="store_true", help=f"print {what}, and nothing else")
 
 
 def check_target(path: Path) -> None:
-    """Check that a file can be written at `path`, before any work is done. OutputError."""
+    """Check that a command can write a file at `path`; raises OutputError if it cannot."""
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a folder")
     if path.exists() and not path.is_file():
@@ -27,7 +29,7 @@ def check_target(path: Path) -> None:
     if not path.parent.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise OutputError(f"cannot write {path}: no permission in {path.parent}")
+        raise OutputError(f"cannot write {path}: you may not write in the folder {path.parent}")
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -36,7 +38,10 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file by a rename, so that no reader sees half of it. OutputError."""
+    """Write a text file atomically: no reader sees half of the text.
+
+    OutputError if the file cannot be written.
+    """
     from greenroom.trace.container import atomic_file
 
     check_target(path)

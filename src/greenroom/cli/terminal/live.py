@@ -1,4 +1,4 @@
-"""A status line of the expert cache at the bottom of the terminal."""
+"""A status line of the expert cache, in the last line of the terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SAVE, RESTORE, CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 
 
 class LiveLine:
-    """A status line in the last line of the screen; text scrolls above it.
+    """A status line of the expert cache in the terminal's last line; text scrolls above it.
 
-    Shown only where standard output and standard error are both the terminal.
+    The line is shown only if standard output and standard error are both a terminal.
     """
 
     def __init__(self, stats: Callable[[], Stats], shown: bool) -> None:
@@ -33,7 +33,7 @@ class LiveLine:
         return self
 
     def update(self) -> None:
-        """Redraw the status line, at most every EVERY_S seconds."""
+        """Redraw the status line, at most every 0.1 seconds."""
         if self._shown and time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY_S
             size = os.get_terminal_size(sys.stderr.fileno())
@@ -45,7 +45,10 @@ class LiveLine:
             sys.stderr.flush()
 
     def _scroll_area(self, rows: int) -> str:
-        """Keep text out of the screen's last line; again where the window was resized."""
+        """Return the escape sequence that keeps text out of the last of `rows` lines.
+
+        It is empty if the window still has as many lines as before.
+        """
         if rows == self._rows:
             return ""
         self._rows = rows
@@ -58,7 +61,7 @@ class LiveLine:
 
 
 def status(stats: Stats) -> str:
-    """Return the expert cache's status line: slots, hit ratio, stalls, prefetches, bytes read."""
+    """Return a status line of the expert cache: slots, hits, stalls, prefetches, bytes read."""
     return " · ".join(
         (
             f"{stats.capacity} of {stats.experts} experts in slots",
@@ -71,7 +74,7 @@ def status(stats: Stats) -> str:
 
 
 def prefetched(stats: Stats) -> list[str]:
-    """Return counts of prefetches for a status line; nothing where nothing was prefetched."""
+    """Return counts of prefetched experts as text; an empty list without any."""
     counts = stats.prefetch
     if not counts["began"]:
         return []

@@ -1,4 +1,4 @@
-"""The progress of a command, in one line on standard error."""
+"""The progress of a command, as one line on standard error."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLEAR = "\r\x1b[2K"
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """A line on standard error that shows a command's progress.
 
-    On a terminal the line is replaced, and removed at the end. In a file it is written at once,
-    then at most every EVERY_S seconds when it has changed. Each line ends in " ...".
+    On a terminal the line is replaced, and removed at the end. In a file, a line is written at the
+    beginning, then at most every 5 seconds if it has changed. Each line ends in " ...".
     """
 
     def __init__(self, first: str | None = None) -> None:
@@ -36,7 +36,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self.say(first)
 
     def say(self, work: str, done: float = 0, of: float = 0) -> None:
-        """Report a command's present work; with amounts, also its share and the remaining time."""
+        """Show a command's present work; with `of`, also the share done and the remaining time."""
         now = time.monotonic()
         if work != self._work:
             self._work, self._began = work, now
@@ -54,7 +54,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             sys.stderr.flush()
 
     def of(self, name: str) -> Callable[[float, str], None]:
-        """Return a callback (share, stage) that reports the stages of loading one model."""
+        """Return a callback (share, stage) that shows the stages of loading the model `name`."""
         return lambda share, stage: self.say(f"{name}: {stage}")
 
     def clear(self) -> None:
@@ -71,7 +71,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 
 class _WarningHandler(logging.Handler):
-    """Prints warnings in place of the progress line."""
+    """A logging handler that prints warnings in place of the progress line."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -84,7 +84,10 @@ class _WarningHandler(logging.Handler):
 
 @contextlib.contextmanager
 def model_progress(model: str) -> Iterator[Progress]:
-    """Return the progress line of a command with a model; checks the model's name first."""
+    """Show the progress line of a command that uses a model, as a context manager.
+
+    NotAModel for a name that cannot be a model's.
+    """
     check_name(model)
     with Progress(f"{model}: starting") as progress:
         yield progress
@@ -94,9 +97,10 @@ def model_progress(model: str) -> Iterator[Progress]:
 def open_model(
     source: str, config: LoadConfig, progress: Progress, verbose: bool
 ) -> Iterator[tuple[Any, Any]]:
-    """Load a model and its tokenizer for the time of a command.
+    """Load a model and its tokenizer, as a context manager.
 
-    The start-up line is printed.
+    The model is unloaded at the end. A line that describes the loaded model is printed on standard
+    error.
     """
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line
@@ -114,7 +118,7 @@ def open_model(
 
 
 def collect_garbage() -> None:
-    """Freeze present objects, and enable Python's garbage collector for later ones."""
+    """Enable Python's garbage collector, for objects that are made from now on."""
     gc.freeze()
     gc.enable()
 
@@ -124,7 +128,10 @@ def _time(seconds: float) -> str:
 
 
 def quiet(progress: Progress | None = None) -> None:
-    """Disable the progress bars of transformers and the hub; our own line reports downloads."""
+    """Disable the progress bars of transformers and huggingface_hub.
+
+    Downloads are shown in the line `progress` instead, if it is given.
+    """
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 

@@ -1,7 +1,7 @@
-"""The terminal chat: lines in, answers out, and commands that begin with a slash.
+"""The terminal chat: reads the user's lines, writes answers, and runs slash commands.
 
-A line that ends in a backslash continues in the next line. With piped input each line is a turn,
-no prompt is printed, and the first error ends the program.
+A line that ends in a backslash continues in the next line. If the input is piped, each line is a
+turn of the user, no prompt is printed, and the first error ends the program.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def history_file() -> Path:
-    """Return the file of lines typed in the terminal chat, in the user's state folder."""
+    """Return the history file of the terminal chat, in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "greenroom" / "chat_history"
 
 
 class Terminal:
-    """Input and output of the terminal chat: lines with history, answers as they are generated."""
+    """Input and output of the terminal chat.
+
+    Lines are edited with a history, and answers are written while they are generated.
+    """
 
     def __init__(self) -> None:
         self.typed = sys.stdin is not None and sys.stdin.isatty()
@@ -64,7 +67,8 @@ class Terminal:
     def lines(self) -> Iterator[str]:
         """Iterate over the user's input lines until the input ends.
 
-        Ctrl-C discards a line; a second Ctrl-C leaves the chat.
+        Ctrl-C discards the line; a second Ctrl-C in a row raises KeyboardInterrupt, as does the
+        first one if the input is not a terminal.
         """
         dropped = False
         while True:
@@ -96,7 +100,10 @@ class Terminal:
         return line.removesuffix("\n")
 
     def write(self, delta: AnswerDelta) -> None:
-        """Write a part of an answer; reasoning is dimmed, and left out of files."""
+        """Write a part of an answer.
+
+        Reasoning is dimmed on a terminal, and not written to files.
+        """
         thinking = bool(delta.reasoning)
         if sys.stdout.isatty() and thinking != self._thinking:
             sys.stdout.write(DIM if thinking else f"{PLAIN}\n")
@@ -106,7 +113,7 @@ class Terminal:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """End the line of an answer on the terminal."""
+        """End the line of an answer, and the dimmed text."""
         sys.stdout.write((PLAIN if self._thinking else "") + "\n")
         sys.stdout.flush()
         self._thinking = False
@@ -117,14 +124,17 @@ class Terminal:
 
 
 def _safe(text: str) -> str:
-    """Return a text without control characters, which a terminal would obey."""
+    """Return a text without the control characters that a terminal would obey.
+
+    The text is unchanged if standard output is not a terminal.
+    """
     if not sys.stdout.isatty():
         return text
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
 class Session:
-    """One conversation of a user with a model in the terminal."""
+    """A terminal chat of a user with a model: the conversation so far, and slash commands."""
 
     def __init__(
         self, talker: ChatBackend, terminal: Terminal, name: str, system: str | None = None
@@ -164,9 +174,8 @@ class Session:
             self._commands[name](value.strip())
         else:
             raise UsageError(
-                f"there is no command {name[:40]!r}: /help lists the commands; begin the line"
-                " with a"
-                " space to send it to the model"
+                f"there is no command {name[:40]!r}: /help lists the commands; to send the line to"
+                " the model, begin it with a space"
             )
 
     def _answer(self, line: str) -> None:
@@ -190,8 +199,8 @@ class Session:
 
     def _cache(self, size: str) -> None:
         if not size:
-            raise UsageError("/cache needs a size: /cache 20%, or /cache 2GiB")
-        self._terminal.say(f"{self._talker.resize(size):,} slots")
+            raise UsageError("/cache needs a size of the expert cache: /cache 20%, or /cache 2GiB")
+        self._terminal.say(f"the expert cache has {self._talker.resize(size):,} slots")
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
@@ -215,7 +224,7 @@ class Session:
 
 
 def closing_line(reply: Reply) -> str:
-    """Return the line that follows a chat answer: tokens and times."""
+    """Return the line that follows an answer in the terminal chat: tokens, times and hit ratio."""
     parts = []
     if reply.prompt_tokens is not None and reply.new_tokens is not None:
         reused = f" ({reply.reused_tokens} reused)" if reply.reused_tokens else ""

@@ -1,4 +1,4 @@
-"""A server's statistics as readable lines, for the terminal chat."""
+"""Statistics of a run or a server, as lines for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from greenroom.config import show_bytes
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """Format the statistics of `/v1/stats` as lines; statistics of other servers as JSON."""
+    """Format a server's statistics, as from `/v1/stats`, as lines for the terminal chat.
+
+    Statistics of a server that is not Greenroom's are formatted as JSON.
+    """
     if not {"queue", "tokens"} <= stats.keys():
         return json.dumps(stats, indent=2)
     queue, tokens = stats["queue"], stats["tokens"]
@@ -26,7 +29,7 @@ def summary(stats: dict[str, Any]) -> str:
 
 
 def inexact_line(counts: dict[str, Any]) -> str:
-    """Return a line on the share of expert evaluations that were not exact."""
+    """Return the shares of expert evaluations that were approximated, in words."""
     named = (("low", f"in {counts['precision']}"), ("left_out", "left out"),
              ("substituted", "replaced"))  # fmt: skip
     shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
@@ -34,7 +37,7 @@ def inexact_line(counts: dict[str, Any]) -> str:
 
 
 def co_compute_line(counts: dict[str, Any]) -> str:
-    """Return a line on misses that the host computed or that moved to the device."""
+    """Return in words how many missing experts were computed by the host, and moved."""
     return (
         f"{counts['on_host']:,} computed in host memory ({counts['on_host_share'] or 0:.1%}),"
         f" {counts['moved']:,} moved to the device"

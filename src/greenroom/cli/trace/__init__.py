@@ -1,1 +1,1 @@
-"""Commands of `greenroom trace`: one file for each."""
+"""Subcommands of `greenroom trace`: one file for each."""

@@ -1,4 +1,4 @@
-"""`greenroom trace budgets TRACE -o FILE`: how many slots each layer should have, from a trace."""
+"""`greenroom trace budgets TRACE -o FILE`: divides cache slots among layers, from a trace."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.trace import Trace
 
-HELP = "compute how many slots each layer should have, for --scope FILE (and --split FILE)"
+HELP = "compute how many cache slots each layer should have, for --scope FILE (and --split FILE)"
 VERSION = 1
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="recorded routing: a file of `greenroom trace record`, or an npz file",
+    )
     add_options(parser, BudgetsConfig)
     add_out(parser, "the JSON file to write")
 
@@ -41,8 +46,10 @@ def main(args: argparse.Namespace) -> None:
             trace = trace.head(config.limit)
         slots = capacities(config.capacity, int(trace.offsets[-1]))
         if len(slots) != 1:
-            raise UsageError(f"--capacity is one number here, got {config.capacity}")
-        progress.say("sharing out slots")
+            raise UsageError(
+                f"--capacity must be a single number or share here, got {config.capacity!r}"
+            )
+        progress.say("dividing slots among layers")
         result = budgets(config, trace, slots[0])
     content = {
         "format": BUDGETS, "version": VERSION, "model": trace.meta.get("model"),
@@ -50,15 +57,19 @@ def main(args: argparse.Namespace) -> None:
     }  # fmt: skip
     write_file(args.out, json.dumps(content, indent=1) + "\n")
     shown = ", ".join(f"{n:g}" for n in result["slots"])
-    print(f"{args.out}: {slots[0]} slots as {shown}")
+    print(f"{args.out}: {slots[0]} slots, by layer: {shown}")
     if "split" in result:
-        print("top segments " + ", ".join(f"{share:.2f}" for share in result["split"]))
+        print(
+            "share of an expert in its top segment, by layer: "
+            + ", ".join(f"{share:.2f}" for share in result["split"])
+        )
 
 
 def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any]:
     """Compute the number of cache slots of each layer from a routing trace.
 
-    The method moepic also computes `split`, the share of each expert in its top segment.
+    Returns `slots` and, with the method moepic, `split`: for each layer, the share of a split
+    expert that is cached, its top segment.
     """
     from greenroom.plan.budgets import METHODS as BY_TABLES
     from greenroom.plan.budgets import exposed_tables, miss_tables
@@ -79,9 +90,10 @@ def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any
 def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
-    """Compute slots and splits by MoEpic's Algorithm 1 from a trace's decode tokens.
+    """Compute slots and splits of layers by MoEpic's Algorithm 1, from a routing trace.
 
-    The algorithm reads the trace's activations and predictions.
+    The algorithm counts the experts that the trace's generated tokens used, and those that were
+    predicted for them. Returns `slots` and `split`, with one value for each layer.
     """
     from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
     from greenroom.plan.sizing import recorded_activity

@@ -1,4 +1,4 @@
-"""`greenroom trace import FILE`: convert an npz or an unfinished recording into a trace."""
+"""`greenroom trace import FILE`: makes a trace of an npz file or an unfinished recording."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from greenroom.cli.terminal.files import add_out, check_target
 from greenroom.cli.terminal.progress import Progress
 from greenroom.cli.trace.out import contents
 
-HELP = "convert an npz, or an unfinished recording, into a trace"
+HELP = "convert an npz file, or an unfinished recording, into a trace file"
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument("source", metavar="FILE", type=Path, help="an npz, a journal, or a trace")
-    add_out(parser, "the trace to write")
+    parser.add_argument(
+        "source",
+        metavar="FILE",
+        type=Path,
+        help="an npz file, the journal of an unfinished recording, or a trace",
+    )
+    add_out(parser, "the trace file to write")
 
 
 def main(args: argparse.Namespace) -> None:

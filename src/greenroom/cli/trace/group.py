@@ -1,11 +1,11 @@
-"""`greenroom trace`: make traces of routing, and look into them."""
+"""`greenroom trace`: commands that record routing as traces, and analyse traces."""
 
 from __future__ import annotations
 
 from greenroom.cli.options.parser import Parser, add_commands
 from greenroom.cli.trace import budgets, convert, hot, info, record, synth
 
-HELP = "record which experts prompts use, and look into such traces"
+HELP = "record which experts a model's tokens use (a trace), and analyse traces"
 
 
 def add_to(parser: Parser) -> None:

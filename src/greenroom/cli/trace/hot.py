@@ -1,4 +1,7 @@
-"""`greenroom trace hot TRACE --task LABEL -o FILE`: the experts of a task, for --pin FILE."""
+"""`greenroom trace hot TRACE --task LABEL -o FILE`: lists a task's most used experts.
+
+The file is for the option --pin of a run.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,24 @@ from greenroom.cli.terminal.progress import Progress
 from greenroom.config import Amount
 from greenroom.errors import UsageError
 
-HELP = "list the experts that a task uses most, for --pin FILE"
+HELP = "list the experts that the prompts of a task use most, for --pin FILE"
 
 
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", type=Path, help="a trace with labels")
+    add(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="recorded routing whose requests have labels: a file of `greenroom trace record`",
+    )
     add("--task", metavar="LABEL[,LABEL...]", required=True,
-        help="labels of requests; with several, a run pins those of the task nearest to each"
-        " prompt;"
-        " all: every label of the trace")  # fmt: skip
+        help="tasks, which are labels of requests in the trace, or all for every label. With"
+        " several"
+        " tasks, a run pins the experts of the task whose use of experts is most like a"
+        " prompt's")  # fmt: skip
     add("--share", metavar="SHARE", default="10%",
-        help="of every layer's experts (default: 10%%)")  # fmt: skip
+        help="share of every layer's experts to list (default: 10%%)")  # fmt: skip
     add_out(parser, "the JSON file to write")
 
 
@@ -31,7 +40,9 @@ def main(args: argparse.Namespace) -> None:
     check_target(args.out)
     share = Amount.parse(args.share, "--share").share
     if share is None:
-        raise UsageError(f"--share {args.share}: write a share of every layer's experts, as 10%")
+        raise UsageError(
+            f"--share must be a share of every layer's experts, as 10%, got {args.share!r}"
+        )
     with Progress(f"reading {args.trace}"):
         from greenroom.sim.pinned import hot_experts
         from greenroom.trace import load
@@ -42,4 +53,4 @@ def main(args: argparse.Namespace) -> None:
     content = {**result.as_json(), "model": trace.meta.get("model")}
     write_file(args.out, json.dumps(content) + "\n")
     counts = ", ".join(f"{name} {task.experts.size}" for name, task in result.tasks.items())
-    print(f"{args.out}: experts to pin of {int(trace.offsets[-1])}: {counts}")
+    print(f"{args.out}: experts to pin, of {int(trace.offsets[-1])}, by task: {counts}")

@@ -1,4 +1,4 @@
-"""`greenroom trace info TRACE`: what is in a trace, and how local its routing is."""
+"""`greenroom trace info TRACE`: describes a trace, and how local its routing is."""
 
 from __future__ import annotations
 
@@ -21,20 +21,34 @@ HELP = "show what a trace contains, and how local its routing is"
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace, a journal or an npz")
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="a trace, the journal of an unfinished recording, or an npz file",
+    )
     parser.add_argument(
         "--segments", metavar="N[,N...]", default="4,16,64",
-        help="segment lengths in tokens, for SRP and SCH (default: %(default)s)",
+        help="lengths in tokens of the segments on which the locality measures SRP and SCH are"
+        " computed (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--sizes", metavar="M[,M...]", default="1,2,4",
-        help="cache sizes for SCH, in multiples of top-k per layer (default: %(default)s)",
+        help="cache sizes for the locality measure SCH: slots of a layer in multiples of the top-k"
+        " (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--groups", metavar="N", type=int, default=40,
-        help="try up to N groups of requests (default: %(default)s)",
+        help="divide the requests into at most N groups with similar use of experts (default:"
+        " %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the groups")
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="seed of the random numbers by which groups begin (default: 0)",
+    )
     add_json(parser)
 
 
@@ -64,14 +78,16 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"{option} is {text!r}: write whole numbers as 4,16") from error
+        raise UsageError(
+            f"{option} must be whole numbers with commas, as 4,16, got {text!r}"
+        ) from error
     if min(numbers) < 1:
         raise UsageError(f"{option} must be at least 1, got {min(numbers)}")
     return numbers
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """Count the tokens, layers, experts and other content of a trace."""
+    """Return the numbers of tokens, layers, experts and other contents of a trace, for JSON."""
     prefill = trace.pass_prefill
     lengths = trace.pass_starts[1:] - trace.pass_starts[:-1]
     sample = trace.gate_inputs

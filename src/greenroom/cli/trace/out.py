@@ -1,4 +1,4 @@
-"""The line that describes a trace file after a command has written it."""
+"""A line that describes the contents of a routing trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def contents(trace: Trace) -> str:
-    """Describe a routing trace's content in one line."""
+    """Describe a routing trace in one line: tokens, requests, passes, layers and experts."""
     most = sorted(set(trace.experts_per_layer.tolist()))
     experts = str(most[0]) if len(most) == 1 else f"{most[0]} to {most[-1]}"
     return (

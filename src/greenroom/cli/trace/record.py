@@ -1,4 +1,4 @@
-"""`greenroom trace record MODEL`: record the routing of a model that answers prompts."""
+"""`greenroom trace record MODEL`: records which experts a model uses to answer prompts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from greenroom.runtime.driver.stats import Stats
     from greenroom.trace.prompts import Prompt
 
-HELP = "record the routing of a model that answers prompts"
+HELP = "answer prompts with a model, and record which experts each token uses"
 
 
 def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--prompts", metavar="FILE", required=True, type=Path,
-        help="prompts: one a line, or JSON lines with prompt or messages, and label",
+        help="file of prompts: one a line, or JSON lines with `prompt` or `messages`, and"
+        " optionally"
+        " `label`",
     )  # fmt: skip
-    add_out(parser, "the trace to write")
+    add_out(parser, "the trace file to write")
     add_options(parser, RecordConfig, "what to record")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
@@ -80,7 +82,10 @@ def _recorded(
         began = True
         if done and not tokens:
             progress.clear()
-            print(f"continuing after {done} requests of an earlier run", file=sys.stderr)
+            print(
+                f"continuing the recording after the {done} requests of an earlier run",
+                file=sys.stderr,
+            )
         progress.say("recording requests", done, len(prompts))
 
     try:

@@ -1,1 +1,1 @@
-"""Stored history of earlier runs: routing, measurements and settings."""
+"""History of a model's earlier runs, stored on disk: routing, measurements and settings."""

@@ -1,10 +1,11 @@
-"""Files of the history of runs, and the file of a trained predictor.
+"""Files of the history of a model's runs, and the file of a trained predictor.
 
-In the user's cache folder a model has two files, named by its fingerprint: `learned/` holds arrays
-(`routing.py`), `plans/` holds JSON with an entry for each machine (`records.py`). Both can be
-deleted at any time. Files are written atomically. A file that is damaged, of another format or of a
-later version is ignored until the next save replaces it. With GREENROOM_LEARNED=off neither is read
-or written. The user chooses the path of a predictor's file.
+A model has two history files in the user's cache folder, both named by the model's fingerprint. The
+file in `learned/` holds arrays (`routing.py`), the file in `plans/` holds JSON with an entry for
+each machine (`records.py`). Both can be deleted at any time. Files are written atomically. A
+history file that is damaged, or of another format or version, is ignored until the next save
+replaces it. With GREENROOM_LEARNED=off no history file is read or written. The user chooses the
+path of a predictor's file.
 """
 
 from __future__ import annotations
@@ -42,94 +43,120 @@ log = logging.getLogger(__name__)
 
 
 class ArrayFormat(NamedTuple):
-    """A format of safetensors files with a model's fingerprint.
+    """A format of safetensors files that carry a model's fingerprint.
 
-    PredictorError, in one line, where a file is not a `noun`, or of another version.
+    noun:    what such a file is called in messages
+    name:    name of the format in the file's metadata
+    version: the version of the format that is written and read
+    remedy:  what the user can do about a file of another version
     """
 
     noun: str
     name: str
     version: int
+    remedy: str
 
     def write(self, path: Path, arrays: Arrays, fingerprint: str, **metadata: str) -> None:
-        """Write arrays to a safetensors file. OutputError where it cannot be written."""
+        """Write arrays and metadata to a safetensors file; raises OutputError if it cannot."""
         header = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
         tensors = {name: Tensor(a.dtype, a.shape, [a]) for name, a in arrays.items()}
         container.write(path, tensors, header | metadata)
 
     def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Read copies of a safetensors file's arrays, and the metadata."""
+        """Read a safetensors file of this format: (copies of its arrays, its metadata).
+
+        PredictorError, in one line, if the file cannot be read, or is of another format or version.
+        """
         try:
             arrays, metadata = container.read(path, self.noun, PredictorError)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise PredictorError(f"{path}: cannot be read: {reason}") from error
         if metadata.get("format") != self.name:
-            raise PredictorError(f"{path}: a safetensors file, but not a {self.noun}")
+            raise PredictorError(
+                f"{path}: the file is in the safetensors format, but is not a {self.noun}"
+            )
         if metadata.get("version") != str(self.version):
             raise PredictorError(
-                f"{path}: a {self.noun} of version {printable(metadata.get('version'))}; this"
-                f" Greenroom reads {self.version}: delete it, or make it again"
+                f"{path}: the {self.noun} has the format version"
+                f" {printable(metadata.get('version'))}, but this Greenroom reads version"
+                f" {self.version}: {self.remedy}"
             )
         return {name: np.array(array) for name, array in arrays.items()}, metadata
 
 
-ROUTING = ArrayFormat("routing history", "greenroom-learned", 1)
-PREDICTOR = ArrayFormat("predictor", "greenroom.predictor", 1)
+ROUTING = ArrayFormat("routing history", "greenroom-learned", 1, "the next run writes a new file")
+PREDICTOR = ArrayFormat(
+    "predictor", "greenroom.predictor", 1, "train it again with `greenroom train-predictor`"
+)
 
 
 def cache_folder() -> Path:
-    """Return Greenroom's folder in the user's cache folder."""
+    """Return Greenroom's folder in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "greenroom"
 
 
 def is_enabled() -> bool:
-    """Check that the history of runs is enabled: GREENROOM_LEARNED is not off."""
+    """Check that runs may read and store history: GREENROOM_LEARNED is not off, 0, no or false."""
     return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
 
 
 def routing_path(fingerprint: str) -> Path:
-    """Return the path of a model's stored routing. ValueError for an impossible fingerprint."""
+    """Return the path of the file with a model's routing in earlier runs.
+
+    ValueError for a fingerprint that cannot be part of a file's name.
+    """
     return _path("learned", fingerprint, ".safetensors")
 
 
 def records_path(fingerprint: str) -> Path:
-    """Return the path of a model's stored records. ValueError for an impossible fingerprint."""
+    """Return the path of the file with a model's measurements and settings of earlier runs.
+
+    ValueError for a fingerprint that cannot be part of a file's name.
+    """
     return _path("plans", fingerprint, ".json")
 
 
 def _path(folder: str, fingerprint: str, suffix: str) -> Path:
     if not re.fullmatch(r"\w[\w.-]{0,127}", fingerprint):
-        raise ValueError(f"no fingerprint: {fingerprint!r}")
+        raise ValueError(
+            f"{fingerprint!r} is not a model's fingerprint: use 1 to 128 letters, digits, dots,"
+            " dashes and underscores"
+        )
     return cache_folder() / folder / f"{fingerprint}{suffix}"
 
 
 def load_routing(fingerprint: str) -> RoutingHistory | None:
-    """Load the routing of earlier runs; None, with a warning, for an unusable file."""
+    """Load the routing of a model's earlier runs.
+
+    None if there is no file, if GREENROOM_LEARNED is off, or, with a warning, if the file cannot be
+    used.
+    """
     path = routing_path(fingerprint)
     if not is_enabled() or not path.exists():
         return None
     try:
         if path.stat().st_size > LIMIT + _OVERHEAD:
-            raise ValueError("it is larger than Greenroom writes them")
+            raise ValueError("the file is larger than any that Greenroom writes")
         arrays, metadata = ROUTING.read(path)
         if metadata.get("fingerprint") != fingerprint:
-            raise ValueError("it belongs to another model")
+            raise ValueError("the file is of another model")
         if metadata.get("crc32") != checksum(arrays):
-            raise ValueError("it is damaged: its checksum is wrong")
+            raise ValueError("the file is damaged: its checksum is wrong")
         return RoutingHistory.from_arrays(arrays)
     except (PredictorError, OSError, ValueError, KeyError) as error:
         reason = printable(str(error).removeprefix(f"{path}: ")) or type(error).__name__
-        log.warning("%s is not used, and will be replaced: %s", path, reason)
+        log.warning("the routing of earlier runs in %s is not used: %s", path, reason)
         return None
 
 
 def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
-    """Store the routing for later runs; None where GREENROOM_LEARNED is off.
+    """Store a model's routing for later runs, and return the file's path.
 
-    Predictors' states that do not fit into LIMIT are left out, largest first. OutputError;
-    ValueError for a predictor's name with a slash.
+    Predictors' states that do not fit into LIMIT are left out, largest first. None if
+    GREENROOM_LEARNED is off. OutputError if the file cannot be written, ValueError for a
+    predictor's name with a slash.
     """
     path, arrays = routing_path(fingerprint), history.arrays(LIMIT)
     if not is_enabled():
@@ -142,7 +169,10 @@ def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
 
 
 def load_records(fingerprint: str, machine: str) -> Records:
-    """Load a model's records on a named machine; empty for an unusable file."""
+    """Load what earlier runs of a model stored about a machine, by the machine's name.
+
+    The records are empty if there is no usable file, or if GREENROOM_LEARNED is off.
+    """
     return _records(_machines(fingerprint), machine)
 
 
@@ -151,8 +181,9 @@ def update_records(
 ) -> Path | None:
     """Change the stored records of a model on a machine; return the file's path.
 
-    The file is not written where `change` returns its argument. None where GREENROOM_LEARNED is
-    off. OutputError.
+    `change` gets the present records and returns the new ones; the file is not written if it
+    returns its argument. None if GREENROOM_LEARNED is off. OutputError if the file cannot be
+    written.
     """
     if not is_enabled():
         return None
@@ -178,7 +209,7 @@ def _records(machines: Mapping[str, Any], machine: str) -> Records:
 
 
 def _machines(fingerprint: str) -> dict[str, Any]:
-    """Load a model's records on all machines."""
+    """Load a model's stored records as JSON objects, by the name of the machine."""
     if not is_enabled():
         return {}
     try:
@@ -192,10 +223,10 @@ def _machines(fingerprint: str) -> dict[str, Any]:
 
 
 def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
-    """Load the tensors of a predictor that was trained for this model.
+    """Load the tensors of a predictor that was trained for the model with this fingerprint.
 
-    PredictorError, in one line, where the file is missing, damaged, of another version, or of
-    another model.
+    PredictorError, in one line, if the file is missing, damaged, of another version, or of another
+    model.
     """
     tensors, metadata = PREDICTOR.read(Path(path))
     if metadata.get("fingerprint") == fingerprint:
@@ -205,18 +236,23 @@ def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
     except Malformed:
         model = ""
     raise PredictorError(
-        f"{path}: was trained for another model{f' ({printable(model)})' if model else ''}: train"
-        " one for this model with `greenroom train-predictor`"
+        f"{path}: the predictor was trained for another model"
+        f"{f' ({printable(model)})' if model else ''}: train one for this model with"
+        " `greenroom train-predictor`"
     )
 
 
 def save_predictor(path: Path, tensors: Arrays, fingerprint: str, about: Mapping[str, Any]) -> None:
-    """Write a trained predictor's file, with its description `about` as JSON. OutputError."""
+    """Write the file of a predictor that was trained for the model with this fingerprint.
+
+    `about` describes the training, and is stored as JSON in the metadata. OutputError if the file
+    cannot be written.
+    """
     PREDICTOR.write(path, tensors, fingerprint, about=json.dumps(about))
 
 
 def checksum(arrays: Arrays) -> str:
-    """Compute the CRC-32 of names, types, shapes and contents of arrays."""
+    """Compute the CRC-32 of arrays' names, types, shapes and contents, in hexadecimal."""
     crc = 0
     for name, array in sorted(arrays.items()):
         crc = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)
@@ -225,7 +261,7 @@ def checksum(arrays: Arrays) -> str:
 
 
 def _prepare(path: Path) -> None:
-    """Make the file's folder, and remove abandoned drafts of the file. OutputError."""
+    """Make the folder of a file, and remove abandoned drafts of the file. OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

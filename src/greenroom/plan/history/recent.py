@@ -1,8 +1,8 @@
-"""Routing of the latest tokens, stored in a model's routing history.
+"""Routing of the latest tokens of a model's runs, stored in the model's routing history.
 
-Plans without a recording and the defaults of a run use it (plan/workload.py). Only passes of single
-sequences are recorded, since a pass of several sequences mixes their tokens. Only ids of experts
-are stored: no text, no token, no weight.
+Plans without a recording use it as their workload, as do the defaults of a run (plan/workload.py).
+Only passes of single sequences are recorded, since a pass of several sequences mixes their tokens.
+Only the ids of experts are stored: no text, no token, no weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ TOKENS = 4096  # the latest ones are stored
 
 
 class RoutedPass(NamedTuple):
-    """A recorded pass of one sequence; experts are ids in a layer, [tokens, layers, top_k]."""
+    """The routing of one forward pass of one sequence.
+
+    experts: ids of the chosen experts within their layer, [tokens, layers, top_k]
+    request: number of the request to which the pass belongs
+    prompt:  whether the pass computed a prompt, and not a generated token
+    """
 
     experts: np.ndarray
     request: int
@@ -33,10 +38,13 @@ class RoutedPass(NamedTuple):
 
 
 class RecentRouting:
-    """Observer of passes that stores the routing of the latest TOKENS tokens."""
+    """Observer of a model's forward passes that records the routing of the latest 4,096 tokens."""
 
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
-        """Prepare to observe passes; `offsets` [layers + 1] are each layer's first dense id."""
+        """Begin with the routing that earlier runs stored in `history`, if any.
+
+        `offsets` [layers + 1] are the ids, counted over all layers, at which layers begin.
+        """
         self._sizes = [b - a for a, b in pairwise(offsets)]
         self._passes: deque[RoutedPass] = deque()
         self._tokens, self._earlier = 0, 0
@@ -51,17 +59,20 @@ class RecentRouting:
             self._earlier = trace.requests
 
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
-        """End the last observed pass, and begin a pass of so many sequences."""
+        """End the last observed forward pass, and begin the next one.
+
+        A pass of several `sequences` is not recorded. `prompt` says whether it computes a prompt.
+        """
         self._end()
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Record the experts that a layer's router chose, [tokens, top_k]."""
+        """Record the experts that a layer's router chose in this pass, [tokens, top_k]."""
         if self._now is not None:
             self._rows[layer] = experts.astype(np.uint16)
 
     def state(self) -> Arrays | None:
-        """Return the arrays of recent routing to store; None where nothing was recorded."""
+        """Return the recorded routing as arrays to store; None if nothing was recorded."""
         self._end()
         if not self._passes:
             return None
@@ -73,7 +84,7 @@ class RecentRouting:
         }
 
     def _end(self) -> None:
-        """Record the current pass, if the routers of all layers have chosen experts."""
+        """Record the current forward pass, if the routers of all layers have chosen experts."""
         now, rows, self._rows = self._now, self._rows, {}
         self._now = None
         complete = (
@@ -95,9 +106,10 @@ class RecentRouting:
 
 
 def recent_trace(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
-    """Build a trace of the stored passes; None where there are none of this model.
+    """Build a trace of the latest routing in a model's history.
 
-    `sizes` are the numbers of experts of the model's layers.
+    `sizes` are the numbers of experts of the model's layers. None if the history has no such
+    routing, or if it does not fit the model.
     """
     state = history.states.get(NAME, {}) if history is not None else {}
     try:

@@ -1,8 +1,8 @@
-"""Stored records of a model on a machine: settings, losses and memory, for later runs.
+"""Stored records of a model on a machine, for later runs and plans.
 
-They are measured runs (plan/costs.py), settings that `tune` measured or a plan chose, with the
-device and the capacity for which they hold, the loss of quality by approximated misses, and the
-memory that a process takes outside of its model.
+There are four kinds: measured runs (plan/costs.py); settings that `greenroom tune` measured or a
+plan chose, with their device and cache capacity; losses of quality by approximated cache misses;
+and the memory that a process takes besides the model's weights.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ BY = ("tune", "plan", "quick")  # the origin of a setting, the most trusted one 
 
 @dataclass(frozen=True, slots=True)
 class StoredSetting:
-    """A stored setting for a cache of `capacity` slots.
+    """A stored setting of a run: cache policy, scope, prefetching and split.
 
-    device:      cpu or cuda
-    by:          its origin: tune, plan, or quick (a plan made as a run begins)
-    tpot, plain: TPOT with it and with plain LRU in seconds; of a quick plan, misses a token
-    tokens:      of the model's own routing, on which a quick plan was made
+    capacity: slots of the expert cache for which the setting was chosen
+    options:  the setting, as options of a run
+    by:       origin of the setting: tune, plan, or quick (a plan made as a run begins)
+    tpot:     seconds for each output token with the setting; of a quick plan, misses for each token
+    plain:    the same with plain LRU
+    when:     date of the measurement or plan, as 2025-12-31
+    device:   cpu or cuda
+    tokens:   recorded tokens on which a quick plan was based; 0 for a synthetic workload
     """
 
     capacity: int
@@ -46,7 +50,7 @@ class StoredSetting:
 
     @classmethod
     def from_json(cls, contents: Any, where: str = "a setting") -> StoredSetting:
-        """Read a stored setting from JSON. Malformed or UsageError where a run cannot take it."""
+        """Read a stored setting from JSON; raises Malformed or UsageError if it is invalid."""
         entry = JsonObject(contents, where)
         option_entry = entry.object("options")
         options = {name: option_entry.text(name) for name in OPTIONS if name in option_entry}
@@ -55,17 +59,26 @@ class StoredSetting:
         scope_of(options.get("scope", "shared"))
         split_of(options.get("split", "off"))
         if entry.text("by") not in BY:
-            raise Malformed(f"{where}.by is {entry.text('by')!r}: not one of {', '.join(BY)}")
+            raise Malformed(
+                f"{where}.by is {entry.text('by')!r}, but must be one of {', '.join(BY)}"
+            )
         return cls(options=options, **entry.fields_of(cls))
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Measured loss of quality by approximating cache misses below given thresholds.
+    """Measured loss of quality by approximating cache misses with a low gate weight.
 
-    The thresholds are those of core/options/precision.py. `inexact` is the share of requests that
-    were not exact, `kl` the KL divergence from the exact model in nats, a mean over `tokens`; the
-    perplexities are of both models.
+    precision:        precision of the copies that serve misses, or off
+    low:              tail weight below which a copy serves a miss (--low-below)
+    skip:             tail weight below which a miss is left out (--skip-below)
+    substitute:       tail weight below which a resident expert replaces it (--substitute-below)
+    inexact:          share of the expert evaluations that were not exact
+    kl:               KL divergence from the exact model in nats, a mean over `tokens`
+    perplexity:       perplexity of the approximated model
+    exact_perplexity: perplexity of the exact model
+    tokens:           number of tokens that were measured
+    when:             date of the measurement, as 2025-12-31
     """
 
     precision: str
@@ -85,15 +98,18 @@ class Loss:
 
     @classmethod
     def from_json(cls, entry: Any, where: str = "a loss") -> Loss:
-        """Read a measured loss of quality from JSON. Malformed for other contents."""
+        """Read a measured loss of quality from JSON; raises Malformed if a field is wrong."""
         return cls(**JsonObject(entry, where).fields_of(cls))
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Stored records of a model on one machine, the latest last.
+    """Stored records of a model on one machine, each kind with the latest last.
 
-    `loads` are the bytes of processes outside of dense weights and slots, once all was loaded.
+    runs:     measured runs
+    settings: settings that were measured or chosen by a plan
+    loads:    bytes of processes besides weights and expert cache, once the model was loaded
+    losses:   losses of quality by approximated cache misses
     """
 
     runs: tuple[RunMeasurement, ...] = ()
@@ -103,7 +119,7 @@ class Records:
 
     @classmethod
     def from_json(cls, contents: Any) -> Records:
-        """Read a model's records from JSON. Malformed or UsageError for other contents."""
+        """Read a model's records from JSON; raises Malformed or UsageError if they are invalid."""
         entry = JsonObject(contents)
         return cls(
             entry.list_of("runs", RunMeasurement.from_json, []),
@@ -114,32 +130,40 @@ class Records:
 
     @property
     def process(self) -> int | None:
-        """Return the next process's expected bytes outside of its model; None if unknown."""
+        """Return the expected bytes of a process besides the model; None if unknown."""
         return min(self.loads) if self.loads else None
 
     def nearest(self, capacity: int, device: str = "cpu") -> StoredSetting | None:
-        """Return the stored setting with the nearest capacity, if it is near enough.
+        """Return the stored setting for a similar cache capacity on a device; None without one.
 
-        Measured settings come first, then those of `plan`, then those of a quick plan.
+        A setting is similar if its capacity differs by at most 15 %. Settings that `greenroom tune`
+        measured come first, then those of `greenroom plan`, then those of quick plans; among equals
+        the nearest capacity wins.
         """
         fits = [s for s in self.settings if s.device == device and _is_near(s, capacity)]
         order = sorted(fits, key=lambda s: (BY.index(s.by), abs(s.capacity - capacity)))
         return order[0] if order else None
 
     def with_load(self, process: int) -> Records:
-        """Add a process's bytes to the records; unchanged where they are as expected."""
+        """Add the bytes that a process took besides the model.
+
+        The records are unchanged if the bytes are within 2 % of the expected ones.
+        """
         expected = self.process
         if expected is not None and abs(process - expected) <= SAME * expected:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
 
     def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
-        """Return the quality loss measured with exactly these thresholds, if any."""
+        """Return the quality loss measured with exactly this precision and these thresholds.
+
+        None if there is none.
+        """
         key = precision, low, skip, substitute
         return next((each for each in self.losses if each.key == key), None)
 
     def with_loss(self, loss: Loss) -> Records:
-        """Add a measured quality loss, in place of one with the same thresholds."""
+        """Add a measured quality loss, in place of one with the same precision and thresholds."""
         others = tuple(each for each in self.losses if each.key != loss.key)
         return replace(self, losses=(*others, loss))
 
@@ -147,7 +171,10 @@ class Records:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
 
     def with_setting(self, setting: StoredSetting) -> Records:
-        """Add a stored setting, in place of those of its capacity, device and origin."""
+        """Add a setting, in place of similar ones.
+
+        They are those with the same device and origin, and a capacity that differs by at most 15 %.
+        """
         others = tuple(
             s for s in self.settings
             if (s.by, s.device) != (setting.by, setting.device) or not _is_near(s, setting.capacity)

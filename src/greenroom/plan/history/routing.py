@@ -1,6 +1,7 @@
-"""Routing of earlier runs: resident experts, popularity and predictors' states.
+"""Routing of a model's earlier runs: resident experts, popularity and predictors' states.
 
-MoE-Infinity (appendix, failure recovery) stores its collection in the same way.
+MoE-Infinity stores its collection of activation matrices for the same purpose (appendix, failure
+recovery).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """Routing of earlier runs of a model with E experts; ids are dense.
+    """Routing of earlier runs of a model; ids of experts count over all layers.
 
-    hot:        experts that were resident at the end [n], most valuable first
-    popularity: how often each expert was requested [E]
-    states:     counts of predictors and other observers, by name
+    hot:        experts that were in the cache at the end of the last run, most valuable first
+    popularity: number of requests for each expert, [experts]
+    states:     arrays of predictors and other observers of routing, by the observer's name
     """
 
     hot: Ids
@@ -36,15 +37,18 @@ class RoutingHistory:
 
     @classmethod
     def of_counts(cls, requests: NDArray[Any]) -> RoutingHistory:
-        """Make a routing history from the number of requests for each expert [E]."""
+        """Make a routing history from the number of requests for each expert, [experts]."""
         return cls(np.empty(0, np.int64), requests.astype(np.float64))
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> RoutingHistory:
-        """Read a routing history from a file's arrays. KeyError or ValueError for others."""
+        """Make a routing history from the arrays of its file.
+
+        KeyError or ValueError if an array is missing or has a wrong shape, type or name.
+        """
         hot, popularity = arrays["hot"], arrays["popularity"]
         if (hot.ndim, popularity.ndim) != (1, 1) or hot.dtype != np.int64:
-            raise ValueError("its arrays have other shapes or types")
+            raise ValueError("the arrays `hot` and `popularity` have wrong shapes or types")
         states: dict[str, dict[str, NDArray[Any]]] = {}
         for name, array in arrays.items():
             if name not in ("hot", "popularity"):
@@ -55,8 +59,8 @@ class RoutingHistory:
     def arrays(self, limit: int) -> Arrays:
         """Return a routing history's arrays by name: `hot`, `popularity`, `states/OWNER/NAME`.
 
-        While they exceed `limit` bytes the largest state is left out. ValueError for an
-        owner with a slash.
+        OWNER is the name of a predictor or another observer. The largest states are left out, with
+        a warning, until all arrays fit into `limit` bytes. ValueError for an owner with a slash.
         """
         arrays: dict[str, NDArray[Any]] = {
             "hot": np.ascontiguousarray(self.hot, np.int64),
@@ -66,10 +70,12 @@ class RoutingHistory:
         sizes = {name: sum(a.nbytes for a in state.values()) for name, state in self.states.items()}
         stored = sorted(sizes, key=sizes.__getitem__)
         while stored and sum(sizes[name] for name in stored) > left:
-            log.warning("the state of predictor %s is too large to be stored", stored.pop())
+            log.warning(
+                "the counts of predictor %s are too large to be stored for later runs", stored.pop()
+            )
         for name in stored:
             if "/" in name:
-                raise ValueError(f"no predictor's name: {name!r}")
+                raise ValueError(f"the name of a predictor cannot have a slash: {name!r}")
             state = self.states[name].items()
             arrays |= {
                 f"states/{name}/{array_name}": np.asarray(a, order="C") for array_name, a in state
@@ -77,14 +83,13 @@ class RoutingHistory:
         return arrays
 
     def hot_set(self, offsets: Sequence[int], capacity: int, scope: Scope = "shared") -> Ids:
-        """List the experts to load into the cache at the start, most valuable first.
+        """List the experts to load at the start of a run, most valuable first.
 
-        The cache has `capacity` slots.
-
-        `offsets` [L + 1] are the dense ids at which layers begin. Experts that were resident at the
-        end of the last run come first, then those that were requested most; experts that were never
-        requested are left out. With scope `per-layer` no layer gets more than its share. Ids that
-        cannot be of this model are skipped.
+        Experts that were in the cache at the end of the last run come first, then those that were
+        requested most. Experts that were never requested, and ids that the model does not have, are
+        left out. `capacity` is the number of cache slots; with any scope but `shared` no layer gets
+        more than its share of them. `offsets` [layers + 1] are the ids, counted over all layers, at
+        which layers begin. The list is empty if the history does not fit the model.
         """
         groups = np.array(split_capacity(capacity, len(offsets) - 1, scope), np.int64)
         experts, popularity = int(offsets[-1]), self.popularity

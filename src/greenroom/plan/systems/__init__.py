@@ -1,1 +1,1 @@
-"""Systems of published papers: a table of their parts, and their simulation."""
+"""Published systems for MoE inference: a table of their parts, and their simulation."""

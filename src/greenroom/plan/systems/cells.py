@@ -1,4 +1,7 @@
-"""Simulation of published systems: each row of their table as cells of a sweep."""
+"""Simulation of published systems for MoE inference on a recorded trace.
+
+Each system of the table is simulated as cells (a policy at a capacity) of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,16 @@ def simulate_systems(
     run_cells: Callable[[Study, list[Cell]], list[Row]],
     earlier: Trace | None = None,
 ) -> list[Row]:
-    """Simulate each published system at each cache capacity; return a row for each pair.
+    """Simulate each published system at each cache capacity; return a result for each pair.
 
-    `run_cells` runs cells; of a system with a guard the faster cell counts. Algorithm 1 uses the
-    `earlier` trace, with the predictions of the row's predictor; without it the simulated trace
-    itself. UsageError for impossible options.
+    rows:         the systems
+    user_options: options of `greenroom simulate`, which replace the options of the systems
+    study:        the trace to simulate, and the machine
+    run_cells:    simulates cells, and returns the results. A system that prefetches only while
+                  that is faster has two cells, and the faster one counts
+    earlier:      trace on which MoEpic's Algorithm 1 is computed (default: the simulated trace)
+
+    UsageError for impossible options.
     """
     results: list[Row] = []
     for row in rows:
@@ -68,8 +76,9 @@ def conditions(
 ) -> tuple[str, tuple[str, ...], bool, list[str]]:
     """Decide how to simulate a published system: (policy, predictors, co-computing, notes).
 
-    The user's options go before the row's. There are several predictors if a guard would choose
-    among them. The notes name parts that are not simulated, and what replaces them.
+    The user's options take precedence over the system's own. There are two predictors, `off` and
+    another, if a run would prefetch only while that is faster. The notes name parts of the system
+    that are not simulated, and what replaces them.
     """
     co_compute = row.co_compute and user_options.get("co_compute") is None and can_co_compute(study)
     notes = [
@@ -96,43 +105,49 @@ def conditions(
         )
         if replayable != prefetch:
             notes.append(
-                f"{prefetch}, which {replayable} replaces: the trace has no predictions of it"
+                f"{prefetch}, which {replayable} replaces, since the trace has no predictions of it"
             )
         prefetches = (OFF, replayable) if row.guard else (replayable,)
     return policy, prefetches, co_compute, notes
 
 
 def algorithm_1_notes(user_options: UserOptions, study: Study) -> list[str]:
-    """Note which parts of MoEpic's Algorithm 1 are not simulated, and what replaces them."""
+    """Return notes on parts of MoEpic's Algorithm 1 that are not simulated.
+
+    A note says what replaces the part. The list is empty if all parts are simulated.
+    """
     if user_options.get("scope") is not None:
-        return ["split experts, since --scope is given and no --split with it"]
+        return ["split experts, since --scope is given without --split"]
     if study.costs is None:
-        return ["Algorithm 1, which needs --machine: a dynamic programme sizes the layers instead,"
-                " and experts are not split"]  # fmt: skip
+        return ["Algorithm 1, which needs --machine: a dynamic programme sizes the layers' caches"
+                " instead, and experts are not split"]  # fmt: skip
     if not can_split(study):
-        return ["split experts, which need one device, no host tier and exact misses: Algorithm 1's"
-                " budgets are of unsplit experts"]  # fmt: skip
+        return ["split experts, which work only without --devices, --host-capacity and approximated"
+                " misses: Algorithm 1's budgets are used for unsplit experts"]  # fmt: skip
     return []
 
 
 def can_split(study: Study) -> bool:
-    """Check that the simulator can split the experts of this model."""
+    """Check that a study allows split experts.
+
+    They need one device, no cache in host memory, and exact misses.
+    """
     return not study.host and study.devices == 1 and study.approximation is None
 
 
 def can_co_compute(study: Study) -> bool:
-    """Check that two simulated processors can share the computation of missing experts.
+    """Check that the host's processor can compute missing experts in a simulation.
 
-    It needs the option co_compute, experts in host memory, and a processor there.
+    The simulation needs experts in host memory, and the costs of a processor there.
     """
     available = "co_compute" in option_names()
     return available and study.host > 0 and study.costs is not None and study.costs.host is not None
 
 
 def most_used(study: Study, capacity: int) -> tuple[int, ...]:
-    """List the most requested experts of a trace, as many as cache slots allow.
+    """List a trace's most requested experts, as many as cache slots allow.
 
-    The slots that a step of one token needs are left free.
+    The ids are ascending. The slots that one token needs in one layer are left free.
     """
     counts = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
     most = np.argsort(-counts, kind="stable")[: max(0, capacity - study.trace.top_k)]
@@ -140,7 +155,10 @@ def most_used(study: Study, capacity: int) -> tuple[int, ...]:
 
 
 def replayable_predictor(trace: Trace, prefetch: str) -> str:
-    """Return a published system's predictor, or a replacement if it needs a running model."""
+    """Return a system's predictor, or one that can be replayed on a trace instead.
+
+    It is replaced if it needs a running model.
+    """
     if predictor(prefetch).kind is AUTO:
         return automatic_predictor(trace)
     try:
@@ -159,9 +177,9 @@ def sized_study(
 ) -> tuple[Study, tuple[str, ...]]:
     """Size the simulated cache of each layer as a published system does: (study, notes).
 
-    The user's `scope` goes first. Algorithm 1, which counts `activity`, also splits experts; a note
-    says if there are too few slots for that. A dynamic programme finds sizes on the simulated trace
-    itself, which flatters them a little.
+    The user's `scope` takes precedence. MoEpic's Algorithm 1, which reads the counts of `activity`,
+    also splits experts; a note says if there are too few slots for that. The dynamic programme of
+    other systems finds sizes on the simulated trace itself, which makes them slightly too good.
     """
     if user_options.get("scope") is not None:
         return study, ()

@@ -1,9 +1,9 @@
-"""Table of published systems: each row combines Greenroom's parts as a paper describes.
+"""Table of published systems: each combines Greenroom's parts as its paper describes.
 
-A row has an eviction policy, a scope, a predictor, and the further parts that a system needs. Its
-`reading` says what the paper leaves open, and where we differ. All rows share our transfer queue
-(demands first, chunks, a layer's wrong prefetches dropped), our expert groups and our streaming of
-prompts, so that rows differ in decisions alone.
+A system has an eviction policy, a division of slots among layers, a predictor, and further parts.
+Its `reading` says how Greenroom reads the paper, and where they differ. All systems share
+Greenroom's transfer queue (demands first, in chunks, wrong prefetches of a layer dropped), its
+groups of experts and its streaming of prompts. So systems differ only in their decisions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ APPROXIMATION_OPTIONS = ("miss_precision", "low_below", "low_share", "low_follow
 class System:
     """Published system for MoE inference, as a combination of Greenroom's parts.
 
-    prefetch:    a predictor, `NAME[:distance]`, or off
-    guard:       prefetch only while it pays
+    name:        name of the system on the command line
+    source:      the paper
+    reading:     how Greenroom reads the paper, and where they differ
+    policy:      eviction policy
+    scope:       division of cache slots: shared by all layers, or per-layer
+    prefetch:    predictor of experts, `NAME[:distance]`, or off
+    guard:       whether to prefetch only while that is faster
     sizes:       how each layer's slots are found: `dp` (a dynamic programme), `configurator`
-                 (MoEpic's Algorithm 1, with the split), or None if `scope` is enough
-    split:       the top of an expert stays resident, the bottom is fetched
-    preselected: the resident experts are chosen beforehand, by counts
-    precision:   a copy of this precision may serve a miss, which changes the output
-    co_compute:  the processor beside the weights may compute a miss
+                 (MoEpic's Algorithm 1, which also splits experts), or None if `scope` is enough
+    split:       whether a top segment of each expert is cached and the rest fetched
+    preselected: whether the resident experts are chosen before the run, by counts
+    precision:   precision of the copies that serve misses, which changes the output; None for none
+    co_compute:  whether the host's processor may compute a miss
     """
 
     name: str
@@ -46,7 +51,7 @@ class System:
     co_compute: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the run options that every published system has."""
+        """Return a system's options of a run for policy, scope and prefetching."""
         return {
             "policy": self.policy,
             "scope": self.scope,
@@ -55,30 +60,34 @@ class System:
         }
 
     def parts(self) -> dict[str, str]:
-        """Describe further parts of a published system, by the option that enables each."""
+        """Describe the further parts of a published system, by the option that enables each.
+
+        Further parts are all but the policy, a named scope, and prefetching.
+        """
         parts = {}
         if self.sizes == "dp":
-            parts["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
+            parts["scope"] = "the slots of each layer, as a FILE of `greenroom trace budgets`"
         if self.split:
-            parts["split"] = "split experts and sizes of layers by Algorithm 1"
+            parts["split"] = "split experts, and slots of each layer, by MoEpic's Algorithm 1"
         if self.preselected:
-            parts["pin"] = "a set of experts chosen beforehand: a FILE of `greenroom trace hot`"
+            parts["pin"] = "experts chosen before the run, as a FILE of `greenroom trace hot`"
         if self.precision is not None:
             parts["miss_precision"] = f"misses in {self.precision}, which change the output"
         if self.co_compute:
-            parts["co_compute"] = "misses computed by the processor beside their weights"
+            parts["co_compute"] = "misses computed by the host's processor"
         return parts
 
     def calibrated_options(self) -> tuple[str, ...]:
-        """List a published system's options that are calibrated on recorded routing."""
+        """List the options of a published system that a benchmark sets from recorded routing."""
         sized = ("scope",) if self.sizes is not None else ()
         return (*sized, *("split",) * self.split, *("pin",) * self.preselected)
 
     def select_options(self, user_options: Mapping[str, Any]) -> dict[str, Any]:
-        """Select the user's options that apply to one of several compared systems.
+        """Select the user's options that apply to this one of several compared systems.
 
-        Options of a part apply to the rows that have it, all others to every row. To a row that
-        splits experts, sizes of layers apply only together with a split.
+        An option that enables or sets a part applies only to systems with that part; all other
+        options apply to every system. A system that splits experts takes sizes of layers (`scope`)
+        only together with `split`.
         """
         has = {*self.parts()}
         if self.split and "split" in user_options:
@@ -98,17 +107,19 @@ SYSTEMS: dict[str, System] = {
             "mixtral-offloading",
             "Eliseev and Mazur, 2023: Fast Inference of Mixture-of-Experts Language Models with"
             " Offloading",
-            "an LRU cache of equal size for each layer; the next layer's gate, on this"
-            " layer's hidden states, predicts what to prefetch while this layer is computed. Its"
-            " mixed quantisation is left to the checkpoint: give it a quantised one",
+            "an LRU cache of equal size for each layer; the next layer's gate, applied to this"
+            " layer's hidden states, predicts what to prefetch while this layer is computed."
+            " For the"
+            " paper's mixed quantisation, use a quantised checkpoint",
             scope="per-layer",
             prefetch="next-gate:1",
         ),
         System(
             "adapmoe",
             "Zhong et al., 2024: AdapMoE, as MoEpic cites it",
-            "LRU with each layer's size by a dynamic programme; the next layer's gate prefetches."
-            " Its adaptive gating leaves experts out, which changes the output, and is left out",
+            "LRU, with the size of each layer's cache by a dynamic programme; the next layer's gate"
+            " predicts what to prefetch. The paper's adaptive gating changes the output, and is not"
+            " included",
             prefetch="next-gate:1",
             sizes="dp",
         ),
@@ -116,22 +127,24 @@ SYSTEMS: dict[str, System] = {
             "moe-infinity",
             "Xue et al., 2024: MoE-Infinity",
             "evicts by the activation matrices of the most similar earlier requests, and"
-            " prefetches the experts that they used in the layers ahead",
+            " prefetches the experts that these requests used in later layers",
             policy="moe-infinity",
             prefetch="eamc",
         ),
         System(
             "promoe",
             "Song et al., 2024: ProMoE",
-            "LRU, as in the paper's baseline with all other parts on; a trained predictor for each"
-            " layer. Chunks, early preemption and reordered inference are in every row",
+            "LRU, as in the paper's baseline with all other parts; a trained predictor for each"
+            " layer. Every system here has the paper's chunks, early preemption and reordered"
+            " inference",
             prefetch="learned",
         ),
         System(
             "moepic",
             "Yan et al., 2025: MoEpic",
-            "LCP; sizes of layers and split ratios by Algorithm 1; the next layer's gate prefetches"
-            " bottoms of resident experts, and all of the others",
+            "LCP eviction; slots of layers and split ratios by Algorithm 1; the next layer's gate"
+            " predicts what to prefetch: the bottom segments of resident experts, and other experts"
+            " entirely",
             policy="lcp",
             scope="per-layer",
             prefetch="next-gate:1",
@@ -142,14 +155,15 @@ SYSTEMS: dict[str, System] = {
             "pre-gated",
             "Hwang et al., 2024: Pre-gated MoE",
             "gates that were trained to choose experts a layer ahead, so that prefetches are never"
-            " wrong; LRU eviction. With a model that was not trained so, its gates only guess",
+            " wrong; LRU eviction. The gates of a model without that training only guess",
             prefetch="pregated",
         ),
         System(
             "hobbit",
             "Tang et al., 2024: HOBBIT",
-            "evicts by its combined score (docs/policies.md); the next layer's gate"
-            " prefetches; misses with a low gate weight come in int4",
+            "evicts by the paper's combined score (docs/policies.md); the next layer's gate"
+            " predicts"
+            " what to prefetch; misses with a low gate weight are served from int4 copies",
             policy="hobbit",
             prefetch="next-gate:1",
             precision="int4",
@@ -157,16 +171,16 @@ SYSTEMS: dict[str, System] = {
         System(
             "fate",
             "Fang et al., 2025: Fate",
-            "a cache that favours shallow layers, and the gate of the layer ahead. Its hybrid"
-            " quantisation is left to the checkpoint",
+            "eviction that favours shallow layers; the next layer's gate predicts what to prefetch."
+            " For the paper's hybrid quantisation, use a quantised checkpoint",
             policy="fate",
             prefetch="next-gate:1",
         ),
         System(
             "hybrimoe",
             "Zhong et al., 2025: HybriMoE",
-            "evicts by scores of the gate; the next layer's gate prefetches; both"
-            " processors share the misses, by which queue ends first",
+            "evicts by scores of the gate; the next layer's gate predicts what to prefetch; GPU and"
+            " host share the misses, each miss going to the one that finishes it first",
             policy="hybrimoe",
             prefetch="next-gate:1",
             co_compute=True,
@@ -174,8 +188,8 @@ SYSTEMS: dict[str, System] = {
         System(
             "fiddler",
             "Kamahori et al., 2024: Fiddler",
-            "the most popular experts stay; the host computes others whenever that is faster"
-            " than moving them",
+            "the most popular experts stay in the cache; the host computes others whenever that is"
+            " faster than moving them to the GPU",
             policy="static",
             preselected=True,
             co_compute=True,
@@ -183,20 +197,20 @@ SYSTEMS: dict[str, System] = {
         System(
             "llru",
             "Layered paging (LLRU)",
-            "its eviction policy alone, as the paper measures it",
+            "the paper's eviction policy alone, as the paper measures it",
             policy="llru",
         ),
         System(
             "static",
             "the baseline of ProMoE, section 5.1",
-            "the most popular experts stay, others pass through scratch slots",
+            "the most popular experts stay in the cache, others pass through scratch slots",
             policy="static",
             preselected=True,
         ),
         System(
             "greenroom",
             "ours",
-            "next-use, and prefetching while it pays",
+            "next-use eviction, and prefetching only while that is faster",
             policy="auto",
             prefetch="auto",
             guard=True,
@@ -206,7 +220,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def system(name: str) -> System:
-    """Return the published system of a given name; UnknownName lists the names."""
+    """Return the published system of a given name; raises UnknownName if there is none."""
     try:
         return SYSTEMS[name]
     except KeyError:
@@ -214,12 +228,18 @@ def system(name: str) -> System:
 
 
 def systems(text: str) -> list[System]:
-    """Parse the names `A,B,C` into published systems, each once; UnknownName."""
+    """Parse comma-separated names into published systems, each once.
+
+    UnknownName for a name that does not exist.
+    """
     return [system(name) for name in dict.fromkeys(part.strip() for part in text.split(","))]
 
 
 def part_of(option: str, value: Any) -> str | None:
-    """Return the part of a system that an option sets; None for general options."""
+    """Return the option that enables the part of a system which an option sets.
+
+    None for options that apply to every system.
+    """
     if option in APPROXIMATION_OPTIONS:
         return APPROXIMATION_OPTIONS[0]
     if option == "scope":  # a name is an option of every row; sizes of layers are a part
@@ -228,7 +248,7 @@ def part_of(option: str, value: Any) -> str | None:
 
 
 def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None:
-    """Check that every option belongs to a part of these published systems. UsageError."""
+    """Check that every user option applies to one of the given systems, or raise UsageError."""
     for option in user_options:
         if not any(option in row.select_options(user_options) for row in rows):
             have = [
@@ -236,7 +256,7 @@ def check_parts(rows: Sequence[System], user_options: Mapping[str, Any]) -> None
             ]
             raise UsageError(
                 f"--{option.replace('_', '-')} is an option of {', '.join(have)} only: name one of"
-                " them, or leave it out"
+                " these systems with --system, or leave out the option"
             )
 
 
@@ -248,9 +268,9 @@ def system_options(
 ) -> dict[str, Any]:
     """Build the options of a published system's run; the user's options take precedence.
 
-    `available` are the options of a run, `calibrated` those that a calibration sets. UsageError
-    names every missing part and its option, since no part is left out silently. Options that change
-    the output are never implied by a system's name: the user gives them.
+    `available` are the options that a run has, `calibrated` those that a benchmark sets itself. No
+    part of the system is left out silently: UsageError names each missing part and its option. A
+    system's name alone never implies an option that changes the output; the user has to give it.
     """
     result = {**row.settings(), **user_options}
     missing = []
@@ -259,7 +279,7 @@ def system_options(
         if option in user_options or option in calibrated:
             continue
         if option not in available:
-            missing.append(f"{what} ({flag}, which this version does not have)")
+            missing.append(f"{what} ({flag}, an option that this version does not have)")
         elif option in ("split", "co_compute"):
             result[option] = "auto"
         else:
