@@ -116,8 +116,8 @@ class SimulateConfig(SchedulerConfig):
     )  # fmt: skip
     dense_bytes: str | None = option(
         None, "with --machine, size of one layer without its experts (default: as the trace says,"
-        " or 0: attention and other dense parts take no time)", "SIZ"
-        "E", group=TIME, check=dense_size,
+        " or 0: attention and other dense parts take no time)",
+        "SIZE", group=TIME, check=dense_size,
     )  # fmt: skip
     store: str | None = option(
         None,

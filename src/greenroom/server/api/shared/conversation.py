@@ -39,8 +39,9 @@ def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
     """Raise ApiError if the model's chat template or tool-call parser does not support tools."""
     if not dialogue.supports_tools:
-        raise ApiError(400, f"{param} is not supported by this model's chat template", param=param,
-                       code="unsupported_parameter")  # fmt: skip
+        raise ApiError(400, f"{param}: this model's chat template has no place for tools, or"
+                       " Greenroom cannot read the tool calls that it asks for",
+                       param=param, code="unsupported_parameter")  # fmt: skip
 
 
 def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
         return {"enable_thinking": False}
     if effort != "none" and dialogue.template_uses("reasoning_effort"):
         return {"reasoning_effort": effort}
-    raise ApiError(400, f"{param} {effort!r} is not supported by this model's chat template",
+    raise ApiError(400, f"{param} {effort!r}: this model's chat template has no option for it",
                    param=param, code="unsupported_value")  # fmt: skip
 
 
