@@ -161,7 +161,7 @@ def test_quality(cli: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quality", "none.txt"), "none.txt: cannot be read"),
+        (("--quality", "none.txt"), "cannot read none.txt"),
         (("--quality", "binary"), "binary is not UTF-8 text"),
         (("--quality", "text", "--layers"), "--layers has no effect with --quality"),
         (("--quality", "text", "--prompt", "x"), "--prompt has no effect with --quality"),
@@ -195,4 +195,4 @@ def test_a_damaged_pack_is_named(cli: Run, tmp_path: Path) -> None:
             file.write(b"\x55\xaa\x55")
     ran = cli("run", folder, "The green", "--cache", "25%", "--max-new-tokens", 2)
     assert ran.code == 2
-    assert "is damaged (its checksum is wrong): `greenroom pack" in ran.err
+    assert "is damaged (its checksum is wrong)" in ran.err

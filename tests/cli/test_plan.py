@@ -274,7 +274,7 @@ def test_systems_over_a_trace(cli: Run, home: Path):
                 "--expert-bytes", "1MiB")  # fmt: skip
     assert timed.code == 0, timed.err
     assert "noisy-oracle:1,accuracy=0.85 replaces" in timed.err
-    assert "hybrimoe: without misses computed by the processor beside" in timed.err
+    assert "hybrimoe: without misses computed by the host's processor" in timed.err
     over = json.loads(cli(*asked, "--system", "llru", "--policy", "fifo", "--scope", "per-layer",
                           "--json").out)  # fmt: skip
     assert (over["policy"], over["scope"]) == ("fifo", "per-layer")

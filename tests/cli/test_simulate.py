@@ -273,7 +273,7 @@ MISTAKES = {
     "no number": (("--capacity", "x"), "--capacity 'x': give a number of experts such as 64"),
     "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share must be above 0%"),
     "a share of nothing": (("--capacity", "1%"), "--capacity 1%: this share of 16 experts"),
-    "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a slot for each of 2 layers"),
+    "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "needs a cache slot for each of 2 layers"),
     "no tokens": (("--limit", "0"), "--limit must be at least 1 token, got 0"),
     "a size without a machine": (("--expert-bytes", "1MB"), "--expert-bytes has an effect only"),
     "no such profile": (("--machine", "none.json"), "cannot read none.json: No such"),
@@ -300,7 +300,7 @@ TIMED = {
     "no slots": (("--prefetch", "oracle", "--ahead", "0"), "--ahead must be at least 1 slot"),
     "an unknown predictor": (("--prefetch", "off,best"), "unknown predictor 'best': choose one of"),
     "a distance beyond": (("--prefetch", "markov:3"), "the model has 2 MoE layers"),
-    "no such distance": (("--prefetch", "markov:0"), "distance of markov must be a whole number"),
+    "no such distance": (("--prefetch", "markov:0"), "it must be a number of layers"),
     "what needs a model": (
         ("--prefetch", "next-gate:2"), "predictor next-gate:2 needs a running model, and this trace"
         " does not have its predictions: record them with `greenroom trace record --predict"

@@ -165,7 +165,7 @@ def test_a_damaged_or_unfit_checkpoint(
         ),
         (("--prefetch", "oracle"), "predictor oracle needs a recorded trace"),
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
-        (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
+        (("--predictor", "no.safetensors"), "no.safetensors: the predictor's file cannot be read: No such file"),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
         (("--prefetch", "token", "--predictor", "x"), "--predictor FILE is for --prefetch learned"),
         (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
@@ -224,7 +224,7 @@ def test_a_config_of_a_billion_layers(cli: Run, copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     line = cli("run", copy, "Hi", "--cache", "50%").mistake
-    assert "num_hidden_layers is 1000000000, but the checkpoint has" in line
+    assert "num_hidden_layers in the config is 1000000000, but the checkpoint has" in line
 
 
 def test_numbers_that_no_float_holds(cli: Run, folder: Path, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_prompt_that_does_not_fit(cli: Run, folder: Path) -> None:
             "nobody/nothing: .* not .* in the local cache, and HF_HUB_OFFLINE forbids",
         ),
         ("./nothing", "./nothing: there is no such folder"),
-        ("a b", "a b: neither a folder nor a hub id"),
+        ("a b", "a b: this name is neither a folder nor a hub id"),
     ],
 )
 def test_a_model_that_cannot_be_had(cli: Run, model: str, words: str) -> None:
@@ -328,7 +328,7 @@ def test_a_read_error_in_the_middle_of_an_answer(
     assert ran.out.endswith("\n")
     assert "experts in slots" in started
     assert re.fullmatch(
-        r"greenroom: cannot read .*safetensors at byte \d+: Input/output error", error
+        r"greenroom: cannot read an expert from .*safetensors, byte \d+ on: Input/output error", error
     )
     monkeypatch.undo()
     assert cli("run", folder, "Hi", "--cache", "13%", *FEW).code == 0

@@ -89,7 +89,7 @@ def test_help_into_a_full_disk() -> None:
 def test_no_standard_input_at_all(folder: Path) -> None:
     process = start("run", folder, stdin=subprocess.DEVNULL)
     out, err = process.communicate(timeout=60)
-    assert Ran.of(process.returncode, out, err).mistake == "the prompt is empty"
+    assert Ran.of(process.returncode, out, err).mistake == "the prompt is empty: give some text"
 
 
 def test_an_interrupt_in_this_process(cli: Run, folder: Path, monkeypatch) -> None:

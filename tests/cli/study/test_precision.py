@@ -112,7 +112,7 @@ def test_a_run_tells_what_was_measured_of_its_quality(
     assert found["perplexity"] == judged["perplexity"]
     assert found["exact_perplexity"] == judged["original_perplexity"]
     other = cli("run", folder, "hello", "--cache", "30%", "--skip-below", "0.1", *ANSWER)
-    assert "was not measured with these thresholds" in other.err
+    assert "their quality loss was not measured" in other.err
     exact = cli("run", folder, "hello", "--cache", "30%", *ANSWER)
     assert "quality" not in exact.err
 

@@ -73,7 +73,7 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
         (("--limit", "0"), "--limit must be at least 1 token, got 0"),
         (("--capacity", "1"), "2 layers need at least one cache slot each"),
         (("--capacity", "2,3"), "--capacity must be a single number or share here"),
-        (("--machine", "MACHINE"), "the trace does not say how large an expert is"),
+        (("--machine", "MACHINE"), "the trace does not have the size of an expert"),
         ((*MOEPIC, "--zeta", "2"), "zeta must be above 0 and below 1, got 2"),
         ((*MOEPIC, "--predictions", "markov"), "unknown predictions 'markov'"),
         (

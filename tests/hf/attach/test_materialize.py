@@ -173,6 +173,6 @@ def test_what_has_no_form_of_transformers_or_no_checkpoint_is_refused() -> None:
     skeleton = ModelSkeleton.of(cached_tiny("mixtral"))
     model = skeleton.load()
     model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, 4, kernels="eager"))
-    with pytest.raises(UnsupportedCall, match="checkpoint is not known"):
+    with pytest.raises(UnsupportedCall, match="checkpoint of this model is not known"):
         model.greenroom.materialize()
     model.greenroom.detach()

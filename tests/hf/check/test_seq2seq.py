@@ -73,7 +73,7 @@ def test_a_trace_is_of_the_decoder(tmp_path):
 def test_a_recording_that_cannot_be_made_is_refused(tmp_path):
     model, tokenizer = greenroom.load(str(folder("nllb-moe")), cache="25%", kernels="eager")
     try:
-        with pytest.raises(TraceError, match="one twice"):
+        with pytest.raises(TraceError, match="an expert twice"):
             record(
                 model, tokenizer, [Prompt(TEXT, "one")], tmp_path / "run.trace",
                 recording=RecordConfig(), sampling=GREEDY, name="nllb",

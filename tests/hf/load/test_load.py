@@ -190,7 +190,7 @@ def test_a_relative_budget_is_a_share_of_available_memory(loaded):
         ({"kernels": "cuda"}, UnknownName, "auto, eager, numba"),
         ({"device": "tpu"}, UnknownName, "auto, cpu"),
         ({"scope": "global"}, UnknownName, "shared, per-layer"),
-        ({"cache": "7%", "scope": "per-layer"}, BudgetError, "a slot for each of 2 layers"),
+        ({"cache": "7%", "scope": "per-layer"}, BudgetError, "a cache slot for each of 2 layers"),
         ({"context": 0}, UsageError, "--context must be at least 1"),
         ({"readers": 0}, UsageError, "--readers must be at least 1"),
         ({"threads": 0}, UsageError, "--threads must be at least 1"),

@@ -222,7 +222,7 @@ def test_wrong_split_options_are_refused(options, message):
 def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
     with pytest.raises(UsageError, match="--split has 3 numbers, but the model has 2 MoE layers"):
         greenroom.load(str(packed()), cache="50%", split="0.5,0.5,0.5")
-    with pytest.raises(UsageError, match="computes in bfloat16: leave out --dtype"):
+    with pytest.raises(UsageError, match="only in bfloat16: leave out --dtype"):
         greenroom.load(str(packed()), cache="50%", dtype="float32")
     with pytest.raises(BudgetError, match="too small to split them"):
         greenroom.load(str(packed()), cache="7%", split="0.5")

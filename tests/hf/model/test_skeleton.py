@@ -167,12 +167,12 @@ def change_config(folder: Path, **values: Any) -> Path:
         (
             {"quantization_config": {"quant_method": "gptq"}},
             UnsupportedModel,
-            "quantised (gptq)",
+            "the quantisation method gptq",
         ),
         (
             {"text_config": {"quantization_config": {"quant_method": "awq"}}},
             UnsupportedModel,
-            "quantised (awq)",
+            "the quantisation method awq",
         ),
         ({"hidden_size": "many"}, CheckpointError, "not a valid qwen3_moe config"),
         ({"hidden_act": "nonesuch"}, UnsupportedModel, "Qwen3MoeForCausalLM"),

@@ -76,7 +76,7 @@ def test_where_memory_cannot_be_pinned_the_profile_says_why():
     assert link.bandwidth == measured["pageable"] < BUS / 10
     device = {**measured, "name": "it", "memory": 1e12, "memory_bytes": 1 << 30}
     machine = Machine(MACHINE.routes, MACHINE.processors, MACHINE.host, {"device": device})
-    assert "cannot be pinned (no room)" in " ".join(summary.machine_summary(machine))
+    assert "cannot be page-locked (no room)" in " ".join(summary.machine_summary(machine))
 
 
 def test_memory_is_read_and_written():

@@ -146,7 +146,7 @@ def test_verify_and_repair(folder: Path) -> None:
     change(folder, DATA, layer["offset"] + 5 * layer["stride"])
     change(folder, "dense-00001-of-00001.safetensors", 60_000)
     right = (packed("int8") / DATA).read_bytes()
-    with pytest.raises(CheckpointError, match=r"dense-00001.* damaged .*--repair`"):
+    with pytest.raises(CheckpointError, match=r"dense-00001.* damaged.*--repair`"):
         verify(str(folder), "25%", tokens=2)
     made = pack(str(source()), folder, "int8", repair=True)
     assert (made.experts, made.kept) == (16, 15)
