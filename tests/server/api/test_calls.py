@@ -131,7 +131,7 @@ def test_unsupported_tool_choices_are_errors(serve: Serve) -> None:
     running = serve(reasoning_engine(GO_CALL))
     api = openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0).chat.completions
     unknown: Any = {"type": "function", "function": {"name": "jump"}}
-    with pytest.raises(openai.BadRequestError, match="tools has no 'jump'"):
+    with pytest.raises(openai.BadRequestError, match="tools has no function named 'jump'"):
         api.create(model=NAME, messages=QUESTION, tools=TOOLS, tool_choice=unknown)
     odd: Any = [function_tool("go", {"type": "object", "properties": {"n": {"type": "color"}}})]
     with pytest.raises(openai.BadRequestError, match="parameters of go is a schema that is not"):

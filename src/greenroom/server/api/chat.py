@@ -58,7 +58,8 @@ class PastToolCall(StrictModel):
 class Message(StrictModel):
     """One message of a chat completion's request.
 
-    Clients may send earlier answers of the model back unchanged.
+    A client may send an answer that it got from this API back unchanged, as a message of the
+    assistant.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -77,15 +78,19 @@ class Message(StrictModel):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing")
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
-            raise ValueError(f"a {self.role} message has no tool_calls and no reasoning_content")
+            raise ValueError(
+                f"a message of the role {self.role} must not have tool_calls or reasoning_content"
+            )
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("messages of the role tool need a tool_call_id, others have none")
+            raise ValueError(
+                "a message of the role tool needs a tool_call_id; other messages must not have one"
+            )
         return self
 
     def template_message(self, where: str) -> dict[str, Any]:
         """Return a chat message in the form that chat templates take.
 
-        `where` is the path of the message in the request, for errors.
+        `where` is the path of the message in the request, for error messages.
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -121,7 +126,7 @@ class ResponseFormat(StrictModel):
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError(
-                "response_format.json_schema is needed for the type json_schema, and only for it"
+                "send response_format.json_schema if the type is json_schema, and only then"
             )
         return self
 
@@ -167,7 +172,7 @@ class ChatRequest(CompletionParams, ConversationParams):
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are the same: send one of them")
+            raise ValueError("max_tokens and max_completion_tokens mean the same: send only one")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self

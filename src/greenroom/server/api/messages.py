@@ -40,7 +40,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CacheControl(StrictModel):
-    """A client's cache hint without effect: common prefixes are always cached."""
+    """A cache hint of a client, accepted but ignored: common prefixes are always cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -102,9 +102,9 @@ class Turn(StrictModel):
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return a turn of Anthropic's API as messages in the form of chat templates.
+        """Convert one message of Anthropic's API to messages in the form that chat templates take.
 
-        Each tool result becomes a message of its own, before the text.
+        Each tool result becomes a message of its own, before the message with the text.
         """
         messages: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
@@ -140,7 +140,7 @@ class AnthropicToolChoice(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("tool_choice.name is needed for the type tool, and only for it")
+            raise ValueError("send tool_choice.name if the type is tool, and only then")
         return self
 
     @property
@@ -190,8 +190,8 @@ class CountRequest(StrictModel):
     def job(self, dialogue: Dialogue, **job: Any) -> Job:
         """Convert a request to Anthropic's API to a Job: prompt and settings for the engine.
 
-        `job` has further fields of the Job. ApiError if the model's chat template does not support
-        the request.
+        `job` has values of further fields of the Job. ApiError if the model's chat template does
+        not support the request.
         """
         choice = self.tool_choice.choice if self.tool_choice else ToolChoice()
         if choice.forced and not self.tools:

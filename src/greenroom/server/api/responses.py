@@ -135,9 +135,7 @@ class ResponsesFormat(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> ResponsesFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError(
-                "text.format.schema is needed for the type json_schema, and only for it"
-            )
+            raise ValueError("send text.format.schema if the type is json_schema, and only then")
         return self
 
     def form(self) -> JsonForm | None:

@@ -14,9 +14,9 @@ OnDelta = Callable[[AnswerDelta], None]
 
 @dataclass
 class Reply:
-    """A chat backend's complete answer with its counts and times in seconds.
+    """A chat backend's complete answer, with token counts and times in seconds.
 
-    Counts and times that are not known are None.
+    A count or time is None if the backend does not know it.
     """
 
     text: str = ""

@@ -30,7 +30,7 @@ class Admission:
 
     At most `config.max_batch` requests run at a time. Each running request reserves the bytes of
     its keys and values at its greatest length: the prompt and the longest answer. The prefix cache
-    gets the rest of `limit` bytes, up to the share `config.prefix_share` of them.
+    gets the rest of `limit` bytes, but at most `limit * config.prefix_share`.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class Admission:
     def prepare(self, sequence: Sequence, running: Many[Sequence]) -> None:
         """Make an admitted request's KV cache, filled with the longest reusable prefix.
 
-        The prefix comes from the prefix cache or from a running request. An entry of the prefix
-        cache that the prompt contains completely is taken over; otherwise a copy is made.
+        The prefix comes from the prefix cache or from a running request. If the prompt begins with
+        all tokens of an entry of the prefix cache, the entry itself is used; otherwise its common
+        part is copied.
         """
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)

@@ -51,9 +51,9 @@ def to_grid(sequence: Sequence, chunk: int) -> int:
 
 
 def split(passes: list[list[Share]], can_batch: Callable[[Many[int]], bool]) -> list[list[Share]]:
-    """Split forward passes that cannot be batched into one pass for each request.
+    """Split each forward pass that cannot be batched into passes of one request each.
 
-    `can_batch` gets the number of tokens of each request in a pass.
+    `can_batch` takes the numbers of tokens of the requests in a pass.
     """
     done: list[list[Share]] = []
     for shares in passes:

@@ -1,11 +1,12 @@
 """Containment of errors: an exception in one request's work ends that request alone.
 
 with contain_errors(): ...                 # raises a GreenroomError
-with contain_errors(give_up): ...          # calls give_up(error) instead, and raises nothing
+with contain_errors(give_up): ...          # calls give_up(error) instead of raising it
 
 A request's own work is its template, tokens, grammar, sampler, the text of its answer, and forward
 passes without other requests. Libraries raise exceptions of any type there; a Rust panic is a
-`BaseException`, but not an `Exception`.
+`BaseException`, but not an `Exception`. KeyboardInterrupt, SystemExit, GeneratorExit and
+CancelledError are raised unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def contain_errors(give_up: Callable[[GreenroomError], object] | None = None) ->
     """Run the work of one request, and confine its exceptions to that request.
 
     An exception is converted by `as_error`, then passed to `give_up`, or raised if there is no
-    `give_up`. KeyboardInterrupt, SystemExit, GeneratorExit and CancelledError are not converted.
+    `give_up`. KeyboardInterrupt, SystemExit, GeneratorExit and CancelledError are raised unchanged.
     """
     try:
         yield

@@ -13,9 +13,9 @@ SHARE = 0.25  # default share of the memory that the expert cache could use
 def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     """Return the byte limit of all requests' KV caches together, from `--kv-memory`.
 
-    The default is `max_batch` full contexts. With `--memory`, the default is at most a quarter of
-    the memory that the expert cache could use, and at least one full context. A request is admitted
-    only if its greatest length fits, so that none is ever preempted.
+    The default is enough for `max_batch` full contexts. With `--memory`, the default is at most a
+    quarter of the memory that the expert cache could use, and at least one full context. A request
+    is admitted only if its greatest length fits, so that none is ever preempted.
 
     BudgetError if the limit is smaller than one full context, larger than `--memory` allows, or a
     share without `--memory`.
@@ -46,6 +46,6 @@ def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     if slot_budget is not None and limit > most:
         raise BudgetError(
             f"--kv-memory {config.kv_memory} is too large: --memory {show_bytes(budget or 0)}"
-            f" leaves only {show_bytes(most)} for keys and values"
+            f" leaves only {show_bytes(most)} for keys and values: use a smaller --kv-memory"
         )
     return limit

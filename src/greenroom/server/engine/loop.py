@@ -4,10 +4,10 @@
         admit waiting requests that have room; reuse cached prefixes
         for each pass of the round: compute it, sample a token for each answer, send it
 
-transformers has such an engine (generation/continuous_batching). It is not used: it allocates all
-blocks of keys and values at the start, outside of any budget; each token pays for its paged cache,
-while ours takes a compiled path; its samplers cannot be seeded for each request; and a failed pass
-ends its thread. The use of transformers in a pass is in hf/kv/batch.py.
+The engine of transformers (generation/continuous_batching) is not used: it allocates all blocks of
+keys and values at the start, outside of any budget; its paged cache costs time for each token; its
+samplers cannot be seeded for each request; and a failed pass ends its thread. The use of
+transformers in a pass is in hf/kv/batch.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Progress = Callable[[float, str], None]
 
 
 class LoadedModel(NamedTuple):
-    """A model with an attached expert cache, its tokenizer, and a text about its memory."""
+    """A model with an attached expert cache, its tokenizer, and a description of the memory."""
 
     model: Any
     tokenizer: Any
@@ -155,9 +155,11 @@ class ContinuousEngine:
         self.passes.interrupt_if_unwanted()
 
     def state(self) -> tuple[str, float, str]:
-        """Return the engine's state by name, its loading progress, and a reason.
+        """Return the engine's state by name, its loading progress, and a text.
 
-        The states are loading, ready, failed and stopping; the progress is from 0 to 1."""
+        The states are loading, ready, failed and stopping; the progress is from 0 to 1. The text
+        says what is being loaded or why the engine failed; else it is empty.
+        """
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
             return "failed", progress, "the engine's thread has ended"

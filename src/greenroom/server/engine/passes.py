@@ -33,8 +33,8 @@ class PassRunner:
     """Runs the forward passes of one model, and repeats failed ones.
 
     `chunk` is the number of tokens of a prefill chunk. `passes` and `tokens` count successful
-    passes and their tokens, `faults` the passes that failed at first. Only `interrupt_if_unwanted`
-    may be called from any thread.
+    passes and their tokens, `faults` the passes whose first attempt failed. Only
+    `interrupt_if_unwanted` may be called from any thread.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     ticket = engine.submit(request, listener)    # from any thread; Busy, TooLong or ClosedError
     listener(Token(...)), listener(Token(...)), listener(Finished(...))  # from the engine's thread
-    (listener(PromptTokens(...)) comes before them where the request has prompt_logprobs)
-    ticket.cancel()                              # its place is free within one token
+    (listener(PromptTokens(...)) comes before them if the request has prompt_logprobs)
+    ticket.cancel()                              # the request ends within one token
 
 The engine handles tokens only. The HTTP server decodes them to text, and handles stop strings,
 tools and formats.
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the prompt and the longest answer."""
+        """The greatest length of a request in tokens: its prompt and its longest answer."""
         return len(self.ids) + self.max_new_tokens
 
     def check(self, vocabulary: int, context: int) -> None:

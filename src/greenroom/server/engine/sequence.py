@@ -93,7 +93,7 @@ class Sequence:
     def add_token(self, token: Token) -> str:
         """Append a token to the answer and send it; return why the answer ends.
 
-        The reason is stop or length, or an empty string while the answer goes on.
+        The returned reason is stop or length, or an empty string if the answer goes on.
         """
         if self.answered is None:
             self.answered = time.monotonic()

@@ -16,7 +16,7 @@ BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 def overhead_bytes(context: int, serve: ServeConfig) -> int:
     """Return the bytes of `--memory` that are set aside for HTTP bodies and prompt texts.
 
-    They include the process that renders chat templates.
+    The memory of the process that renders chat templates is included.
     """
     body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
     text = min(body, context * TEXT_CHARS)

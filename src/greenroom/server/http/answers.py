@@ -73,7 +73,7 @@ async def start_answers(
 ) -> AnswerStream:
     """Make an HTTP request's Job (prompts and settings) on a worker thread, and submit it.
 
-    `make` makes the Job, which the engine answers. Raises Busy, TooLong, UsageError or ApiError.
+    `make` takes the Dialogue and returns the Job. Raises Busy, TooLong, UsageError or ApiError.
     """
     loop = asyncio.get_running_loop()
 

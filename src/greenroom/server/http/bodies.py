@@ -38,7 +38,7 @@ async def read(request: Request, model: type[Body], limit: int, budget: BodyBudg
     """Read an HTTP request's body, and parse it as a `model`.
 
     ApiError if the body is larger than `limit` bytes, takes too long to arrive, or is not valid.
-    The body takes bytes of `budget` until the request ends; Busy if too few are left.
+    The body's bytes count against `budget` until the request ends; Busy if too few are left.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

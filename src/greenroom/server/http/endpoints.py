@@ -56,10 +56,10 @@ class ResponseBuilder:
 def route(
     service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
-    """Make the HTTP route POST `path`, which answers requests with a model's output.
+    """Make the POST route `path` of an HTTP API, which returns the engine's answers.
 
     `model` is the Pydantic model of the request body, whose method `job` makes the engine's Job.
-    `builder` formats the response. OpenAPI's document calls the route `name`.
+    `builder` formats the response. `name` is the route's name in the OpenAPI document.
     """
     routes = APIRouter()
 

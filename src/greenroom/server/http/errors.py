@@ -41,8 +41,8 @@ class ApiError(GreenroomError):
     """An error that a client gets as an HTTP response.
 
     `param` names the wrong parameter. `code` is OpenAI's code of the error, or None. Clients may
-    try again after `retry_after_s` seconds. `close` closes the connection, so that the rest of the
-    request is not read.
+    try again after `retry_after_s` seconds. If `close` is true, the connection is closed and the
+    rest of the request is not read.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def read_api_key(file: str | None, environment: Mapping[str, str] = os.environ) 
 
 def _checked(key: str, where: str) -> str:
     if not key:
-        raise UsageError(f"{where} is empty, but must be the API key")
+        raise UsageError(f"{where} is empty: put the API key there")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UsageError(
             f"{where} is not a valid API key: use ASCII letters, digits and signs, no spaces"

@@ -48,7 +48,7 @@ def _strings(value: Any) -> Any:
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError("stop must be a string, or a list of strings, none of them empty")
     if len(strings) > 16 or max(map(len, strings), default=0) > 1024:
-        raise ValueError("stop takes at most 16 strings of at most 1024 characters")
+        raise ValueError("stop takes at most 16 strings of at most 1024 characters each")
     return tuple(strings)
 
 
@@ -89,9 +89,10 @@ LogitBias = Annotated[
 
 
 def text_validator(types: tuple[str, ...]) -> Any:
-    """Make a validator that joins a list of text parts with newlines, and passes strings.
+    """Make a validator that joins a list of text parts with newlines; strings stay as they are.
 
-    `types` are the values of "type" that the API gives text parts. Other parts are a ValueError.
+    `types` are the values of "type" that the API gives text parts. The validator raises ValueError
+    for other parts.
     """
 
     def joined(value: Any) -> Any:

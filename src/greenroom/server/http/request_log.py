@@ -94,8 +94,8 @@ def tpot_s(finished: Finished) -> float | None:
 class RequestLog:
     """Writes one log line for each HTTP request, as text or JSON.
 
-    The usual results of /health and /metrics are left out. `write` gets each line; by default lines
-    go to standard error.
+    Routine responses of /health (200, 503) and /metrics (200) are left out. `write` gets each line;
+    by default lines go to standard error.
     """
 
     def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
@@ -115,7 +115,7 @@ class RequestLog:
     def log_failure(self, name: str, error: BaseException) -> None:
         """Write an error with its traceback to the request log.
 
-        `name` is a request's id, or a module.
+        `name` says where the error occurred: a request's id, or a module's name.
         """
         what = "".join(traceback.format_exception(error)).rstrip()
         now = _now()

@@ -78,7 +78,7 @@ class Service:
         if the request's time is over.
         """
         if self._preparing >= self.most_answers:
-            raise Busy("too many requests are being prepared: try again", retry_after_s=1.0)
+            raise Busy("too many requests are being prepared: try again later", retry_after_s=1.0)
         self._preparing += 1
         large = record.body_bytes > SMALL_BYTES
         future = (self._large if large else self._workers).submit(self._contained, make)

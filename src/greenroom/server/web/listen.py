@@ -109,7 +109,7 @@ def make_server(service: Service) -> Server:
 def serve(service: Service, sock: socket.socket, each_tick: Callable[[], None]) -> None:
     """Serve HTTP until a signal comes, calling `each_tick` ten times a second.
 
-    An exception of `each_tick` ends the server, and is raised from here.
+    An exception of `each_tick` ends the server and is raised again.
     """
     running = make_server(service)
     raised: list[BaseException] = []

@@ -27,7 +27,7 @@ def tool_call_grammar(
     choice: ToolChoice,
     strict: Collection[str],
 ) -> str | None:
-    """Make the llguidance grammar of an answer's tool calls; None if the answer is free.
+    """Make the llguidance grammar of an answer's tool calls; None if no grammar is needed.
 
     `strict` has the names of tools whose calls follow their schema even if no call is required.
     ApiError if no tool has the required name, the call format of the model's chat template is not
@@ -37,7 +37,9 @@ def tool_call_grammar(
         return None
     named = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not named:
-        raise ApiError(400, f"tool_choice: tools has no {choice.name!r}", param="tool_choice")
+        raise ApiError(
+            400, f"tool_choice: tools has no function named {choice.name!r}", param="tool_choice"
+        )
     form = find_call_format(dialogue, prompt, named)
     if form is None or not (choice.forced or form.free):
         param = "tool_choice" if choice.forced else "tools"

@@ -17,9 +17,9 @@ Messages = list[dict[str, Any]]
 
 
 def arguments_of(text: str, param: str) -> dict[str, Any]:
-    """Parse a tool call's arguments to an object, as chat templates need it.
+    """Parse the JSON text of a tool call's arguments to a dict.
 
-    ApiError, which names the parameter `param`, if they are not a JSON object.
+    ApiError, which names the parameter `param`, if the text is not a JSON object.
     """
     try:
         arguments = json.loads(text or "{}")
@@ -48,7 +48,7 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
     """Return the options of a chat template for a reasoning effort.
 
     The effort "none" switches reasoning off; other efforts are passed to the template. ApiError if
-    the template has no option for that.
+    the template cannot switch reasoning off, or takes no effort.
     """
     if effort is None or (effort == "none" and not dialogue.supports_reasoning):
         return {}
@@ -64,7 +64,7 @@ class JsonForm(NamedTuple):
     """The JSON format that a client requests for an answer: a schema, or any object.
 
     `param` is the request parameter that selects the format, and `where` the path of the schema in
-    the request. Both are for errors.
+    the request. Error messages contain both.
     """
 
     param: str
@@ -91,9 +91,9 @@ def chat_job(
     tools:   functions that the answer may call, subject to `choice`
     form:    the JSON format of the answer, or None for text
     options: further options of the chat template
-    calls:   the API's term for messages that are tool calls or their results, for errors
+    calls:   the API's term for messages that are tool calls or their results, for error messages
     resume:  continue the last message instead of beginning a new one
-    job:     further fields of the Job
+    job:     values of further fields of the Job
     """
     choice = choice or ToolChoice()
     if any(message["role"] == "tool" or "tool_calls" in message for message in messages):

@@ -13,9 +13,9 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
-    """Return OpenAI's `usage` object for all choices of a response together.
+    """Return OpenAI's `usage` object: the token counts of all choices of a response together.
 
-    `prompt_tokens` is the number of tokens of all prompts; `ends` has the end of each answer.
+    `prompt_tokens` is the number of tokens of all prompts; `ends` has an AnswerEnd for each answer.
     """
     ends = list(ends)
     new = sum(end.finished.new_tokens for end in ends)
@@ -29,7 +29,7 @@ def usage(prompt_tokens: int, ends: Iterable[AnswerEnd]) -> dict[str, Any]:
 
 
 def reused(ends: Iterable[AnswerEnd]) -> int:
-    """Return the most prompt tokens that one answer reused from other requests."""
+    """Return the largest number of cached prompt tokens that any one answer reused."""
     return max((end.finished.reused_tokens for end in ends), default=0)
 
 

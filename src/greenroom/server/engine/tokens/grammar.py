@@ -100,8 +100,8 @@ class Grammars:
                     )
                 except (TypeError, ValueError, AssertionError) as error:
                     raise UsageError(
-                        "this model has no grammars and JSON formats, because llguidance cannot"
-                        f" read its tokenizer: {error}"
+                        "grammars and JSON formats are not available for this model: llguidance"
+                        f" cannot read its tokenizer: {error}"
                     ) from error
             return self._vocabulary_trie
 

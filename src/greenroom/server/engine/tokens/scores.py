@@ -1,7 +1,8 @@
 """Log-probabilities of a prompt's tokens, for requests with `prompt_logprobs`.
 
-A pass returns the logits of all tokens of such a request, not only of the last one. Of each row the
-log-probabilities of the token that follows and of the likeliest tokens are stored.
+For such a request, a forward pass returns the logits of every token, not only of the last one. At
+each position, the log-probabilities of the prompt's next token and of the likeliest tokens are
+stored.
 """
 
 from __future__ import annotations
