@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 HELP = "measure the planned best settings of a model, and store the winner for later runs"
 FEW = 2  # of a plan's best settings, besides plain LRU and the default
-CHOSEN = ("policy", "scope", "split", "prefetch", "predictor", "no_guard")  # what is tuned
+CHOSEN = (  # what is tuned
+    "policy", "scope", "split", "prefetch", "predictor", "no_guard", "prefetch_rule",
+)  # fmt: skip
 
 
 def add_to(parser: Parser) -> None:

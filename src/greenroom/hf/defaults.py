@@ -22,7 +22,7 @@ from greenroom.plan.settings import PLAIN
 from greenroom.runtime.measure.bandwidth import host_facts
 
 START_SHARE = 0.5  # share of every expert before tokens were counted (Algorithm 1, line 4)
-CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
+CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard", "prefetch_rule"}
 
 
 def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:

@@ -162,8 +162,8 @@ def simulate_events(
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
         scheduler = build_scheduler(
             pieces, capacity, policy, options.config, costs=costs if both else None,
-            expert_bytes=expert_bytes, scope=options.scope, lanes=costs.lanes, ahead=ahead,
-            seed=seed, host=tier, **learned,
+            expert_bytes=expert_bytes, top_k=trace.top_k, scope=options.scope, lanes=costs.lanes,
+            ahead=ahead, seed=seed, host=tier, **learned,
         )  # fmt: skip
         if options.stay:
             scheduler.on(Pinned(np.asarray(options.stay, np.int64)))

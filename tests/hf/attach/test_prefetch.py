@@ -146,6 +146,8 @@ def test_the_demo_model_says_the_same():
         {},
         {"prefetch": "next-gate:2", "no_guard": True},
         {"prefetch": "markov", "no_guard": True, "device": "fake"},
+        {"prefetch": "markov", "no_guard": True, "prefetch_rule": "top-k"},
+        {"prefetch": "markov:2", "no_guard": True, "prefetch_rule": "all"},
     ):
         model, tokenizer = greenroom.load("demo", cache="25%", **options)
         try:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from greenroom.core.pieces import Pieces
     from greenroom.core.plan import Option
 
+VALUE, TOP_K, ALL = PREFETCH_RULES = ("value", "top-k", "all")
+
 
 @dataclass(frozen=True, slots=True)
 class Approximation:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from greenroom.core.config.base import Approximation, OptionConfig
+from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, OptionConfig
 from greenroom.core.config.shares import scope_of, split_of
 from greenroom.core.options.cocompute import CoComputeConfig
 from greenroom.core.options.precision import PrecisionConfig
 from greenroom.errors import UsageError
-from greenroom.option import CACHE, check_options, option
+from greenroom.option import CACHE, PREFETCHING, check_options, option
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
@@ -39,6 +39,13 @@ class SchedulerConfig(
         " budgets`; auto sets budgets and shares from what earlier runs recorded (MoEpic's"
         " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
         group=CACHE, check=lambda value, name: split_of(value),
+    )  # fmt: skip
+
+    prefetch_rule: str = option(
+        VALUE, "which predicted experts are loaded early. value: those whose early load is"
+        " expected to save time; top-k: as many of the likeliest as a token uses, whatever it"
+        " costs; all: all predicted ones, the likeliest first",
+        None, PREFETCH_RULES, group=PREFETCHING,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -120,7 +120,11 @@ class Lookahead:
 
     The class has plain Python over about a dozen numbers, which runs once a layer under a lock: an
     operation of NumPy takes as long as ten of Python.
+
+    displaces: whether a likelier candidate takes the slot of a complete prefetch if no slot is left
     """
+
+    displaces = True
 
     def __init__(self, pieces: Pieces) -> None:
         self.pace, self.accuracy = Pace(), Accuracy(pieces.layers)
@@ -212,8 +216,11 @@ class Lookahead:
             if absent[rank]:
                 ranks.count(rank, was_used)
                 self._all.count(rank, was_used)
+        self._count_accuracy(layer, expected, k, right)
+
+    def _count_accuracy(self, layer: int, expected: LayerForecast, used: int, right: int) -> None:
         accuracy = self.accuracy
-        accuracy.used[layer] += k
+        accuracy.used[layer] += used
         accuracy.right[layer] += right
         accuracy.distance[layer] = expected.distance
 

@@ -137,7 +137,8 @@ class Prefetcher:
         """Borrow a slot for a prefetch; -1 where none is available."""
         placement = self._placement
         if placement.buffer.full:
-            least = placement.buffer.least_likely(candidate.chance)
+            displaces = self.lookahead.displaces
+            least = placement.buffer.least_likely(candidate.chance) if displaces else None
             if least is None:
                 return -1
             self._displace(least)

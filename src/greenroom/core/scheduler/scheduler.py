@@ -73,24 +73,25 @@ class Scheduler:
         seed: int = 0,
         host: HostTier | None = None,
         options: Sequence[Option] = (),
+        lookahead: Lookahead | None = None,
         after: Scheduler | None = None,
     ) -> None:
         """Build a scheduler with an empty cache.
 
         capacity: cache slots, counted in unsplit experts
         pin:      "step": the experts of a step are not evicted while it lasts; "none": they may be
-        lanes:    transfers at a time on each link of the chain
-        staging_slots: of a chain; None: as many as its lanes need
+        lanes, staging_slots: transfers at a time on each link; None: as many as the lanes need
         ahead:    slots that may be borrowed at a time, at most a quarter of all
         host:     the cache in host memory, between the two links of a chain
         options:  in the order in which they change a step's plan
+        lookahead: the choice of prefetches; None: by expected time saved
         after:    an emptied scheduler, whose counts and prediction statistics are continued"""
         _check(pieces, pin, ahead, host)
         self.pieces, self.pin, self.options = pieces, pin, tuple(options)
         self.counts: Counts = Counts() if after is None else after.counts
         self._layers = pieces.layers
         self.placement = Placement(pieces, capacity, policy, scope, ahead, seed)
-        self.lookahead: Lookahead = Lookahead(pieces) if after is None else after.lookahead
+        self.lookahead: Lookahead = after.lookahead if after else lookahead or Lookahead(pieces)
         on_link = self.lookahead.pace.link
         self.transfers = Transfers(
             self.placement, lanes, staging_slots, host, self.counts, options, on_link
@@ -101,8 +102,7 @@ class Scheduler:
         self.step: Step | None = None
         self.all_resident_path: AllResident | None = None
         self.groups_have_parts = pieces.split is not None or any(o.approximates for o in options)
-        # Steps without misses may need more than one group.
-        self._detailed = self.groups_have_parts or pieces.devices > 1
+        self._detailed = self.groups_have_parts or pieces.devices > 1  # several groups, no misses
         self._planners = [o.plan for o in options if overrides(o, "plan")]
         self._observers = [o.computed for o in options if overrides(o, "computed")]
         self._proposers = [o for o in options if overrides(o, "candidates")]

@@ -97,9 +97,10 @@ class Greenroom:
             RecentRouting(setup.catalog.offsets, history) if records_routing else None
         )
         co_compute = host_computes(setup)
-        self._ahead = default_borrow_limit(predictors.shape.top_k) if predictors else 0
+        self._top_k = predictors.shape.top_k if predictors else experts_per_token(model)
+        self._ahead = default_borrow_limit(self._top_k) if predictors else 0
         if co_compute or setup.config.proposes():
-            self._ahead = default_borrow_limit(experts_per_token(model))
+            self._ahead = default_borrow_limit(self._top_k)
         self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         self.driver = self._make_driver(store, co_compute)
@@ -166,6 +167,7 @@ class Greenroom:
             setup.config,
             costs=nominal_costs(slot_bytes) if co_compute else None,
             expert_bytes=slot_bytes,
+            top_k=self._top_k,
             scope=setup.scope,
             lanes=lanes_of(setup),
             ahead=self._ahead,

@@ -50,6 +50,7 @@ def load(
     prefetch: str = "auto",
     predictor: str | None = None,
     no_guard: bool = False,
+    prefetch_rule: str = "value",
     context: int = 4096,
     kv: str = "dynamic",
     readers: int = 2,
@@ -71,11 +72,11 @@ def load(
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     host_memory: with a GPU, the limit for the process in host memory
-    scope: one cache for all layers (shared), one per layer (per-layer), "N,N,..." or a file
-    pin: a file made by `greenroom trace hot`; its experts are never evicted
+    scope, pin: one cache (shared), per-layer, "N,N,..." or a file; a file of `trace hot`
     split: share of each packed expert that stays in the cache: off, auto, "0.5", "N,N,...", a file
     prefetch: predictor of the experts to read early: auto, off, next-gate, learned, markov, ...
     predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower
+    prefetch_rule: which predicted experts to read early: value (what saves time), top-k, all
     context, kv: length of the KV cache in tokens; its type: dynamic, fp8, int4, int2, offloaded
     readers, threads: threads that read experts; threads that compute (default: all cores)
     direct, read_limit: bypass the page cache (auto, on, off); most bytes per second, as "50MB"

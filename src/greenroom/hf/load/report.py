@@ -7,6 +7,7 @@ import shlex
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, changed_options, flag, format_amount, show_bytes
+from greenroom.core.config.base import VALUE
 from greenroom.core.config.scheduler import option_names
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
@@ -177,4 +178,6 @@ def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
     flags = [f"--prefetch {running.name if auto else greenroom.setup.prefetch}"]
     if config.predictor is not None:
         flags.append(f"--predictor {shlex.quote(config.predictor)}")
+    if config.prefetch_rule != VALUE:
+        flags.append(f"--prefetch-rule {config.prefetch_rule}")
     return flags + ["--no-guard"] * config.no_guard
