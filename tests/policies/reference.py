@@ -146,13 +146,6 @@ class LLRU(KeyPolicy):
         return (-((t - last) // layers), -((last - t) % layers))
 
 
-class Fate(KeyPolicy):
-    def key(self, piece):
-        world, layer = self.world, self.world.layer_of(piece)
-        age = world.step.clock - world.last_clock[piece]
-        return (-age * (1 + world.options["bias"] * layer / world.layers), -layer)
-
-
 class LCP(KeyPolicy):
     def key(self, piece):
         world = self.world
@@ -384,6 +377,72 @@ class ARC(KeyPolicy):
                 self.t2[group].append(piece)
                 return
         self.t1[group].append(piece)
+
+
+class Fate(KeyPolicy):
+    """ARC's lists in every layer, the oldest first; the layer furthest above its share gives."""
+
+    def __init__(self, world):
+        super().__init__(world)
+        self.t1, self.t2 = defaultdict(list), defaultdict(list)
+        self.b1, self.b2 = defaultdict(list), defaultdict(list)
+        self.p = defaultdict(float)
+
+    def share(self, layer):
+        world, layers = self.world, self.world.layers
+        if len(world.sizes) > 1:
+            return world.sizes[layer]
+        bias = Fraction(world.options["bias"])
+        weights = [1 + bias * (1 - Fraction(i, layers)) for i in range(layers)]
+        per_weight = world.sizes[0] / sum(weights)
+        return int(per_weight * sum(weights[: layer + 1])) - int(per_weight * sum(weights[:layer]))
+
+    def hit(self, piece):
+        layer = self.world.layer_of(piece)
+        for queue in (self.t1[layer], self.t2[layer], self.b1[layer], self.b2[layer]):
+            if piece in queue:
+                queue.remove(piece)
+        self.t2[layer].append(piece)
+
+    def insert(self, piece):
+        layer = self.world.layer_of(piece)
+        t1, t2, b1, b2 = self.t1[layer], self.t2[layer], self.b1[layer], self.b2[layer]
+        if piece in b1 or piece in b2:
+            self.hit(piece)
+            return
+        t1.append(piece)
+        while b1 and len(t1) + len(b1) > self.share(layer):
+            b1.pop(0)
+        while b2 and len(t1) + len(t2) + len(b1) + len(b2) > 2 * self.share(layer):
+            b2.pop(0)
+
+    def evict(self, piece):
+        layer = self.world.layer_of(piece)
+        t, b = self.t1[layer], self.b1[layer]
+        if piece not in t:
+            t, b = self.t2[layer], self.b2[layer]
+        t.remove(piece)
+        b.append(piece)
+
+    def victim(self, group, piece, candidates):
+        own = self.world.layer_of(piece)
+        b1, b2 = self.b1[own], self.b2[own]
+        known = piece in b1 or piece in b2
+        if piece in b1:
+            self.p[own] = min(self.share(own), self.p[own] + max(len(b2) / len(b1), 1))
+        if piece in b2:
+            self.p[own] = max(0, self.p[own] - max(len(b1) / len(b2), 1))
+
+        def surplus(layer):
+            return len(self.t1[layer]) + len(self.t2[layer]) - self.share(layer) + (layer == own)
+
+        layer = max({*map(self.world.layer_of, candidates)}, key=lambda i: (surplus(i), i))
+        t1, t2, p = self.t1[layer], self.t2[layer], self.p[layer]
+        new = layer != own or not known
+        from_t1 = len(t1) > p or (layer == own and piece in b2 and len(t1) == p)
+        if t1 and (from_t1 or (new and len(t1) >= self.share(layer))):
+            return next(x for x in [*t1, *t2] if x in candidates)
+        return next(x for x in [*t2, *t1] if x in candidates)
 
 
 class Static(KeyPolicy):

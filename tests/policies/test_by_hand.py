@@ -112,9 +112,34 @@ def test_llru_counts_rounds_first():
     assert evictions("llru", 3, layered_steps(2, "ai", "bj"), 2) == "---a"
 
 
-def test_fate_evicts_deep_layers_first():
-    """At j (t = 3): a has age 3 * 1, i 2 * 1.5 and is as old, but deeper."""
-    assert evictions("fate", 3, layered_steps(2, "ai", "bj"), 2) == "---i"
+def test_fate_favours_shallow_layers():
+    """7 slots, 2 layers of weights 2 and 1.5: shares 4 and 3. a to d and i to k fill the pool.
+
+    l: layer 1 has its 3 and needs one: its oldest, i. e: layer 0 has its 4: a, which its ghosts
+    forget at once, since T1 has 4. j hits and goes to T2. a: b. m: T1 = k l, above p = 0: k.
+    With bias 0 the shares are 3 (3.5 rounded down) and 4. l: layer 0 has 4, one more than its
+    share: a. e: b. j hits. a is forgotten: c. m: layer 1 has its 4, T1 = i k l: i.
+    """
+    steps = layered_steps(2, "ai", "bj", "ck", "dl", "ej", "am")
+    assert evictions("fate", 7, steps, 2) == "-------ia.bk"
+    assert evictions("fate:bias=0", 7, steps, 2) == "-------ab.ci"
+
+
+def test_fate_takes_a_slot_of_the_layer_that_has_more_than_its_share():
+    """4 slots, 2 layers with shares floor(4 * 2 / 3.5) = 2 and 2.
+
+    Layer 1 is asked first and fills the pool. Then each expert of layer 0 takes a slot of layer
+    1, until both have 2; from then on each layer gives its own."""
+    deep = [Step([8 + i], 2 * i + 1, i, 0, 1, [], []) for i in range(4)]  # i j k l
+    shallow = [Step([i], 8 + 2 * i, 4 + i, 0, 0, [], []) for i in range(4)]  # a b c d
+    assert evictions("fate", 4, deep + shallow, 2) == "----ijab"
+
+
+def test_fate_is_arc_within_a_layer():
+    """One layer: a is in T2, p = 0, so T1 gives b; B1 remembers b, p = 1, and T1 gives c."""
+    for name, capacity, requests, expected in ONE_LAYER:
+        if name == "arc":
+            assert evictions("fate", capacity, letters(requests), 1) == expected
 
 
 def test_moe_infinity_evicts_the_expert_that_a_similar_prompt_used_least():

@@ -1,15 +1,18 @@
-"""HOBBIT's eviction policy, which weighs recency, frequency and distance of layers.
+"""HOBBIT's eviction policy (section 3.4, equation 3): recency, frequency and distance of layers.
 
-The paper's abstract has no formula, so this one is Greenroom's reading. The victim is the expert
-with the smallest
+The abstract has no formula; equation 3 is the paper's (Tang et al., 2024, arXiv 2411.01433). The
+victim is the expert with the smallest
     recency * last / t + frequency * count / t + distance * (1 - ((l - l_now) mod L) / L)
 where t is the number of tokens of the prompt so far, `last` is the token that last requested the
 expert, and `count` is the number of its requests in this prompt ("sequence-level"). l is the
 expert's layer, l_now is the layer being computed, and L is the number of layers: the last term is
-larger if the expert's layer comes sooner. `recency`, `frequency` and `distance` are options.
-HOBBIT's fourth dimension, requests in high precision, is `count` if misses are approximated, since
-a policy observes exact requests only. Of equal experts, the victim is the one requested least
-recently.
+larger if the expert's layer comes sooner.
+
+The paper has two counts: F of all uses and H of the uses in high precision. A policy observes exact
+requests only, so `count` is H, and without approximation also F: `frequency` is the sum of the two
+weights. The paper finds the weights on a calibration set and does not give them; the defaults of
+`recency`, `frequency` and `distance` are Greenroom's. Of equal experts, the victim is the one
+requested least recently.
 """
 
 from __future__ import annotations

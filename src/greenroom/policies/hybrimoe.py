@@ -1,10 +1,12 @@
 """HybriMoE's eviction policy: evict the expert with the lowest average router score.
 
-The paper's abstract has no formula, so this one is Greenroom's reading. Whenever an expert's layer
-is computed, its average is updated as S = alpha * s + (1 - alpha) * S. Here s is the expert's share
-of the gate weights in this pass at the layer, or of its tokens if the weights are unknown; s is 0
-if no token chose the expert. The expert with the smallest S is evicted; of equal ones, the one
-requested least recently.
+The abstract has no formula. Public descriptions of the paper (Zhong et al., 2025, arXiv 2504.05897,
+section IV-D) give its score, MRS, as S = alpha * TopP(s) + (1 - alpha) * S: the p highest router
+scores of a token count, with p about twice the top-k. A policy observes only the experts that
+tokens choose, so here p is the top-k. Whenever an expert's layer is computed, its average is
+updated. s is the expert's share of the gate weights in this pass at the layer, or of its tokens if
+the weights are unknown; s is 0 if no token chose the expert. The expert with the smallest S is
+evicted; of equal ones, the one requested least recently. The default of `alpha` is Greenroom's.
 """
 
 from __future__ import annotations

@@ -13,22 +13,18 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import CacheState, Floats, LogicalTime, Policy, PolicySetup, compiled
+from greenroom.core.policy import CacheState, LogicalTime, Policy, PolicySetup, compiled
 from greenroom.policies.helpers import lists
 from greenroom.policies.helpers.lists import Lists
 
 
 class LayerLruState(NamedTuple):
-    """State arrays of the LLRU and Fate eviction policies.
-
-    P experts, G slot groups, L layers.
-    """
+    """State arrays of the LLRU eviction policy, for P experts and G slot groups."""
 
     lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
     layer: Ints  # [P]
     last: Ints  # [P] clock of the last request
     begin: Ints  # [G + 1] group g has the layers begin[g] .. begin[g + 1] - 1
-    weight: Floats  # [L] factor of a layer's ages (for Fate)
 
 
 def build_state(setup: PolicySetup) -> LayerLruState:
@@ -38,7 +34,6 @@ def build_state(setup: PolicySetup) -> LayerLruState:
         setup.layer,
         np.zeros(setup.pieces, np.int64),
         np.array(begin, np.int64),
-        np.ones(setup.layers),
     )
 
 
@@ -63,7 +58,7 @@ def on_evict(cache: CacheState, state: LayerLruState, piece: int, now: LogicalTi
 def victim(
     cache: CacheState, state: LayerLruState, group: int, piece: int, now: LogicalTime
 ) -> int:
-    layers = state.weight.size
+    layers = state.begin[-1]
     best, most = -1, -1
     for layer in range(state.begin[group], state.begin[group + 1]):
         oldest = lists.last_unpinned(state.lists, state.last.size + layer, cache)

@@ -43,7 +43,7 @@ class S3FifoState(NamedTuple):
 
 def build_state(setup: PolicySetup) -> S3FifoState:
     return S3FifoState(
-        lists.empty_queues(setup),
+        lists.empty_queues(setup.pieces, setup.groups),
         np.zeros(setup.pieces, np.int64),
         np.array([setup.options["small"]]),
     )

@@ -77,12 +77,12 @@ class Queues(NamedTuple):
     size: Ints  # [G, QUEUES]
 
 
-def empty_queues(setup: PolicySetup) -> Queues:
-    """Create empty queues of experts for every slot group."""
+def empty_queues(pieces: int, groups: int) -> Queues:
+    """Create empty queues of `pieces` experts for each of `groups` groups."""
     return Queues(
-        empty(setup.pieces, QUEUES * setup.groups),
-        np.full(setup.pieces, -1, np.int64),
-        np.zeros((setup.groups, QUEUES), np.int64),
+        empty(pieces, QUEUES * groups),
+        np.full(pieces, -1, np.int64),
+        np.zeros((groups, QUEUES), np.int64),
     )
 
 
