@@ -71,7 +71,7 @@ REFUSED = {
     "[" + "9" * 400 + "]": "more than 64 digits",
     "[" + "9" * 5000 + "]": "more than 64 digits",
     '["\\ud800"]': "half of a surrogate pair",
-    '{"a": 1, "a": 2}': "the name 'a' is twice in one object",
+    '{"a": 1, "a": 2}': "the name 'a' occurs twice in one object",
     b"\xef\xbb\xbf{}": "byte order mark",
     b'{"a": "\xff"}': "byte 7 is not UTF-8",
     b"x": "Expecting value",
@@ -146,7 +146,7 @@ def test_values_by_kind():
     assert "n" in document.object("o")
     for ask, message in {
         lambda: document.integer("none"): "none is missing",
-        lambda: document.integer("f"): "f must be a whole number from 0, got True",
+        lambda: document.integer("f"): "f must be a whole number from 0 upwards, got True",
         lambda: document.integer("n", most=2): "n must be a whole number from 0 to 2, got 3",
         lambda: document.number("f"): "f must be a number from 0, got True",
         lambda: document.text("n"): "n must be text, got 3",
@@ -156,7 +156,9 @@ def test_values_by_kind():
         lambda: JsonObject({"t": ""}).name("t"): "t must be a name of 1 to 100 characters",
         lambda: document.flag("n"): "n must be true or false, got 3",
         lambda: document.object("l"): "l must be an object, got a list",
-        lambda: document.object("o").integer("n"): "o.n must be a whole number from 0, got -1",
+        lambda: document.object("o").integer(
+            "n"
+        ): "o.n must be a whole number from 0 upwards, got -1",
         lambda: document.list_of("t", integer): "t must be a list, got 'a'",
         lambda: document.list_of("l", list_of(number)): "l[0] must be a list, got 1",
         lambda: number(10**40, "x"): "x must be a number from 0 to 1e+30",

@@ -2,7 +2,7 @@
 
     model, tokenizer = greenroom.load("demo", cache="25%")
 
-The functions are imported when they are first used, so that importing the package takes no time.
+The functions are imported when they are first used, so that importing the package is quick.
 Import greenroom before torch: it sets environment variables for OpenMP's threads, which are read
 only once, when torch is imported.
 """

@@ -22,14 +22,14 @@ AMOUNT = re.compile(r"\s*([0-9]{1,100}(?:\.[0-9]{1,100})?)\s*([A-Za-z]*|%)\s*", 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Amount of memory: bytes, or a share of a total; exactly one of them is set."""
+    """An amount of memory, given either in bytes or as a share of a total."""
 
     nbytes: int | None = None
     share: float | None = None
 
     @classmethod
     def parse(cls, value: Amount | str | int, what: str) -> Amount:
-        """Parse an amount such as `8GiB`, `500MB`, `60%`, or a number of bytes.
+        """Parse an amount of memory such as `8GiB`, `500MB`, `60%`, or a number of bytes.
 
         `what` is the option's name in errors. Raises BudgetError for an amount of 0 or less, and
         UsageError for other wrong values.
@@ -53,7 +53,7 @@ class Amount:
         return cls(nbytes=int(number * UNITS[match[2].upper()]))
 
     def of(self, total: int) -> int:
-        """Return an amount of memory in bytes, rounded down; a share is taken of `total`."""
+        """Return the amount of memory in bytes, rounded down; a share is multiplied by `total`."""
         if self.share is not None:
             return int(total * self.share + 1e-9)
         assert self.nbytes is not None
@@ -61,9 +61,9 @@ class Amount:
 
 
 def bytes_check(what: str) -> Callable[[str | int, str], int]:
-    """Make a check that parses an option's value as bytes, and refuses a share.
+    """Return a function that parses an option's value as bytes, and refuses a share.
 
-    what: what the value must be, for the error: "{option} must be {what}"
+    what: describes a valid value in the error message "{option} must be {what}"
     """
 
     def check(value: str | int, name: str) -> int:
@@ -84,10 +84,10 @@ def show_bytes(n: float) -> str:
 
 
 def format_amount(least: int, most: int) -> str:
-    """Format an amount from `least` to `most` bytes as an option's value, such as `3.75MiB`.
+    """Format an amount of memory between two bounds as an option's value, such as `3.75MiB`.
 
-    The unit is the largest in which three digits after the point suffice. If one of the two bounds
-    can be written exactly, the result is that bound.
+    The bounds `least` and `most` are in bytes. The unit is the largest in which an amount between
+    them has at most three decimal places. A bound that can be written exactly is preferred.
     """
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if least < size:
@@ -102,11 +102,12 @@ def format_amount(least: int, most: int) -> str:
 
 
 def parse_share(value: str | int, name: str, example: str = "12.5%") -> float:
-    """Parse a share of a total, such as 12.5%. Raises UsageError for any other value.
+    """Parse a share of a total, such as 12.5%.
 
-    `name` is the option, and `example` a right value, in the error's message.
+    Raises UsageError for any other value. `name` is the option and `example` is a valid value; the
+    error message names both.
     """
     share = Amount.parse(value, name).share
     if share is None:
-        raise UsageError(f"{name} must be a share, as {example}, got {value!r}")
+        raise UsageError(f"{name} must be a share such as {example}, got {value!r}")
     return share

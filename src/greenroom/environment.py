@@ -26,12 +26,12 @@ def check_platform() -> None:
 
 
 def limit_spinning() -> None:
-    """Let idle OpenMP threads spin briefly before they sleep, unless the user configured it.
+    """Let idle OpenMP threads spin briefly before they sleep, unless OMP_WAIT_POLICY is set.
 
-    Threads that read experts share the cores with OpenMP's compute threads. A long spin takes a
-    core from the readers while experts are loaded. Without any spin, waking the threads costs 30
-    microseconds at each of the hundred parallel regions of a token. OpenMP reads the environment
-    variables once, when torch loads its library.
+    Threads that read experts share the cores with OpenMP's compute threads. A compute thread that
+    spins for long keeps a core from the readers. Without any spin, each of the about 100 parallel
+    regions that compute one token would start 30 microseconds later, until the threads are awake.
+    OpenMP reads the environment variables once, when torch loads its library.
     """
     global _late
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -43,7 +43,8 @@ def limit_spinning() -> None:
 def late_import_warning() -> str:
     """Return a warning if torch was imported before greenroom; else an empty string.
 
-    Only the first call returns the warning.
+    OpenMP then has not read the settings of `limit_spinning`. Only the first call returns the
+    warning.
     """
     global _late
     late, _late = _late, False
@@ -51,9 +52,9 @@ def late_import_warning() -> str:
 
 
 def request_large_pages() -> None:
-    """Let torch use memory pages of 2 MiB for large tensors, unless configured otherwise.
+    """Let torch use memory pages of 2 MiB for large tensors, unless THP_MEM_ALLOC_ENABLE is set.
 
-    This is for weights that transformers converts. Weights that stay as stored get large pages in
-    runtime/memory/arena.py.
+    The pages are for weights whose type or layout transformers changes while it loads them. Weights
+    that stay as the checkpoint stores them get large pages in runtime/memory/arena.py.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

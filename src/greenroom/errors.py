@@ -1,6 +1,6 @@
 """Exception classes of all errors that Greenroom raises on purpose.
 
-GreenroomError            one clear line; the command line prints it and exits with code 2
+GreenroomError            base class: a message of one line, which commands print (exit code 2)
 +-- UsageError            a flag, name or value that is not valid (also a ValueError)
 |   +-- UnknownName       a policy, kernel or other name that does not exist; lists the valid ones
 |   |   +-- UnknownOption  an option of a Python function that does not exist (also a TypeError)
@@ -16,7 +16,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- PredictorError        a predictor that is damaged, or made for another model
 +-- StoreError            reading an expert failed while answering (its cause is the disk's error)
 |   +-- CheckpointChanged  a file of the checkpoint changed while the model was in use
-+-- DeviceError           the device refused memory or a copy
++-- DeviceError           the GPU failed, or memory for experts could not be allocated
 +-- Interrupted           a forward pass was stopped, because nobody waits for its result
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (disk full, no permission)
@@ -33,7 +33,7 @@ from difflib import get_close_matches
 
 
 class GreenroomError(Exception):
-    """Base of all errors that a user can understand and act on."""
+    """Base class of all errors that Greenroom raises on purpose, with a message for users."""
 
 
 class UsageError(GreenroomError, ValueError):
@@ -41,7 +41,7 @@ class UsageError(GreenroomError, ValueError):
 
 
 class UnknownName(UsageError):
-    """A policy, kernel or other name that does not exist; the message lists all names."""
+    """A policy, kernel or other name that does not exist; the message lists valid names."""
 
     def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
         text = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
@@ -110,7 +110,7 @@ class CheckpointChanged(StoreError):
 
 
 class DeviceError(GreenroomError):
-    """The GPU or other device refused memory or a copy."""
+    """The GPU or another device failed, or memory for experts could not be allocated."""
 
 
 class Interrupted(GreenroomError):

@@ -37,7 +37,7 @@ _watches: list[InterruptWatch] = []  # of this process: one or none
 
 
 class Interrupt(KeyboardInterrupt):
-    """KeyboardInterrupt that tells its watch if it is destroyed before it was handled."""
+    """KeyboardInterrupt that reports to its `InterruptWatch` if it is destroyed unhandled."""
 
     def __init__(self, watch: InterruptWatch) -> None:
         super().__init__()
@@ -56,17 +56,20 @@ def mark_handled(error: KeyboardInterrupt) -> None:
 
 
 def mark_caught(error: KeyboardInterrupt) -> None:
-    """Mark a Ctrl-C as caught by the code that ends the command; the deadline stays."""
+    """Mark a Ctrl-C as caught by the code that ends the command.
+
+    The process still ends within 1.5 seconds of Ctrl-C.
+    """
     if isinstance(error, Interrupt):
         error.watch = None
 
 
 @contextlib.contextmanager
 def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if Ctrl-C ends the process within this context.
+    """Call `undo` if Ctrl-C ends the process before this context is left.
 
-    `undo` typically removes unfinished files. It is not called for a context that ends normally or
-    by an exception.
+    `undo` typically removes unfinished files. It is not called once the context was left, normally
+    or by an exception (which may be KeyboardInterrupt).
     """
     _undo.append(undo)
     try:
@@ -77,9 +80,9 @@ def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Delay the exception of Ctrl-C until the end of this context.
+    """Delay the KeyboardInterrupt of Ctrl-C until the end of this context.
 
-    The deadline by which Ctrl-C ends the process is not delayed.
+    The process still ends within 1.5 seconds of Ctrl-C.
     """
     for watch in _watches:
         watch.defer(True)
@@ -112,8 +115,8 @@ class InterruptWatch:
     def begin(self) -> bool:
         """Install the handler of SIGINT (Ctrl-C) and start the watch thread.
 
-        Returns False, and changes nothing, if SIGINT is ignored or has another handler, on another
-        thread than the main thread, and on another system than Linux.
+        Returns False and changes nothing if SIGINT is ignored or already has a handler, if the
+        calling thread is not the main thread, or if the system is not Linux.
         """
         main = threading.current_thread() is threading.main_thread()
         free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -132,26 +135,27 @@ class InterruptWatch:
     def defer(self, on: bool) -> None:
         """Begin or end a time in which Ctrl-C raises no exception.
 
-        At the end, a Ctrl-C of the meantime raises its exception.
+        At its end, the exception is raised if Ctrl-C was pressed during that time.
         """
         self._deferred = on
         if not on and self.requested and not self._raised:
             self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
-        """Cancel the deadline of a Ctrl-C that was handled, since the command goes on."""
+        """Do not end the process after a Ctrl-C that was handled: the command goes on."""
         self.requested = self._raised = self.lost = False
         self._wake(GO_ON)
 
     def stop_raising(self) -> None:
-        """Stop raising exceptions for Ctrl-C; the deadline that ends the process stays."""
+        """Raise no more exceptions for Ctrl-C, which still ends the process within 1.5 seconds."""
         self._over = True
 
     def exit(self) -> NoReturn:
         """End an interrupted process at once, with exit code 130.
 
-        Unfinished files are removed, child processes are killed and exit functions run. Threads are
-        not joined and modules are not torn down, since one may be half imported.
+        Unfinished files are removed, child processes are killed, and functions registered with
+        `atexit` run. Threads are not joined. Modules are not torn down, since a module may be half
+        imported.
         """
         sys.unraisablehook = lambda info: None
         for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
 """Read JSON files from untrusted sources: a bounded parser, and typed access to values.
 
     pins = read_json(path, "greenroom-pins", "holds no pins", "greenroom trace hot", UsageError)
-    pins.integer("version", least=1)          # Malformed: "version must be a whole number from 1"
+    pins.integer("version", least=1)          # or raises Malformed, with a message for users
     pins.list_of("losses", number)
 
 A text that is too large or nested too deeply is refused before Python's parser reads it.
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 
 class Malformed(ValueError):
-    """A JSON text, or a value in a JSON text, is not valid; the message says why."""
+    """A JSON text or a value in it is not valid; the message says why."""
 
 
 def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any:
@@ -45,7 +45,7 @@ def parse(data: bytes | str, longest: int = LONGEST, unique: bool = True) -> Any
 
     The text must be standard JSON in UTF-8, of at most `longest` bytes and 64 nested brackets. It
     must not have NaN or Infinity, a number that a float cannot represent, or half of a surrogate
-    pair. With `unique`, a name may occur only once in an object; otherwise its last value counts.
+    pair. With `unique`, an object must not have a name twice; otherwise the last value counts.
     """
     if isinstance(data, str):
         data = data.encode(errors="replace")
@@ -90,9 +90,10 @@ def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
 def read_object(
     path: str | Path, error: type[GreenroomError], longest: int = LONGEST
 ) -> JsonObject:
-    """Read the JSON object in another program's file, in which names may occur twice.
+    """Read the JSON object in another program's file.
 
-    Raises an exception of the class `error` if the file cannot be read or has no object.
+    A name may occur twice in an object: its last value counts. Raises an exception of the class
+    `error` if the file cannot be read or does not hold a JSON object.
     """
     try:
         return JsonObject(read(path, longest, unique=False))
@@ -108,7 +109,7 @@ def read_json(
     """Read the object in a JSON file of one of Greenroom's formats.
 
     form:    the value of "format" in files of this format
-    what:    text that follows the path in errors about another format: "is no machine profile"
+    what:    text after the path in error messages about another format: "is no machine profile"
     made_by: the command that makes files of this format
     error:   the class of exception that is raised if the file cannot be read or has another format
     """
@@ -128,7 +129,7 @@ class JsonObject:
 
     A value that is missing, of another type or out of range raises Malformed, which names the
     value. `where` is the object's place in the file, for these errors. A value with a default may
-    be missing, but not wrong.
+    be missing; if it is present, it must be valid.
     """
 
     def __init__(self, values: Any, where: str = "") -> None:
@@ -181,7 +182,8 @@ class JsonObject:
     ) -> tuple[Value, ...]:
         """Return the values of the JSON list with this name, each checked by `kind`.
 
-        `kind` is `integer`, `JsonObject`, `text` or another function of a value and its place.
+        `kind` is `integer`, `JsonObject`, `text` or another function of a value and the value's
+        place in the file.
         """
         return list_of(kind)(self.value(name, default), self._place(name))
 
@@ -209,30 +211,33 @@ class JsonObject:
 
 
 def text(value: Any, where: str) -> str:
-    """Check that a JSON value is a string, or raise Malformed."""
+    """Return a JSON value if it is a string, else raise Malformed."""
     if not isinstance(value, str):
         raise Malformed(f"{where} must be text, got {show_value(value)}")
     return value
 
 
 def name_text(value: Any, where: str) -> str:
-    """Check that a JSON value is a short text in one line, or raise Malformed."""
+    """Return a JSON value if it is a one-line name, else raise Malformed."""
     if not (text(value, where) and len(value) <= LONGEST_NAME and value.isprintable()):
         raise Malformed(f"{where} must be a name of 1 to {LONGEST_NAME} characters in one line")
     return str(value)
 
 
 def flag(value: Any, where: str) -> bool:
-    """Check that a JSON value is true or false, or raise Malformed."""
+    """Return a JSON value if it is true or false, else raise Malformed."""
     if not isinstance(value, bool):
         raise Malformed(f"{where} must be true or false, got {show_value(value)}")
     return value
 
 
 def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
-    """Check that a JSON value is an integer from `least` to `most`, or raise Malformed."""
+    """Return a JSON value if it is an integer in range, else raise Malformed.
+
+    The range is from `least` to `most`.
+    """
     if type(value) is not int or not least <= value <= most:
-        top = "" if most == INT64 else f" to {most}"
+        top = " upwards" if most == INT64 else f" to {most}"
         raise Malformed(
             f"{where} must be a whole number from {least}{top}, got {show_value(value)}"
         )
@@ -240,7 +245,7 @@ def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
 
 
 def number(value: Any, where: str) -> float:
-    """Check that a JSON value is a number from 0 to 1e30, or raise Malformed."""
+    """Return a JSON number from 0 to 1e30 as a float, else raise Malformed."""
     if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
         raise Malformed(f"{where} must be a number from 0{top}, got {show_value(value)}")
@@ -248,7 +253,7 @@ def number(value: Any, where: str) -> float:
 
 
 def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Value, ...]]:
-    """Make a check for JSON lists whose values all pass the check `kind`."""
+    """Return a check for JSON lists, whose values must all pass the check `kind`."""
 
     def check(values: Any, where: str) -> tuple[Value, ...]:
         if not isinstance(values, list):
@@ -299,13 +304,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         names: set[str] = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore
-        raise Malformed(f"not clear: the name {show_value(twice)} is twice in one object")
+        raise Malformed(f"not clear: the name {show_value(twice)} occurs twice in one object")
     return values
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
-        raise Malformed(f"not usable: a number of more than {MOST_DIGITS} digits")
+        raise Malformed(f"not usable: it has a number of more than {MOST_DIGITS} digits")
     return int(digits)
 
 

@@ -67,8 +67,8 @@ def changed_options(config: Any) -> dict[str, Any]:
 def check_options(config: Any) -> None:
     """Check the value of every option in a config.
 
-    Raises UnknownName for a value that is not among the choices, and UsageError for other wrong
-    values, and for an option without the one that it needs.
+    Raises UnknownName for a value that is not among the choices. Raises UsageError for other wrong
+    values, and for an option that has an effect only with another option that is not given.
     """
     for each in options_in(config):
         value, check = getattr(config, each.name), each.metadata["check"]

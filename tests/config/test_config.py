@@ -152,7 +152,7 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
         ({"timeout": float("inf")}, "--timeout must be above 0, got inf"),
         ({"grace": -1}, "--grace must be at least 0, got -1"),
         ({"kv_memory": "lots"}, "--kv-memory is 'lots': write bytes"),
-        ({"prefix_share": "1GiB"}, "--prefix-share must be a share, as 50%"),
+        ({"prefix_share": "1GiB"}, "--prefix-share must be a share such as 50%"),
         ({"max_body": "5%"}, "--max-body must be an amount, as 4MiB"),
     ],
 )

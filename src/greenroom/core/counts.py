@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Counts:
     """The scheduler's counters of requests, hits, misses and prefetches since the start.
 
-    A request is one expert of a step (one pass at one layer). It is a hit if the expert was in its
-    slot when the step began, also by a prefetch. A prefetch ends in one of six ways, unless it is
-    under way or waits for its layer:
+    A request is one expert of a step (one pass at one layer). It is a hit if the expert was
+    completely in a slot when the step began: resident in the cache, or prefetched to a borrowed
+    slot. A prefetch ends in one of six ways, unless it is under way or waits for its layer:
 
     useful:    its expert was a hit
     late:      its expert was a miss: the transfer was not complete when the step began

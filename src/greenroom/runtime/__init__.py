@@ -1,1 +1,1 @@
-"""Runtime of streamed experts: executes the scheduler's decisions on real files and tensors."""
+"""The runtime: it reads and computes a model's experts as the expert scheduler decides."""

@@ -134,7 +134,7 @@ class FusedExperts:
 
     @cached_property
     def layer_experts(self) -> Sequence[OneTokenExperts] | None:
-        """Kernel for a single token's experts of each layer; None if a layer has none."""
+        """Each layer's kernel for a single token's experts; None if a layer has none."""
         kernels: list[OneTokenExperts] = []
         for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
             one = binding.one_token_experts(top_k, dtype)
@@ -150,16 +150,16 @@ class FusedExperts:
         return [int(offsets[layer]) for layer in self._layers]
 
     def resident_steps(self, first: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Compute consecutive layers with resident experts only, from the layer `first` on.
+        """Compute consecutive layers from `first` on, while all chosen experts are resident.
 
-        `first` is an index into these layers. `Driver.resident_steps` explains `find` and the
-        result.
+        `first` is an index into this object's layers. `Driver.resident_steps` explains `find` and
+        the result.
         """
         return self._driver.resident_steps(self._layers[first:], find)
 
 
 def fuse_experts(keys: Sequence[ExpertsKey]) -> FusedExperts | None:
-    """Fuse the experts modules of consecutive layers, for the computation of one token.
+    """Fuse the experts modules of consecutive layers for the computation of one token.
 
     Each key is (experts module, top_k, dtype of gate weights). Returns None unless all modules are
     attached to Greenroom with the same driver.

@@ -144,7 +144,7 @@ def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
         ),
         ((*LOW, "--skip-below", 0.95), "--skip-below 0.95 must be less than --low-below 0.9"),
         (("--skip-below", 0.3, "--substitute-below", 0.2), "must be less than --substitute-below"),
-        ((*LOW, "--low-share", "2MB"), "--low-share must be a share, as 12.5%"),
+        ((*LOW, "--low-share", "2MB"), "--low-share must be a share such as 12.5%"),
         ((*LOW, "--split", "0.5"), "--miss-precision and --split exclude each other"),
         (("--miss-precision", "int4", "--low-below", 0), "--low-below 0 computes no miss"),
         (("--miss-precision", "int8"), "this pack has copies in int4: make a pack"),

@@ -1,4 +1,4 @@
-"""The all-resident path: steps whose experts all have slots bypass the scheduler's event machine.
+"""The all-resident path: steps whose experts are all loaded bypass the scheduler's event machine.
 
 While an LRU cache evicts nothing, its state is the order in which experts were used. So this order
 is recorded here, and passed to the policy when the cache shrinks. A call of the policy in every
@@ -18,7 +18,7 @@ from greenroom.core.pieces import Ints
 class AllResident:
     """The order in which cached experts were used, while steps bypass the event machine.
 
-    slot_of:    the cache slot of each expert; -1 if it has none
+    slot_of:    the cache slot of each expert; -1 if the expert is not loaded
     tier_slots: for each cache slot, the number of its slot in memory
     used:       for each expert, the number of the last step that used it, from 1; 0 if none has
     steps:      the number of steps so far
@@ -32,7 +32,7 @@ class AllResident:
 
     @staticmethod
     def of(placement: Placement, counts: Counts) -> AllResident | None:
-        """Make an `AllResident` for an LRU cache with a slot for every expert; else return None."""
+        """Return an `AllResident` for an LRU cache with a slot for every expert, else None."""
         cache = placement.cache
         if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None
@@ -41,8 +41,8 @@ class AllResident:
     def step(self, experts: Ints) -> Ints | None:
         """Serve a step whose experts are all resident; returns the experts' slots in memory.
 
-        `experts` are dense ids (layer offset + expert number), ascending. If one of them has no
-        slot, the method counts nothing and returns None.
+        `experts` are dense ids (layer offset + expert number), ascending. If one of them is not
+        loaded yet, the method counts nothing and returns None.
         """
         slots: Ints = self.slot_of[experts]
         if slots.min() < 0:

@@ -46,7 +46,7 @@ class ServedStep:
     All arrays are in the order of the step's requests.
 
     slots:   the cache slot of each requested piece; -1 where the cache gave it none
-    hits:    1 where the piece was resident
+    hits:    1 where the piece was resident; 0 for a prefetch in a borrowed slot (unlike `Counts`)
     evicted: the piece that was evicted for the request, or -1
     pinned:  the step's pieces stay pinned until `release`
     misses:  how many pieces were not resident"""

@@ -1,7 +1,7 @@
 """Calibration of an expert's transfer and compute costs, before a model's first forward pass.
 
-The measurements take a few milliseconds and use empty slots. The disk is not measured: its
-bandwidth is taken as 1 GB/s until reads of experts show it.
+The measurements take a few milliseconds and overwrite slots, which are still empty. The disk is not
+measured here: 1 GB/s is assumed until reads of experts give its real bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ TOUCHED = 4  # slots of host memory: more than the processor's cache holds
 
 
 def nominal_costs(nbytes: int) -> Costs:
-    """Return the costs of an expert of `nbytes` on an ordinary machine, without measuring."""
+    """Return assumed transfer and compute costs of an expert of `nbytes` bytes.
+
+    They are those of an ordinary machine; nothing is measured.
+    """
     links = Link(DISK), Link(BUS)
     expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
     return Costs(links, expert, Work.constant(0.0), host=host)
@@ -42,7 +45,7 @@ def calibrate(
 
     both: the kernel that computes experts on the GPU and on the host processor
     slots: slots on the GPU; the first is overwritten
-    slab: slots in host memory, of the size of an expert; the first four are overwritten
+    slab: slots in host memory, each of the size of an expert; the first four are overwritten
     """
     touched = min(TOUCHED, slab.capacity)
     for slot in range(touched):
@@ -75,9 +78,10 @@ def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int)
 
 
 def shortest_time(works: list[Callable[[], None]]) -> float:
-    """Call each function once; return the seconds of the quickest call after the first.
+    """Call all functions in turn; return the shortest duration of a call, in seconds.
 
-    The result is never 0, since callers divide by it.
+    The first call is not counted, since caches are cold. The result is never 0, since callers
+    divide by it.
     """
     times = []
     for work in works:

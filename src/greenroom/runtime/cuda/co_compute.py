@@ -2,8 +2,8 @@
 
 The host's kernel computes from slots in host memory, on a copy of the layer's inputs. The host's
 outputs are merged with the GPU's before the GPU sums over a token's experts, in ascending order of
-their ids as always. If both kernels are the same (fake device) the result has the bits of
-computation on the device only; a GPU's matrix products round differently from a CPU's.
+their ids, like every kernel. On the fake device both kernels are the same, so the result is bit for
+bit that of the device alone; a real GPU's matrix products round differently from a CPU's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CoComputeKernel(Kernel):
         self._share: HostShare | None = None  # of the current step
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare an MoE layer's experts for computation on the GPU and on the host."""
+        """Register an MoE layer for computation on the GPU and on the host, before `begin`."""
         self.kernel.prepare(layer)
         module = copy_module(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
@@ -80,7 +80,7 @@ class CoComputeKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> KernelStep:
-        """Begin an MoE layer's computation on the first device.
+        """Begin an MoE layer's computation on the GPU.
 
         x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """

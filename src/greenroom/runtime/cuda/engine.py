@@ -24,9 +24,9 @@ _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 
 
 class Engine:
-    """Interface to a device's memory, copies and events; the base class is the CPU.
+    """Interface to a device's memory, copies and events.
 
-    On the CPU all operations are synchronous.
+    This base class is for the CPU, on which all operations are synchronous.
     """
 
     device = torch.device("cpu")
@@ -41,30 +41,30 @@ class Engine:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        """Return the device's (free, total) bytes, which all processes share.
+        """Return the device's (free, total) memory in bytes, which all processes share.
 
         For the CPU both numbers are the bytes available to this process.
         """
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        """Return memory that torch or the C library caches unused to the device or system."""
+        """Free unused memory that torch (on GPUs) or the C library has cached."""
         trim_heap()
 
     def mark(self) -> Mark:
-        """Record an event after all work that was launched on the device's current stream."""
+        """Record and return an event after all work launched on the device's current stream."""
         return None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
-        """Run the block's copies concurrently with computation, after the event `after`.
+        """Run the copies of this context concurrently with computation, after the event `after`.
 
-        The copies are complete when the block ends. None as `after`: they need not wait.
+        The copies are complete when the context ends. If `after` is None, they wait for no event.
         """
         yield
 
     def wait(self, mark: Mark) -> None:
-        """Wait until the device has reached a recorded event; None has been reached."""
+        """Wait until the device has reached a recorded event; return at once for None."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Mark]:
         """Copy a device tensor to host memory asynchronously.
@@ -74,13 +74,13 @@ class Engine:
         return tensor, None
 
     def copy_to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to the device, for work launched on the device afterwards."""
+        """Copy a host tensor to the device; work launched there afterwards can use the copy."""
         return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
         """Pin host memory, so that copies to the device run concurrently with computation.
 
-        Returns None, or the reason why the device or the system refuses.
+        Returns None if the memory is pinned, else the reason why the device or the system refuses.
         """
         return None
 
@@ -91,7 +91,7 @@ class Engine:
 class Cuda(Engine):
     """Engine of a CUDA GPU, on which copies have a stream of their own.
 
-    A thread that copies sleeps, without the GIL, until its copies are complete.
+    A thread that copies releases the GIL and sleeps until its copies are complete.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -171,15 +171,15 @@ def pci_address(device: torch.device) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message; its type if there is none."""
+    """Return the first line of an exception's message, or its type's name without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def device_errors(what: str = "") -> Iterator[None]:
-    """Turn a CUDA error of the block into a one-line DeviceError.
+    """Raise a DeviceError with a one-line message for a CUDA error in this context.
 
-    `what` describes the block's allocation, for the message when the GPU's memory is full.
+    `what` describes what the context allocates, for the message if the GPU's memory is full.
     """
     try:
         yield

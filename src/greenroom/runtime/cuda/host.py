@@ -1,10 +1,10 @@
-"""Host memory behind a GPU: staging slots for transfers, and a cache of experts.
+"""Host memory that serves a GPU: staging slots for transfers, and a cache of experts.
 
 All of it is one mapping, registered (pinned) with the GPU once, so that copies run concurrently
 with computation. If the system refuses to pin the memory (for example because of a limit of locked
 memory), copies go through the GPU driver's buffers, more slowly, and a warning is logged. A slot in
-the layout of the disk contains an expert's chunks one after another, each with the room that direct
-reads need around it.
+the layout of the disk contains an expert's chunks (parts of at most 4 MiB) one after another, each
+with the room that direct reads need around it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def chunk_room(chunk: Chunk) -> int:
 
 
 class HostMemory:
-    """Host memory behind a GPU: staging slots for chunks, and cache slots for experts.
+    """Host memory that serves a GPU: staging slots for chunks, and cache slots for experts.
 
-    By default slots contain experts in the layout of the disk, and the GPU rearranges the weights
-    as they arrive there. With a `stride`, cache slots have the layout that kernels read, and the
-    host processor can compute from these `slots`: a chunk is read into the thread's staging buffer,
-    rearranged into its expert's slot, and copied from there to the GPU as it is.
+    A chunk is a part of an expert of at most 4 MiB. By default slots contain experts in the layout
+    of the disk, and the GPU rearranges the weights when they arrive. With a `stride`, cache slots
+    have the layout that kernels read, and the host processor can compute from them (`slots`): a
+    chunk is read into the thread's staging buffer, rearranged into its expert's slot, and copied
+    unchanged from there to the GPU.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class HostMemory:
         except DeviceError as error:
             what = f"{show_bytes(self.nbytes)} of experts"
             raise DeviceError(
-                f"no host memory for {what} behind the GPU ({error}): give a smaller --host-memory"
+                f"no host memory for {what} ({error}): give a smaller --host-memory"
             ) from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._first_slot = staging_slots * self.staging_bytes
@@ -123,9 +124,9 @@ class HostMemory:
     def chunk_source(
         self, action: StartChunk, chunk: Chunk
     ) -> tuple[tuple[Copy, ...], np.ndarray, int]:
-        """Return (copies, bytes, first offset), with which a chunk is written to a device slot.
+        """Return the arguments of `SlotPool.write` that write a chunk to a device slot.
 
-        These are the arguments of `SlotPool.write`. The chunk has been read into host memory.
+        They are (copies, bytes, first offset). The chunk must have been read into host memory.
         """
         if self.slots is not None and action.host_slot >= 0:
             return in_place_copies(chunk), self.slots.bytes(action.host_slot), 0
@@ -148,7 +149,7 @@ class HostMemory:
     def close(self) -> None:
         """Unpin the host memory and return its pages to the system.
 
-        The address range is freed when its last view is deleted.
+        The address range is freed when the last array that views the memory is deleted.
         """
         if self.refused is None:
             self.engine.unregister(self._bytes.ctypes.data)
@@ -158,10 +159,10 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Return the bytes of (staging slot, cache slot) in host memory behind a GPU.
+    """Return the bytes of a staging slot and of a cache slot in host memory.
 
-    Both contain bytes as they are on disk: a staging slot the largest chunk, a cache slot the
-    largest expert.
+    Slots contain bytes as they are on disk. A staging slot has room for the largest chunk of an
+    expert, a cache slot for the largest expert.
     """
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),
@@ -170,7 +171,7 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """Return the copies of a chunk from one slot to the same offsets of another."""
+    """Describe the copies that move a chunk between slots, to the same offsets."""
     copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk

@@ -1,9 +1,9 @@
-"""Computation of one MoE layer's experts on several devices, with one sum.
+"""Computation of one MoE layer's experts on several devices; the first one sums their outputs.
 
 Slot `n * devices + d` of the cache is slot n of device d. Dense layers are on the first device. An
 expert group is computed on the devices that have its experts in their slots; each device gets the
 layer's inputs once. The outputs are copied to the first device, which sums over a token's experts
-in the order of their ids. So the result has the bits of computation on one device.
+in the order of their ids. So the result is bit for bit that of computation on one device.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MultiDeviceKernel(Kernel):
         ] = {}  # of all devices, by the id() of the first one's
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare an MoE layer's experts for computation on all devices.
+        """Register an MoE layer for computation on all devices, before `begin`.
 
         `layer` describes the experts in the slots of the first device.
         """
@@ -101,7 +101,7 @@ class MultiDeviceKernel(Kernel):
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> MultiDeviceStep:
-        """Begin an MoE layer's computation on the first device.
+        """Begin an MoE layer's computation on the devices whose slots hold its experts.
 
         x: hidden states [tokens, hidden]; weights: gate weights [tokens, top_k]
         """

@@ -1,9 +1,9 @@
-"""Slots for experts in device memory: equal slots, allocated in segments of about 256 MiB.
+"""Slots for experts in device memory: equal slots, allocated in blocks of about 256 MiB.
 
-A resize adds or drops segments and moves no slot, since kernels find a slot by its address. Bytes
-are copied from host memory on a stream of their own. A slot is written only after every launched
-computation that reads the slot: `mark_computed` records an event after the computation, and a copy
-waits for the event of its own slot only.
+A resize adds or frees blocks and moves no slot, since kernels find a slot by its address. A stream
+of its own copies bytes from host memory. A slot is written only after every launched computation
+that reads the slot: `mark_computed` records an event after the computation, and a copy waits only
+for the event of the slot that it writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEGMENT_BYTES = 256 << 20
 class DeviceSlots(SlotPool):
     """Slots for experts in a device's memory, `stride` bytes each.
 
-    `stride` is a multiple of 64. Slots need not be consecutive.
+    `stride` is a multiple of 64. Slots need not be consecutive in memory.
     """
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
@@ -65,7 +65,7 @@ class DeviceSlots(SlotPool):
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def mark_computed(self, slots: Sequence[int]) -> None:
-        """Record an event after the launched computation, which reads the given slots."""
+        """Record an event after launched computation that reads the given slots."""
         mark = self.engine.mark()
         for slot in slots:
             self._marks[slot] = mark
@@ -110,10 +110,10 @@ class DeviceSlots(SlotPool):
             self.bytes(target).copy_(self.bytes(source))
 
     def trim(self, capacity: int) -> None:
-        """Set the number of slots: add segments of slots, or free the last segments.
+        """Set the number of slots: allocate blocks of slots, or free the last blocks.
 
-        A segment is freed if all of its slots are dropped. Raises DeviceError for a number beyond
-        the reserved one, and if the device has not enough memory.
+        A block is freed if all of its slots are dropped. Raises DeviceError if the number is not
+        from 1 to `reserve`, or if the device has not enough memory.
         """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
@@ -132,8 +132,8 @@ class DeviceSlots(SlotPool):
     def fitting_capacity(self, capacity: int) -> int:
         """Return how many slots fit in the memory of `capacity` slots: at most `capacity`.
 
-        Segments of slots are freed as a whole, so a smaller number is rounded down to the end of a
-        segment; within the first segment, which is never freed, the number stays.
+        Memory is freed only in whole blocks of slots, so a smaller number is rounded down to the
+        end of a block. The first block is never freed: within it, the number is returned unchanged.
         """
         if capacity >= self._end:
             return capacity

@@ -1,1 +1,1 @@
-"""The expert driver: it reads and computes experts as the scheduler decides, and counts."""
+"""The expert driver: reads and computes experts as the scheduler decides, and keeps statistics."""

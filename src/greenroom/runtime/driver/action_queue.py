@@ -12,8 +12,8 @@ from greenroom.errors import ClosedError, Interrupted
 class ActionQueue(deque[ComputeGroup | Finish]):
     """Queue of expert groups that a model's forward pass computes, with the driver's errors.
 
-    A step is the computation of one MoE layer; its last action is a `Finish`. `put`, `wait` and
-    `mark_broken` need the lock `changed`. `interrupt` takes the lock; the checks need none.
+    A step is the computation of one MoE layer; its last action is a `Finish`. Callers of `put`,
+    `wait` and `mark_broken` hold the lock `changed`; `interrupt` takes it; the checks need no lock.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ActionQueue(deque[ComputeGroup | Finish]):
         self.changed.wait()
 
     def check_open(self) -> None:
-        """Raise ClosedError if the model was detached or its cache of experts broke."""
+        """Raise ClosedError if the model was detached or its expert cache is unusable."""
         if self.closed:
             raise ClosedError("Greenroom was detached from this model: load the model again")
         if self.broken is not None:

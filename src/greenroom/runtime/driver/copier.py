@@ -1,10 +1,12 @@
 """The copier, whose threads move experts in chunks from the disk to their cache slots.
 
-Each thread is a lane of a link. With one link (disk to slots) a lane reads a chunk into its own
+A link leads from one memory to the next; each thread is one lane of a link. A chunk is a part of an
+expert of at most 4 MiB. With one link (disk to slots) a lane reads a chunk into its own
 staging buffer and copies the chunk into the slot. With two links (disk to host memory to device)
 the lanes of the first link read into the staging slot, or the cache slot in host memory, that the
 scheduler names; the lanes of the second link copy from there. Reads and copies release Python's
-GIL. A failed chunk is reported like an arrived one, so a lane never dies and no step waits forever.
+GIL. A failed chunk is reported as an arrived one is, so no thread ends early and no step waits
+forever.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class Copier:
         return chunk.length
 
     def close(self) -> None:
-        """End the copier's threads, after they have moved the chunks in their queues."""
+        """End the copier's threads, after they have moved the chunks that are queued."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:

@@ -100,7 +100,7 @@ class Driver:
         return self.scheduler.capacity >= self.pieces.experts
 
     def end_pass(self) -> None:
-        """End the current forward pass, also one that was abandoned; else do nothing."""
+        """End the current forward pass, also an abandoned one; do nothing without a pass."""
         if self._pass_start is None:
             return
         begin, stalls, tokens = self._pass_start
@@ -124,7 +124,7 @@ class Driver:
     def interrupt(self) -> None:
         """Make the MoE layers of the current forward pass raise Interrupted, until `resume`.
 
-        Reads in flight end; experts whose read has not begun are not fetched."""
+        Reads that have begun are completed; no other experts are read."""
         self._actions.interrupt()
 
     def resume(self) -> None:
@@ -151,12 +151,13 @@ class Driver:
         experts: ids within the layer, ascending, int64
         rows, weights: number of tokens that chose each expert, and the sum of their gate weights
         tail_weights: each expert's tail weight (see `core.gates`), if misses may be approximated
-        observe_routing: makes the predictor's observation; its argument: with router inputs or not
+        observe_routing: called to get the routing that the predictor observes; the argument says
+            whether to include the router's inputs
         overlapped_work: called at most once, when the step would otherwise wait
         prepare_host_job: makes a job from (experts, slots) for the host processor's thread
 
-        Raises StoreError if an expert cannot be read, DeviceError if the device refuses it. The
-        cache stays usable afterwards, also after an exception in `compute`."""
+        Raises StoreError if an expert cannot be read, DeviceError if the device fails. The cache
+        stays usable afterwards, also after an exception in `compute`."""
         if experts.size == 0:
             return
         first = self.pieces.offsets[layer]
@@ -235,8 +236,9 @@ class Driver:
     ) -> int | None:
         """Compute consecutive MoE layers in one call, while all chosen experts are resident.
 
-        `find` computes the experts (see `ResidentTables`), up to the first layer that needs `step`.
-        Returns the number of layers; None, with none computed, if `step` has to be called."""
+        `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
+        resident. Returns the number of layers computed; None, without a call of `find`, if the
+        scheduler must decide. The caller calls `step` for the next layer."""
         if self.timeline is not None:
             return None
         with self._step_lock:
@@ -248,7 +250,7 @@ class Driver:
             return done
 
     def send(self, event: Event) -> None:
-        """Send an event to the expert scheduler, between the steps of two MoE layers."""
+        """Send an event to the expert scheduler, between the computations of two MoE layers."""
         with self._step_lock:
             self._begin_exclusive()
             self._handle(event)

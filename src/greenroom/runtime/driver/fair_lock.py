@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class FairLock:
-    """A lock for `with` that threads get in the order of their requests.
+    """A lock that threads get in the order of their requests, for use in `with`.
 
     A `threading.Lock` goes to any waiting thread: a model that generates takes the lock for every
     layer, so a thread that resizes the cache could wait for seconds.

@@ -12,7 +12,7 @@ CAUSES = ("miss", "late", "prefill")
 
 @dataclass(slots=True)
 class LinkMeter:
-    """Counters of a link between two memories: bytes delivered, and seconds in use.
+    """Counters of a link from one memory to another: bytes delivered, and seconds in use.
 
     nbytes: bytes delivered, counted as on disk
     busy_s: seconds with at least one chunk in flight, up to the end of the last such time
@@ -83,7 +83,7 @@ class Meter:
         self.waited_s += waited
 
     def copy(self) -> Meter:
-        """Copy the counters of an expert driver, with the present time as `at`."""
+        """Return a copy of the counters, whose `at` is the present time."""
         links = [replace(link) for link in self.links]
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 

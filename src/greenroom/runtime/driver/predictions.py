@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Predictions:
-    """Calls an expert predictor in every forward pass, and passes its predictions on.
+    """Calls an expert predictor in every forward pass, and sends its predictions to the scheduler.
 
     Nothing is predicted while the cache has a slot for every expert. A predictor that raises an
-    exception is reported by one warning and not called again.
+    exception is not called again; a warning is logged.
     """
 
     def __init__(
@@ -42,24 +42,25 @@ class Predictions:
         return self.foresight is not None and not self._all_have_slots()
 
     def begin(self, at: PassStart, closed: bool) -> None:
-        """Begin a forward pass in the expert predictor, and send its first predictions."""
+        """Begin a forward pass in the predictor; send its first predictions to the scheduler."""
         self._pass_observed = self._enabled
         if self._pass_observed and not closed:
             self._collect(lambda foresight: foresight.begin(at))
 
     def routed(self, observe_routing: Callable[[bool], LayerRouting] | None) -> None:
-        """Show the expert predictor which experts a layer's router chose.
+        """Tell the expert predictor which experts a layer's router chose.
 
-        `observe_routing(inputs)` returns the choice, with the router's input hidden states if
+        `observe_routing(inputs)` returns the routing, and the router's input hidden states if
         `inputs` is true.
         """
         if self._pass_observed and self._enabled and observe_routing is not None:
             self._collect(lambda foresight: foresight.routed(observe_routing(foresight.on)))
 
     def end(self, prefill: bool, seconds: float, waited: float, tokens: int) -> None:
-        """Let the guard judge by an ended decode pass whether prefetching goes on.
+        """Let the prefetch guard decide, after a decode pass, whether prefetching goes on.
 
-        `seconds` is the duration of the pass, `waited` the seconds that it waited for experts.
+        The guard stops prefetching while it does not pay. `seconds` is the duration of the pass,
+        `waited` the seconds that it waited for experts.
         """
         observed, self._pass_observed = self._pass_observed, False
         if self.guard is not None and observed and self._enabled and not prefill:
@@ -68,7 +69,7 @@ class Predictions:
             self.foresight.on = self.guard.on
 
     def resized(self) -> None:
-        """Make the guard judge prefetching anew, after the number of cache slots changed."""
+        """Make the prefetch guard measure anew, after the number of cache slots changed."""
         if self.guard is not None:
             self.guard.changed()
 

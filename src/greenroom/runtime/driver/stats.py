@@ -25,16 +25,17 @@ class Stats(Mapping[str, Any]):
     slot_bytes: bytes of a slot
     passes: forward passes
     expert_requests: experts used by MoE layers, each distinct expert of a layer's pass counted once
-    expert_hits, hit_ratio: requests whose expert was resident, and their share of all requests
+    expert_hits, hit_ratio: requests whose expert was completely in a slot when its layer began:
+        resident in the cache, or prefetched to a borrowed slot; and their share of all requests
     bytes_read: bytes of experts read from disk
     stall_s: seconds in which MoE layers only waited for experts; `stalls` has them by cause
-    peak_rss_bytes: the most memory that the process had so far
+    peak_rss_bytes: the most resident memory (RSS) that the process has had since it began
     memory_bytes: memory of the process once every slot is filled, with a short context; None if
         unknown, as on a GPU
     budget_bytes: the memory budget; None if only the size of the cache was given (`--cache`)
     prefetch: predictions and prefetches (see `prefetch_stats`)
     links: traffic of each link (see `link_stats`)
-    host: slots, requests and hits of the expert cache in host memory behind a device; or None
+    host: slots, requests and hits of the second expert cache, in host memory; None without one
     split: requests of split experts (see `split_stats`); None if experts are not split
     lesser: approximated misses (see `approximation_stats`); None if all misses are exact
     co_compute: misses moved to the device, and misses computed on the host (see `host_stats`);
@@ -80,13 +81,14 @@ class Stats(Mapping[str, Any]):
 def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     """Return the slots, requests and hits of experts that are split into two segments.
 
-    The top segments of experts are cached, the bottom segments are fetched when needed. Returns
+    The top segments are in the expert cache, the bottom segments are fetched when needed. Returns
     None if experts are not split.
 
     tops: slots for top segments, for each group of layers that shares slots
     seats: slots for bottom segments
     shares: the top segment's share of an expert's bytes, by layer
-    bottoms, bottom_hits: requests of bottom segments, and requests that found theirs resident
+    bottoms, bottom_hits: requests of bottom segments, and requests whose bottom segment was
+        completely in its slot
     """
     scheduler = driver.scheduler
     if (split := driver.pieces.split) is None:
@@ -105,10 +107,11 @@ def approximation_stats(
 ) -> dict[str, Any] | None:
     """Count cache misses that were approximated, and their shares of all expert requests.
 
-    low, low_hits: misses computed from a low-precision copy, and those with a resident copy
+    low, low_hits: misses computed from a low-precision copy, and those whose copy was completely
+        in its slot when the layer began
     left_out: misses that were not computed
     substituted: misses computed with another expert's weights
-    joined: exact misses that fetched only the bytes that the expert's resident copy lacks
+    joined: exact misses that fetched only the bytes that the expert's copy in memory lacks
     adopted: exact experts fetched after a miss was computed from their copy
     seats: slots for low-precision copies
 
@@ -162,8 +165,10 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
     began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced` or
         `failed` (see `core.counts.Counts`), or has not ended yet
     accuracy, accuracy_by_layer: share of the used experts that were among the top-k predicted
-    goodpred: share of the used experts that were predicted and resident in time (ProMoE, 4.1)
-    on: whether the guard lets prefetching run now; `verdict` is its reason
+    goodpred: share of the used experts that were predicted, and were in their slots when the layer
+        began (ProMoE, section 4.1)
+    on: whether experts are prefetched now; the guard stops prefetching while it does not pay, and
+        `verdict` is its reason
 
     A share is None if nothing was predicted.
     """
@@ -188,9 +193,9 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
 
 
 def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
-    """Return each link's transferred bytes, and the seconds that it was busy and idle.
+    """Return each link's transferred bytes, and the seconds in which it was busy and idle.
 
-    A link connects two memories, as in "disk -> host".
+    A link leads from one memory to another, as in "disk -> host".
     """
     return [
         {

@@ -2,9 +2,9 @@
 
 Shapes are of a matrix of `rows` outputs and `columns` inputs.
 
-codes:  int32 [rows, columns / 8], eight values in each int32 from the lowest bits up, stored plus
-        8: the same bytes as those of `int4`
-.scale: float32, bfloat16 or float16 [rows, columns / group]; groups of any size that divides
+codes:  int32 [rows, columns / 8], eight values in each int32 from the lowest bits up, each stored
+        as value + 8: the same bytes as those of `int4`
+.scale: float32, bfloat16 or float16 [rows, columns / group]; the group size divides `columns`
 value:  scale * code, rounded to the scale's dtype and then to the model's; the reference is
         `PackedQuantizationCompressor.decompress`, which transformers calls
 """

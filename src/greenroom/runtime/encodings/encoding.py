@@ -24,9 +24,10 @@ class Encoding:
     companions: tuple[str, ...] = ()
 
     def decode(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Decode a quantised matrix to a shape and dtype.
+        """Decode a quantised matrix to a tensor of the given shape and dtype.
 
-        `parts` are the tensor of codes and the companions, such as the scales, in their order.
+        `parts` are the tensor of codes and the companion tensors, such as the scales, in the order
+        of `companions`.
         """
         return self.expand(*parts).reshape(shape).to(dtype)
 

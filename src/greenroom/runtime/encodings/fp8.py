@@ -1,9 +1,9 @@
-"""`fp8`: 8-bit floats with one scale for each block of a matrix, as DeepSeek-V3 is stored.
+"""`fp8`: 8-bit floats with one scale for each block of a matrix, as in DeepSeek-V3.
 
 codes:  float8_e4m3fn [rows, columns]
-.scale: float32 [R, C]; one covers rows / R outputs and columns / C inputs, both of which divide.
-        Blocks are 128 x 128, or the whole side where it is shorter. Gate and up have blocks of
-        their own, so a gated matrix of [2I, H] has twice the R of [I, H]
+.scale: float32 [R, C]; one scale covers a block of rows / R outputs and columns / C inputs, which
+        are whole numbers. Blocks are 128 x 128, or as long as a shorter side. Gate and up have
+        blocks of their own, so a gated matrix [2I, H] has twice as many rows of scales as [I, H]
 value:  code * scale in float32, rounded to the model's dtype; the reference is transformers'
         `Fp8Dequantize`
 """

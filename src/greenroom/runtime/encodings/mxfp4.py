@@ -2,7 +2,7 @@
 
 codes:  uint8 [rows, columns / 2], two e2m1 values a byte, the low half first
 .scale: uint8 [rows, columns / 32], e8m0: 2^(scale - 127)
-value:  e2m1 * 2^(scale - 127), exact in float32 but for overflow, rounded to the model's dtype;
+value:  e2m1 * 2^(scale - 127), exact in float32 unless it overflows, rounded to the model's dtype;
         the reference is transformers' `convert_moe_packed_tensors`
 """
 

@@ -1,8 +1,8 @@
 """`int8` and `int4`: Greenroom's symmetric integer encodings, with a scale per group of inputs.
 
 int8:   codes int8 [rows, columns], groups of 64
-int4:   codes uint8 [rows, columns / 2], two values a byte, the low half first, stored plus 8;
-        groups of 32
+int4:   codes uint8 [rows, columns / 2], two values a byte, the low half first, each stored as
+        value + 8; groups of 32
 .scale: float16 [rows, columns / group]
 value:  scale * code in float32, rounded to the model's dtype
 """

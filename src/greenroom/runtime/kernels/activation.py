@@ -1,8 +1,8 @@
 """Detect a module's activation function by its values on sample inputs, never by its name.
 
-This file has the formulas of the compiled kernels as tensor operations. If one has the bits of the
-module's own activation on random and extreme inputs, the kernels compute that formula. Otherwise
-the module's function is called between the two projections of an expert.
+This file has the formulas of the compiled kernels as tensor operations. If one of them equals the
+module's own activation bit for bit on random and extreme inputs, the kernels compute that formula.
+Otherwise the module's function is called between the two projections of an expert.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from greenroom.runtime.kernels.layer import LayerExperts
 class Activation:
     """An activation function that the expert kernels can compute, with its constants.
 
-    code:  number of the formula; RAW: none, the module's own function is called
-    limit: gate and up projections are clamped to it
+    code:  number of the formula; RAW stands for a call of the module's own function
+    limit: bound to which gate and up projections are clamped
     alpha: factor of the gate within the sigmoid of the clamped formula
     """
 

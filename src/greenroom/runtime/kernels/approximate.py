@@ -1,7 +1,7 @@
-"""Kernels for decode steps in which low-precision copies or nothing replace some experts.
+"""Kernel for decode steps in which some experts are computed approximately, or skipped.
 
-The kernels of their encoding compute low-precision copies, from separate slots. A skipped expert
-adds nothing. An expert that a substitute expert replaces is computed from the substitute's slot.
+Low-precision copies are in separate slots, and the kernel of their encoding computes them. A
+skipped expert adds nothing. A substitute is computed from its own slot, in place of another expert.
 Outputs are summed by ascending expert id, as in exact steps.
 """
 
@@ -39,15 +39,15 @@ class ExpertsWithCopies(LayerExperts):
 
 
 class ApproximateKernel(PooledKernel):
-    """A kernel that computes some experts from low-precision copies, by an inner kernel."""
+    """A kernel that has an inner kernel compute some experts from low-precision copies."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> base.KernelStep:
         """Start to compute an MoE layer's experts for some tokens.
 
-        Hidden states x are [T, H], gate weights [T, top_k]. The eager kernel computes a layer if
-        its low-precision copies have an encoding without a compiled product.
+        Hidden states x are [T, H], gate weights [T, top_k]. The eager kernel computes the layer if
+        no compiled matrix product reads the encoding of the low-precision copies.
         """
         low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
         if low is not None and low.fallback_reason:
@@ -59,8 +59,8 @@ class ApproximateKernel(PooledKernel):
     ) -> None:
         """Compute experts exactly or from their low-precision copies, or skip them.
 
-        `part` says which: LOW (copies), SKIP (nothing), or any other value for the exact weights.
-        The constants are in core/plan.py.
+        `part` is LOW (from the copies), SKIP, or any other value for the exact weights. The
+        constants are in core/plan.py.
         """
         numbers = self.pool_slots(slots)
         if part == SKIP:

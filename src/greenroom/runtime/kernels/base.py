@@ -42,7 +42,7 @@ class KernelStep:
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        """Compute experts of a step from the slots of another `LayerExperts`, without their sum.
+        """Compute experts from the slots of another `LayerExperts`, without summing outputs.
 
         layer: describes the slots, which hold a segment of each expert, its low-precision copy,
                or the layer's experts on another device
@@ -51,8 +51,9 @@ class KernelStep:
         self.compute_group(experts, slots)
 
     def total(self) -> Tensor:
-        """Sum each token's weighted expert outputs by ascending expert id: [T, H], in the input's
-        type.
+        """Return the sums of each token's weighted expert outputs: [T, H], in the input's type.
+
+        Outputs are added in ascending order of the experts' ids.
         """
         raise NotImplementedError
 
@@ -86,7 +87,7 @@ class KernelStep:
         raise NotImplementedError
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Leave experts that are not computed out of the weighted sum."""
+        """Leave the given experts, which are not computed, out of the weighted sum."""
 
 
 class Kernel:
@@ -121,11 +122,11 @@ class Kernel:
         return result
 
     def prepare(self, layer: LayerExperts) -> None:
-        """Prepare a kernel to compute an MoE layer; called once, when a model is attached."""
+        """Set the kernel up for an MoE layer; called when a model is attached."""
 
 
 class PooledKernel(Kernel):
-    """A kernel around another one, for expert slots that alternate between memory pools.
+    """A kernel that calls an inner kernel, for expert slots that alternate between memory pools.
 
     A pool is one block of memory that is cut into slots. Slot number s is slot s // `pools` of its
     pool.

@@ -1,11 +1,11 @@
 """Consecutive decoder layers for one token, in one OpenMP parallel region.
 
-If every expert has a memory slot, nothing is decided between two layers, and Python between them
-takes a tenth of the time of reading the weights. So the forward of the first layer computes those
-that follow, and they return their finished outputs. A first pass observes whether each layer gets
-exactly the output of the one before. The bits are those of the layers one by one. If torch must
-choose a layer's experts (dense/router.py), or a chosen expert has no slot yet, the region ends at
-that layer and starts again after it.
+If there is a slot for every expert, nothing is decided between two layers, and Python between them
+takes a tenth of the time of reading the weights. So the forward of the first layer also computes
+the layers that follow, and these return their finished outputs. A first pass observes whether each
+layer gets exactly the output of the one before. The results are bit for bit those of the layers one
+by one. If torch must choose a layer's experts (dense/router.py), or a chosen expert is not loaded
+yet, the region ends at that layer and starts again after it.
 """
 
 from __future__ import annotations
