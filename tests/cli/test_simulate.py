@@ -273,7 +273,7 @@ MISTAKES = {
     "no number": (("--capacity", "x"), "--capacity 'x': give a number of experts such as 64"),
     "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share must be above 0%"),
     "a share of nothing": (("--capacity", "1%"), "--capacity 1%: this share of 16 experts"),
-    "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "needs a cache slot for each of 2 layers"),
+    "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a cache slot for each of"),
     "no tokens": (("--limit", "0"), "--limit must be at least 1 token, got 0"),
     "a size without a machine": (("--expert-bytes", "1MB"), "--expert-bytes has an effect only"),
     "no such profile": (("--machine", "none.json"), "cannot read none.json: No such"),

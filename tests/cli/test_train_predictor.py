@@ -118,7 +118,9 @@ def test_a_predictor_of_another_model_is_refused(
     assert "cannot be read" in refused(cli(*learned, "--predictor", tmp_path / "none"))
     out.write_bytes(out.read_bytes()[:99])
     assert "ends inside its header" in refused(cli(*learned, "--predictor", out))
-    assert "ends inside its header" in refused(cli(*record, "--predictor", out))  # auto would prefetch by it
+    assert "ends inside its header" in refused(
+        cli(*record, "--predictor", out)
+    )  # auto would prefetch by it
     other_one = (*record, "--prefetch", "markov", "--predictor", out)
     assert "give --prefetch learned" in refused(cli(*other_one))
     assert "unknown predictor 'nonsense'" in cli(*record, "--predict", "nonsense").mistake

@@ -165,7 +165,10 @@ def test_a_damaged_or_unfit_checkpoint(
         ),
         (("--prefetch", "oracle"), "predictor oracle needs a recorded trace"),
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
-        (("--predictor", "no.safetensors"), "no.safetensors: the predictor's file cannot be read: No such file"),
+        (
+            ("--predictor", "no.safetensors"),
+            "no.safetensors: the predictor's file cannot be read: No such file",
+        ),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
         (("--prefetch", "token", "--predictor", "x"), "--predictor FILE is for --prefetch learned"),
         (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
@@ -328,7 +331,8 @@ def test_a_read_error_in_the_middle_of_an_answer(
     assert ran.out.endswith("\n")
     assert "experts in slots" in started
     assert re.fullmatch(
-        r"greenroom: cannot read an expert from .*safetensors, byte \d+ on: Input/output error", error
+        r"greenroom: cannot read an expert from .*safetensors, byte \d+ on: Input/output error",
+        error,
     )
     monkeypatch.undo()
     assert cli("run", folder, "Hi", "--cache", "13%", *FEW).code == 0

@@ -138,7 +138,9 @@ def test_unsupported_tool_choices_are_errors(serve: Serve) -> None:
         api.create(model=NAME, messages=QUESTION, tools=odd, tool_choice="required")
     plain = serve(fake_engine("Hi"))
     api = openai.OpenAI(base_url=plain.url + "/v1", api_key="x", max_retries=0).chat.completions
-    with pytest.raises(openai.BadRequestError, match="tools: this model's chat template has no place for tools"):
+    with pytest.raises(
+        openai.BadRequestError, match="tools: this model's chat template has no place for tools"
+    ):
         api.create(model=NAME, messages=QUESTION, tools=TOOLS, tool_choice="required")
 
 

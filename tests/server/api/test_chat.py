@@ -204,7 +204,9 @@ def test_reasoning_can_be_switched_off_by_the_template(serve: Serve) -> None:
     client(running).chat.completions.create(model=NAME, messages=QUESTION, reasoning_effort="none")
     prompt_text = running.engine.tokenizer.decode(running.engine.tickets[0].request.ids)
     assert prompt_text.endswith("<think>\n\n</think>\n\n")
-    with pytest.raises(openai.BadRequestError, match="reasoning_effort 'high': this model's chat template"):
+    with pytest.raises(
+        openai.BadRequestError, match="reasoning_effort 'high': this model's chat template"
+    ):
         client(running).chat.completions.create(
             model=NAME, messages=QUESTION, reasoning_effort="high"
         )

@@ -4,7 +4,7 @@ Nothing heavy is imported here: the command line builds its options from these c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Approximation:
     low:        the expert is computed from its low-precision copy, which is stored in `precision`
     promote:    the exact expert is fetched while the link is idle, after its copy was computed
     share:      the share of the cache's memory for copies
+    other:      rules without a threshold that serve misses inexactly, as the start-up line
+                describes them: "of layers above 20 left out"
 
     If several thresholds are set, an expert is served by the first rule in the order skip,
     substitute, low whose threshold is above its tail weight. If no substitute is found, the next
@@ -38,6 +40,7 @@ class Approximation:
     promote: bool = False
     precision: str = "off"
     share: float = 0.125
+    other: tuple[str, ...] = ()
 
     @property
     def highest(self) -> float:
@@ -45,6 +48,18 @@ class Approximation:
 
         Misses with this tail weight or more are exact."""
         return max(self.low, self.skip, self.substitute)
+
+    def merge(self, further: Approximation) -> Approximation:
+        """Merge with another option's thresholds: of each kind the higher one."""
+        copies = self if self.precision != "off" else further
+        return replace(
+            copies,
+            low=max(self.low, further.low),
+            skip=max(self.skip, further.skip),
+            substitute=max(self.substitute, further.substitute),
+            promote=self.promote or further.promote,
+            other=(*self.other, *further.other),
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,10 @@ class OptionConfig:
         """Check a scheduler option's settings; UsageError for fields that exclude each other."""
 
     def approximation(self) -> Approximation | None:
-        """Return the thresholds below which misses are approximated; None if all are exact."""
+        """Return how this option approximates misses; None if it leaves all of them exact.
+
+        An option that skips or replaces experts by another rule than a threshold names the rule in
+        `Approximation.other`."""
         return None
 
     def uses_host(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, OptionConfig
@@ -57,15 +58,15 @@ class SchedulerConfig(
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 
     def approximation(self) -> Approximation | None:
-        """Return the thresholds below which misses are approximated; None if all are exact.
+        """Return how misses are approximated, by all options together; None if all are exact.
 
-        If several options have thresholds, those of the first are returned, in the order of this
-        class's bases. `PrecisionConfig` (first) has all three kinds of thresholds: of skipped,
-        substituted and low-precision experts. `Approximation` says which of them serves an expert
-        if several are set.
+        Every option that is on takes part: the result has the higher threshold of each kind and
+        the other rules of all options. `Approximation` says which rule serves an expert if several
+        could.
         """
         each_option = (kind.approximation(self) for kind in OPTIONS)
-        return next((each for each in each_option if each is not None), None)
+        active = [each for each in each_option if each is not None]
+        return reduce(Approximation.merge, active) if active else None
 
     def uses_host(self) -> bool:
         """Tell whether any option lets the host's processor compute missing experts."""

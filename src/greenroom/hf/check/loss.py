@@ -27,14 +27,13 @@ log = logging.getLogger(__name__)
 def store_loss(config: LoadConfig, quality: Quality) -> None:
     """Store the measured quality loss of approximate misses for later runs.
 
-    Nothing is stored for a `quality` without approximate misses. If the file cannot be written, a
-    warning is logged.
+    Nothing is stored for a `quality` without approximate misses, or with rules other than
+    thresholds. If the file cannot be written, a warning is logged.
     """
-    if quality.lesser is None:
+    at = config.approximation()
+    if quality.lesser is None or at is None or at.other:
         return
     digest, name = fingerprint(find_checkpoint(quality.model)), machine_name(host_facts())
-    at = config.approximation()
-    assert at is not None
     loss = Loss(
         at.precision, at.low, at.skip, at.substitute, quality.lesser["inexact_share"] or 0.0,
         quality.kl_mean, quality.perplexity, quality.original_perplexity, quality.tokens,
@@ -52,7 +51,7 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
     The result is None if no miss is approximated, or if no loss was measured with the thresholds.
     """
     at = setup.approximation
-    if at is None or not setup.fingerprint:
+    if at is None or at.other or not setup.fingerprint:
         return None
     records = files.load_records(setup.fingerprint, machine_name(host_facts()))
     return records.loss(at.precision, at.low, at.skip, at.substitute)

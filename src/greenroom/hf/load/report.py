@@ -153,6 +153,7 @@ def _approximation(greenroom: Greenroom) -> str:
         )
         if share
     ]
+    what += at.other
     return f"misses {', '.join(what)}, which CHANGES THE OUTPUT, depending on the cache's content"
 
 
