@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
-from greenroom.cli.estimate.machine import computes, machine_of, memory_of, on_a_gpu
+from greenroom.cli.estimate.machine import machine_of, memory_of, on_a_gpu, processor_for
 from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
         from greenroom.plan.planner import plan
 
         machine, local = machine_of(args.machine, progress)
-        processor = computes(machine, args.processor)
+        processor = processor_for(machine, args.processor)
         gpu = on_a_gpu(processor)
         model = described(args.model, config, gpu)
         workload = workload_of(args.trace, model)

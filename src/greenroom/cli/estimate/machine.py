@@ -93,7 +93,7 @@ def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
     return machine, machine_name(machine.host) == machine_name(host_facts())
 
 
-def computes(machine: Machine, name: str | None) -> Processor:
+def processor_for(machine: Machine, name: str | None) -> Processor:
     """Return the processor of a machine with this name, or a default one for None.
 
     The default is the first GPU, or the first processor if there is no GPU. UnknownName if there

@@ -42,7 +42,7 @@ class Placement:
 
     # ---- lookups
 
-    def resident(self, expert: int) -> bool:
+    def has_slot(self, expert: int) -> bool:
         """Tell whether an expert has a cache slot, its own or a borrowed one.
 
         The expert's bytes may still be on their way to the slot.
@@ -64,7 +64,7 @@ class Placement:
 
         The pieces are the unsplit expert, or the top and bottom segments of a split one.
         """
-        chunks = 0 if self.resident(expert) else int(self.pieces.chunks[expert])
+        chunks = 0 if self.has_slot(expert) else int(self.pieces.chunks[expert])
         if not self.has_secondary(expert):
             chunks += int(self.pieces.chunks[self.secondary_of(expert)])
         return chunks

@@ -114,7 +114,7 @@ class Prefetcher:
 
     def _begin(self, candidate: PrefetchCandidate) -> bool:
         placement, expert = self._placement, candidate.piece
-        if not placement.resident(expert):
+        if not placement.has_slot(expert):
             slot = self._borrow(candidate)
             if slot >= 0 or not placement.buffer.full:  # where all slots are pinned, it is dropped
                 self.lookahead.remove(candidate)
@@ -159,7 +159,7 @@ class Prefetcher:
                 if placement.buffer.full or not open_for:
                     return False
                 option.dismiss(expert)
-                if placement.resident(expert) or expert in self._transfers.entries:
+                if placement.has_slot(expert) or expert in self._transfers.entries:
                     continue
                 slot, _ = placement.cache.borrow(expert)
                 if slot >= 0:

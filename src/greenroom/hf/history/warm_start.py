@@ -1,4 +1,4 @@
-"""Warm start: a run loads the experts that earlier runs of its model used most."""
+"""Warm start: a run loads the experts that earlier runs of its model kept or used most."""
 
 from __future__ import annotations
 
