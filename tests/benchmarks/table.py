@@ -150,6 +150,8 @@ ROWS = (
     _paper("prediction", ("recording", "predictor", "d = 1", "µs a layer"),
            "--models olmoe-1b-7b deepseek-v2-lite --limit 500 --predictors token markov",
            drawn=False),
+    _paper("moepic_start", ("recording", "halves", "unsplit", "synthetic"),
+           "--models olmoe-1b-7b --capacity 25% --ratios 2", drawn=False),
     Row("papers/moepic.py", RECORDED, ("TTFT ms", "TPOT ms", "prefetches begun"), MATPLOTLIB,
         ("moepic-olmoe-1b-7b-64-ablation.md", "moepic-olmoe-1b-7b-64-zeta.md")),
     Row("papers/gap.py", f"{RECORDED} --models olmoe-1b-7b --policies auto;random",

@@ -296,8 +296,8 @@ def test_moepic_over_a_trace(cli: Run, home: Path):
     assert min(cut["split"]) < 1
     assert cut["bottoms"] > 0  # of split experts, which were played
     assert cut["without"] == [
-        "next-gate:1, which noisy-oracle:1,accuracy=0.85 replaces, since the trace has no"
-        " predictions of it"
+        "next-gate:1,width=all, which noisy-oracle:1,accuracy=0.85,width=all replaces, since the"
+        " trace has no predictions of it"
     ]
     few = cli(*timed[:3], 5, *timed[4:]).json
     assert "splits, which need more than 5 slots" in few["without"][-1]

@@ -172,6 +172,27 @@ def test_wrong_predictions_are_unused_experts():
     assert len(predicted) == 50
 
 
+def test_all_ranks_follow_the_predicted_ones():
+    """Sizes 4 and 3, one of two experts right: the wrong guess comes second, the rest in some
+    order; a smaller layer's row ends with -1. A true expert that was not guessed is in the rest."""
+    routed = np.tile(np.array([[[0, 1], [0, 1]]], np.uint8), (200, 1, 1))
+    shape = Shape((4, 3), 2)
+    predicted = predictions_of(
+        "noisy-oracle:width=all,accuracy=0.5", routed, shape=shape, routed_experts=routed
+    )
+    narrow = predictions_of("noisy-oracle:accuracy=0.5", routed, shape=shape, routed_experts=routed)
+    for (*at, rows), (*same, first) in zip(predicted, narrow, strict=True):
+        assert at == same
+        layer = at[-1] % 2
+        for row, few in zip(rows, first, strict=True):
+            named = [e for e in few if e >= 0]
+            assert row[: len(named)] == named
+            assert sorted(row) == ([0, 1, 2, 3] if layer == 0 else [-1, 0, 1, 2])
+            assert layer == 0 or row[3] == -1
+    rest = {tuple(rows[0][2:]) for *at, rows in predicted if at[-1] % 2 == 0}
+    assert len(rest) == 12  # every pair of the four experts, in both orders
+
+
 def test_the_default_accuracy_is_that_of_promoe():
     assert promoe_accuracy(1) == pytest.approx(0.905)
     assert promoe_accuracy(8) == pytest.approx(0.545)

@@ -52,6 +52,19 @@ def test_next_gate_calls_the_router_of_the_layer_ahead(distance: int, targets: l
     assert [layer for layer, _ in gates.calls] == [target % 3 for target in targets]
 
 
+def test_with_all_ranks_every_expert_of_the_layer_is_named() -> None:
+    shape = Shape((8, 5), 2)
+    tested = predictor("next-gate:width=all").build(PredictorSetup(shape, gates=Gates()))
+    assert tested.width == 8
+    tested.begin(start())
+    tested.observe(routing_of(0, 3))
+    assert tested.predict(0)[0].experts.tolist() == [[1, 3, 2, 3, 4]]
+    tested.observe(routing_of(1, 3))
+    assert tested.predict(1)[0].experts.shape == (1, 8)
+    with pytest.raises(UsageError, match="width of next-gate 'most': choose one of twice, all"):
+        predictor("next-gate:width=most")
+
+
 def test_a_pass_begins_without_the_inputs_of_the_pass_before() -> None:
     tested = predictor("next-gate").build(PredictorSetup(SHAPE, gates=Gates()))
     tested.begin(start())

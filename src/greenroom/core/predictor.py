@@ -98,11 +98,13 @@ class Gates(Protocol):
 class Predictor(Protocol):
     """Interface of predictors of which experts a model's next layers choose.
 
-    `distance` is how many layers ahead `predict` looks; None if it may predict any layer.
+    `distance` is how many layers ahead `predict` looks; None if it may predict any layer. `width`
+    is how many experts it names for a token at most.
     """
 
     name: str
     distance: int | None
+    width: int
 
     def begin(self, at: PassStart) -> None:
         """Begin a forward pass in an expert predictor.

@@ -21,7 +21,7 @@ from greenroom.plan.history.routing import RoutingHistory
 from greenroom.plan.settings import PLAIN
 from greenroom.runtime.measure.bandwidth import host_facts
 
-START_SHARE = 0.5  # share of every expert before tokens were counted (Algorithm 1, line 4)
+LEAST_SHARE = 0.5  # `--split auto` needs at least the memory in which halves of experts work
 CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard", "prefetch_rule"}
 
 
@@ -89,13 +89,13 @@ def auto_split(
     """Return the catalog of split experts, their sizes and the cache scope for `--split auto`.
 
     MoEpic's Algorithm 1 computes them from the expert counts of earlier runs. Until 5,000 tokens
-    were counted, half of every expert is the top segment, and all layers have as many slots.
-    Raises UsageError as `split_experts` does.
+    were counted, experts are not split, and all layers have as many slots (Algorithm 1, line 4, has
+    halves: docs/split.md says why this start is faster). Raises UsageError as `split_experts` does.
     """
     counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU
     if history is None or SPLIT not in history.states or not enough:
-        return (*split_experts(catalog, START_SHARE, top_k), "per-layer")
+        return catalog, None, "per-layer"
     latency = TokenLatency(*history.states[SPLIT]["latency"].tolist())
     chosen = configure(layer_statistics(counts.activity), float(capacity), latency)
     split_catalog, split = split_experts(catalog, [each.ratio for each in chosen], top_k)

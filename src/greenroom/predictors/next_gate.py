@@ -4,15 +4,19 @@ A layer adds little to the residual stream, so the input of layer l's router is 
 layer l + distance. Mixtral offloading (Eliseev and Mazur), MoEpic (3.2) and Fate use this; ProMoE
 (4.3) calls it skip-based. Beyond the last layer, the routers of the first layers are applied to the
 hidden states of this token to predict the next one: these predictions are worse.
+
+With `width=all` every expert of the layer is ranked. MoEpic (3.2) prefetches in this order until
+the layer begins.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from greenroom.core.predictor import Ids, Inputs, LayerPrediction, LayerRouting, PassStart
 from greenroom.errors import UsageError
-from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
+from greenroom.predictors.helpers.kind import ALL, WIDTH, PredictorKind, PredictorSetup
 from greenroom.predictors.none import NullPredictor
 
 
@@ -54,10 +58,14 @@ class NextGatePredictor(InputPredictor):
                 " the trace with --predict next-gate, and choose the predictor `recorded`"
             )
         super().__init__(setup)
-        self._gates = setup.gates
+        self._gates, layers = setup.gates, setup.shape.layers
+        self._widths: Sequence[int] = [self.width] * layers
+        if setup.options.get(WIDTH.name) == ALL:
+            self._widths = setup.shape.experts_per_layer
+            self.width = max(self._widths)
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
-        return self._gates.rank(target, rows, self._shape.width)
+        return self._gates.rank(target, rows, self._widths[target])
 
 
 next_gate = PredictorKind(
@@ -66,4 +74,5 @@ next_gate = PredictorKind(
     "a later layer's router, fed with this layer's input",
     frozenset({"inputs", "gates"}),
     distance=1,
+    options=(WIDTH,),
 )

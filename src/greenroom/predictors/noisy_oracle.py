@@ -11,6 +11,9 @@ prediction (later routers applied to earlier inputs), and 54 % for prediction by
 other d we use 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and at least 54 %, since the paper says
 that skip-based prediction falls below prediction by the token's id. The figure's curve of the
 learned predictor is higher, but the text gives no number for it: use the option `accuracy=`.
+
+With `width=all` all other experts of the layer follow, in random order. An expert that is used and
+that was not predicted is among them.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids
-from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
+from greenroom.predictors.helpers.kind import ALL, WIDTH, PredictorKind, PredictorSetup
 from greenroom.predictors.oracle import NO_ID, true_routing
 from greenroom.predictors.recorded import ReplayPredictor
 
+BLOCK = 1024  # tokens that are ranked at a time
 NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token's id helps
 
 
@@ -70,6 +74,30 @@ def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, pred
                 predicted[token, layer, rank] = expert
 
 
+def rank_all(predicted: NDArray[np.int16], sizes: Ids, seed: int) -> NDArray[np.int16]:
+    """Extend predictions to rankings of all experts, the others in random order.
+
+    predicted: [tokens, layers, top_k] expert ids, -1 for none
+    sizes:     [layers] number of experts of each layer
+
+    Returns [tokens, layers, experts of the largest layer]; -1 ends the rows of smaller layers.
+    """
+    most, random = int(sizes.max()), np.random.default_rng(seed)
+    ranked = np.empty((*predicted.shape[:2], most), np.int16)
+    missing = np.arange(most) >= sizes[:, None]
+    for begin in range(0, len(predicted), BLOCK):
+        ids = predicted[begin : begin + BLOCK].astype(np.int64)
+        keys = random.random((*ids.shape[:2], most + 1))
+        keys[..., :most][:, missing] = 2.0
+        order = np.broadcast_to(np.arange(ids.shape[2]) - float(ids.shape[2]), ids.shape)
+        np.put_along_axis(keys, np.where(ids < 0, most, ids), order, axis=2)
+        keys[..., most] = 3.0
+        rows = np.argsort(keys, axis=2)[..., :most]
+        rows[np.take_along_axis(keys, rows, axis=2) >= 2] = -1
+        ranked[begin : begin + BLOCK] = rows
+    return ranked
+
+
 def build(setup: PredictorSetup) -> ReplayPredictor:
     """Build the predictor `noisy-oracle`; UsageError if the setup has no trace."""
     routed = true_routing(setup, "noisy-oracle")
@@ -79,6 +107,8 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
     predicted = np.empty(routed.shape, np.int16)
     sizes = np.array(setup.shape.experts_per_layer, np.int64)
     add_errors(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, predicted)
+    if setup.options[WIDTH.name] == ALL:
+        predicted = rank_all(predicted, sizes, setup.seed)
     return ReplayPredictor("noisy-oracle", predicted, NO_ID, setup)
 
 
@@ -93,5 +123,6 @@ noisy_oracle = PredictorKind(
         PolicyOption(
             "accuracy", PAPER, "share of right predictions; -1: that of ProMoE's figure 8a", -1, 1
         ),
+        WIDTH,
     ),
 )

@@ -16,11 +16,12 @@ class NullPredictor:
 
     name = "none"
     distance: int | None
+    width: int
 
     def __init__(self, setup: PredictorSetup) -> None:
         """Set the prediction distance; raise UsageError if the model has fewer layers."""
         self._shape, self._ahead = setup.shape, setup.ahead
-        self.distance = setup.distance
+        self.distance, self.width = setup.distance, setup.shape.width
 
     def begin(self, at: PassStart) -> None:
         pass

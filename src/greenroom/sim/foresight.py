@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from greenroom.core.predictor import Shape
 from greenroom.core.prefetch.foresight import Foresight
@@ -46,7 +47,10 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
             f" predictions: record them with `greenroom trace record --predict {choice.name}`"
             + (f"; the trace has {', '.join(trace.predictions)}" if trace.predictions else "")
         )
-    return predictor(f"recorded:of={recording}")
+    # Not parsed: the name of a recording may have options of its own, with commas.
+    return replace(
+        predictor("recorded"), name=f"recorded:of={recording}", options={"of": recording}
+    )
 
 
 def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:

@@ -241,12 +241,13 @@ def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
         pack(str(packed()), tmp_path / "again", "int8")
 
 
-def test_auto_begins_with_half_and_follows_recorded_counts(monkeypatch, caplog):
+def test_auto_begins_unsplit_and_follows_recorded_counts(monkeypatch, caplog):
     monkeypatch.setattr(defaults, "TAU", 2)
     catalog = ModelSkeleton.of(packed()).catalog
     cut, split, scope = defaults.auto_split(catalog, None, 8, 2)
+    assert cut is catalog
+    assert split is None
     assert scope == "per-layer"
-    assert [n / split.unsplit_bytes for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
 
     skeleton = ModelSkeleton.of(packed())
     model = skeleton.load()

@@ -222,7 +222,7 @@ class Gated(Model):
 class Echo:
     """Predicts what was just seen: of the first layer where its pass begins."""
 
-    name, distance = "echo", 1
+    name, distance, width = "echo", 1, 3
 
     def begin(self, at: PassStart) -> None:
         self.at = at

@@ -12,7 +12,7 @@ from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check_prefetch
 from greenroom.hf.checkpoint.source import ModelSource
-from greenroom.hf.defaults import START_SHARE, apply_defaults, auto_split
+from greenroom.hf.defaults import LEAST_SHARE, apply_defaults, auto_split
 from greenroom.hf.load.budget import Budget, least_slots
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.approximate import check_copies, copies_of
@@ -36,7 +36,7 @@ def requested_setup(
     skeleton, catalog, split = description.skeleton, description.skeleton.catalog, None
     shares = split_of(config.split)
     if shares is not None:  # auto is set when the capacity is known
-        first = START_SHARE if isinstance(shares, str) else shares
+        first = LEAST_SHARE if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
     check_prefetch(

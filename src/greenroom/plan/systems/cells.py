@@ -6,6 +6,7 @@ Each system of the table is simulated as cells (a policy at a capacity) of a swe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -20,11 +21,13 @@ from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.sizing import CacheConfiguration, predicted_activity, slots_with_fewest_misses
 from greenroom.plan.systems.table import System
 from greenroom.predictors import AUTO, OFF, predictor
+from greenroom.predictors.helpers.kind import ALL, WIDTH
 from greenroom.sim.event_driven import split_pieces
 from greenroom.sim.foresight import automatic_predictor, resolve_predictor
 from greenroom.sim.study import Cell, Row, Study
 from greenroom.trace import Trace
 
+ALL_RANKS = f",{WIDTH.name}={ALL}"
 ASSUMED_PREDICTOR = "noisy-oracle:1,accuracy=0.85"  # as papers report of the next layer's gate
 
 UserOptions = Mapping[str, Any]  # options of `simulate`; the row decides what is missing or None
@@ -157,15 +160,17 @@ def most_used(study: Study, capacity: int) -> tuple[int, ...]:
 def replayable_predictor(trace: Trace, prefetch: str) -> str:
     """Return a system's predictor, or one that can be replayed on a trace instead.
 
-    It is replaced if it needs a running model.
+    It is replaced if it needs a running model. A ranking of all experts is replaced by the recorded
+    ranks of the same predictor, or by a noisy oracle that ranks all experts.
     """
     if predictor(prefetch).kind is AUTO:
         return automatic_predictor(trace)
-    try:
-        resolve_predictor(trace, prefetch)
-    except UsageError:
-        return ASSUMED_PREDICTOR
-    return prefetch
+    narrower = prefetch.removesuffix(ALL_RANKS)
+    for name in dict.fromkeys((prefetch, narrower)):
+        with suppress(UsageError):
+            resolve_predictor(trace, name)
+            return name
+    return ASSUMED_PREDICTOR + prefetch[len(narrower) :]
 
 
 def sized_study(

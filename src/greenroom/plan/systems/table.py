@@ -143,11 +143,11 @@ SYSTEMS: dict[str, System] = {
             "moepic",
             "Yan et al., 2025: MoEpic",
             "LCP eviction; slots of layers and split ratios by Algorithm 1; the next layer's gate"
-            " predicts what to prefetch: the bottom segments of resident experts, and other experts"
-            " entirely",
+            " ranks all experts, which are prefetched in this order: the bottom segments of"
+            " resident experts, and other experts entirely",
             policy="lcp",
             scope="per-layer",
-            prefetch="next-gate:1",
+            prefetch="next-gate:1,width=all",
             sizes="configurator",
             split=True,
         ),

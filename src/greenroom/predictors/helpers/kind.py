@@ -49,6 +49,12 @@ class PredictorSetup:
         return distance
 
 
+TWICE, ALL = "twice", "all"
+WIDTH = PolicyOption(
+    "width", TWICE, "ranks of a prediction: twice top-k, or all experts", choices=(TWICE, ALL)
+)
+
+
 Builder = Callable[[PredictorSetup], Predictor]
 
 

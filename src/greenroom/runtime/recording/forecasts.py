@@ -61,10 +61,10 @@ class ForecastRecorder:
 
     def begin(self, at: PassStart) -> None:
         """Begin a forward pass: collect the predictions that are made at its start."""
-        shape = (at.tokens, self._shape.layers, self._shape.width)
         announced = at.first == 0 or at.tokens > 1
         before, self._next_token = self._next_token, {}
         for name, each in self._predictors.items():
+            shape = (at.tokens, self._shape.layers, each.width)
             self._predicted[name] = np.full(shape, NOTHING)
             if name in before:
                 self._predicted[name][0] = before[name]
@@ -87,13 +87,13 @@ class ForecastRecorder:
         """
         for prediction in predictions:
             if prediction.layer - layer >= least:
-                width = min(self._shape.width, prediction.experts.shape[1])
                 beyond, target = divmod(prediction.layer, self._shape.layers)
                 rows = (
                     self._next_token[name][None, target]
                     if beyond
                     else self._predicted[name][:, target]
                 )
+                width = min(rows.shape[1], prediction.experts.shape[1])
                 rows[:] = NOTHING
                 rows[:, :width] = prediction.experts[:, :width]
 
