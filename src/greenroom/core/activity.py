@@ -26,7 +26,7 @@ RHO, OMEGA = 0.25, 128  # MoEpic's defaults
 
 
 class Activity:
-    """Activation counts of a model's experts by layer, for MoEpic's configurator.
+    """Counts of activated and predicted experts by layer, for MoEpic's configurator.
 
     The counts give MoEpic's hit ratio H, prediction accuracy P and joint share PH (section 3.4.2).
 
@@ -34,7 +34,7 @@ class Activity:
     tokens:     the number of tokens counted in each layer
     rho, omega: an expert's cache priority is multiplied by rho for every omega tokens without use
 
-    Expert ids are within their layer.
+    Expert ids are within their layer: from 0 in each layer.
     """
 
     def __init__(self, experts: Sequence[int], rho: float = RHO, omega: float = OMEGA) -> None:
@@ -59,7 +59,7 @@ class Activity:
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
         """Count a token, and the experts of one layer that it activated.
 
-        chosen:    ids of the activated experts, within the layer
+        chosen:    ids of the activated experts, from 0 in each layer
         predicted: ids of the experts that were predicted for the token, likeliest first; None if
                    there was no prediction
         """
@@ -86,7 +86,7 @@ class Activity:
         return np.argsort(-priority, kind="stable")
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all activation counts by name, to be stored."""
+        """Return copies of all arrays of activation counts by name, to be saved."""
         return {name: array.copy() for name, array in self._counted.items()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:

@@ -26,15 +26,14 @@ def build_scheduler(
 ) -> Scheduler:
     """Build a scheduler with the options of a configuration.
 
-    capacity:     cache slots, counted in unsplit experts
+    capacity:     the number of cache slots, counted in unsplit experts
     costs:        durations of transfers and computations; None if the host's processor computes
                   nothing
     expert_bytes: the size of the experts that `costs` describes
-    top_k:        experts that a token uses in a layer; only prefetching by this rule needs it
     settings:     further arguments of `Scheduler`
 
     UsageError if an option computes on the host's processor, but there is no expert cache in host
-    memory, or if `top_k` is missing.
+    memory.
     """
     options = config.options(pieces, costs, expert_bytes)
     if any(each.uses_host for each in options) and settings.get("host") is None:

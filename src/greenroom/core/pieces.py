@@ -72,7 +72,7 @@ class Split:
         if len(each) != layers:
             raise UsageError(
                 f"--split has {len(each)} numbers, but the model has {layers} layers:"
-                " give one number, or one a layer"
+                " give one number, or one for each layer"
             )
         tops = tuple(nbytes * min(8, max(1, round(8 * share))) // 8 for share in each)
         return cls(tops, tuple(nbytes - top for top in tops), secondary_slots)

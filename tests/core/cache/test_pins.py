@@ -93,7 +93,7 @@ def test_pins_survive_their_file(tmp_path):
     [
         ("{", "it is not JSON"),
         ({"format": "x"}, "greenroom trace hot makes such files"),
-        ({"version": 2}, "pinned experts of version 2, this Greenroom reads version 1"),
+        ({"version": 2}, "pinned experts of version 2, but this Greenroom reads version 1"),
         ({"tasks": {}}, "has no task with pinned experts"),
         (
             {"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}},

@@ -88,8 +88,8 @@ def test_scope_accepts_names_numbers_and_files(tmp_path):
     [
         ("global", "unknown scope 'global': choose one of shared, per-layer, N,N,..., FILE"),
         pytest.param("a" * 3000, f"unknown scope '{'a' * 96}...: choose", id="too-long"),
-        ("1,,2", "--scope must be numbers, one a layer"),
-        ("1,0", "--scope must be numbers above 0, one a layer"),
+        ("1,,2", "--scope must be numbers, one for each layer"),
+        ("1,0", "--scope must be numbers above 0, one for each layer"),
         ("none.json", "cannot read none.json: No such file"),
     ],
 )

@@ -52,7 +52,7 @@ def test_top_segments_get_the_memory_that_bottom_segments_leave():
     assert group_sizes(uneven, 8, "per-layer") == [6, 8 - 2]
     with pytest.raises(
         BudgetError,
-        match=r"memory for 1 experts is too small to split them \(--split\): .* 3 bottom",
+        match=r"memory for 1 experts, but --split needs memory for .* 3 bottom",
     ):
         group_sizes(every, 1, "shared")
 

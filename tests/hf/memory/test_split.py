@@ -137,7 +137,7 @@ def test_resizing_keeps_tops_and_bits():
             assert torch.equal(torch.cat(out.logits), want)
             s = model.greenroom.driver.scheduler
             assert s.placement.cache.capacity == sum(group_sizes(s.pieces, s.capacity, "per-layer"))
-        with pytest.raises(BudgetError, match="is too small to split them"):
+        with pytest.raises(BudgetError, match="but --split needs memory for"):
             model.greenroom.resize(catalog.slot_bytes)
     finally:
         model.greenroom.detach()
@@ -211,7 +211,7 @@ def test_shares_are_rounded_to_the_nearest_segment():
         ),
         ({"split": "0"}, "--split must be numbers above 0"),
         ({"split": "1.5"}, "--split must be a share of an expert, at most 1, got 1.5"),
-        ({"split": "half"}, "--split must be numbers, one a layer"),
+        ({"split": "half"}, "--split must be numbers, one for each layer"),
     ],
 )
 def test_wrong_split_options_are_refused(options, message):
@@ -224,7 +224,7 @@ def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
         greenroom.load(str(packed()), cache="50%", split="0.5,0.5,0.5")
     with pytest.raises(UsageError, match="only in bfloat16: leave out --dtype"):
         greenroom.load(str(packed()), cache="50%", dtype="float32")
-    with pytest.raises(BudgetError, match="too small to split them"):
+    with pytest.raises(BudgetError, match="but --split needs memory for"):
         greenroom.load(str(packed()), cache="7%", split="0.5")
     with pytest.raises(UsageError, match="experts in segments work in one CPU's memory only"):
         pieces_of(

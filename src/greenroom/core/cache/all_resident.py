@@ -1,9 +1,9 @@
-"""The all-resident path: steps whose experts are all loaded bypass the scheduler's event machine.
+"""The all-resident path: steps whose experts all have slots bypass the scheduler's event machine.
 
-While an LRU cache evicts nothing, its state is the order in which experts were used. So this order
-is recorded here, and passed to the policy when the cache shrinks. A call of the policy in every
-step would take 10 of a layer's 30 microseconds, and five times as long when the weights have
-displaced the policy's data from the processor's caches.
+A step is one layer of one forward pass. While an LRU cache evicts nothing, its state is the order
+in which experts were used. So this order is recorded here, and passed to the policy when the cache
+shrinks. A call of the policy in every step would take 10 of a layer's 30 microseconds, and five
+times as long when the weights have displaced the policy's data from the processor's caches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from greenroom.core.pieces import Ints
 class AllResident:
     """The order in which cached experts were used, while steps bypass the event machine.
 
-    slot_of:    the cache slot of each expert; -1 if the expert is not loaded
+    slot_of:    the cache slot of each expert; -1 if it has none
     tier_slots: for each cache slot, the number of its slot in memory
-    used:       for each expert, the number of the last step that used it, from 1; 0 if none has
-    steps:      the number of steps so far
+    used:       for each expert, the number of the last step that used it; 0 if none has
+    steps:      the number of steps so far; the first step has number 1
     """
 
     def __init__(self, placement: Placement, counts: Counts) -> None:
@@ -65,7 +65,7 @@ class AllResident:
     def report(self) -> None:
         """Report the experts used so far to the eviction policy, in their order of use.
 
-        Experts of one step are reported by ascending id. The record of uses is empty afterwards.
+        Experts of one step are reported by ascending id. Afterwards `used` and `steps` are 0.
         """
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]

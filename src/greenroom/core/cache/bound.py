@@ -25,7 +25,7 @@ PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
 
 
 def bind(policy: Policy) -> Bound:
-    """Build the cache's compiled functions for an eviction policy.
+    """Compile the cache's functions with an eviction policy's functions in them.
 
     Two settings of one policy share the compiled code.
     """

@@ -1,10 +1,11 @@
 """The prefetch buffer: the cache slots that prefetched experts borrow.
 
-A prefetch borrows a free slot, or that of the policy's victim. The policy is not told of the piece
-while it is in the buffer; when a step requests the piece, the policy sees an insertion, as if the
-piece had just arrived. If no step requests the piece, its slot is returned, and the next miss takes
-the slot without an eviction. So prefetching costs the cache at most the slots that are borrowed at
-a time.
+A piece is an unsplit expert or the top segment of a split one. Its prefetch borrows a free slot, or
+evicts the policy's victim and borrows the victim's slot. The policy does not know the piece while
+it is in the buffer; when a step requests the piece, the policy sees an insertion, as if the piece
+had just arrived. If no step requests the piece, its slot is returned, and the next miss takes the
+slot without an eviction. So prefetching costs the cache at most the slots that are borrowed at a
+time.
 
 Experts of a prompt that find no free cache slot pass through borrowed slots too. So the experts
 that decoding has made resident stay.
@@ -18,7 +19,7 @@ from enum import IntEnum
 
 
 class BorrowState(IntEnum):
-    """The state of a borrowed cache slot: its prefetch moves, is complete, or is in use."""
+    """The state of a borrowed cache slot: being filled, filled, or used by a step."""
 
     MOVING = 0  # its prefetch is not complete
     COMPLETE = 1  # its prefetch is complete; its layer has not come yet
@@ -27,8 +28,9 @@ class BorrowState(IntEnum):
 
 @dataclass(slots=True)
 class BorrowedSlot:
-    """A cache slot borrowed for a prefetch, and the piece of an expert in it.
+    """A cache slot borrowed for a prefetch, and the expert (or top segment) in it.
 
+    piece:     the id of the unsplit expert, or of the top segment of a split one
     layer:     the layer that the prefetch is for; -1 once a step uses the slot
     chance:    the estimated probability that the layer's next step uses the piece
     promotion: the piece becomes resident when its transfer is complete
@@ -43,12 +45,14 @@ class BorrowedSlot:
 
 
 class PrefetchBuffer:
-    """The cache slots borrowed by prefetched pieces of experts, up to a limit.
+    """The cache slots borrowed by prefetched experts or their top segments, up to a limit.
 
-    size:     how many slots prefetches may borrow at a time; the callers check `full` first
-    borrowed: the borrowed slots by piece; the eviction policy knows none of these pieces
+    size:     how many slots prefetches may borrow at a time; callers check `full` first
+    borrowed: the borrowed slots, by the id of the expert or segment in them; the eviction policy
+              does not know these experts
 
-    Slots have the numbers of the cache. The caller returns the slots that a method releases.
+    Slots have the numbers of the cache's slots. The caller returns the slots that a method releases
+    to the cache.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -63,21 +67,20 @@ class PrefetchBuffer:
     def begin_prefetch(
         self, piece: int, slot: int, layer: int, chance: float, promotion: bool = False
     ) -> None:
-        """Record that the prefetch of an expert's piece into a borrowed slot begins."""
+        """Record that the prefetch of an expert (or segment) into a borrowed slot begins."""
         entry = self.borrowed[piece] = BorrowedSlot(
             piece, slot, BorrowState.MOVING, layer, chance, promotion
         )
         self._coming.setdefault(layer, {})[piece] = entry
 
     def complete(self, piece: int) -> None:
-        """Record that the prefetch of an expert's piece is complete."""
+        """Record that the prefetch of an expert (or segment) is complete."""
         self.borrowed[piece].state = BorrowState.COMPLETE
 
     def unused_prefetches(self, layer: int, used: Collection[int]) -> list[BorrowedSlot]:
-        """Return a layer's prefetches that its router did not choose.
+        """Return the borrowed slots of a layer's prefetched experts that its router did not choose.
 
-        `used` are the pieces that the router chose. Slots that a step uses already are not
-        returned.
+        `used` are the ids that the router chose. Slots that a step uses already are not returned.
         """
         coming = self._coming.get(layer)
         return [entry for piece, entry in coming.items() if piece not in used] if coming else []
@@ -85,7 +88,7 @@ class PrefetchBuffer:
     def least_likely(self, chance: float, excluded: Collection[int] = ()) -> BorrowedSlot | None:
         """Find the complete prefetch least likely to be used, below a given chance.
 
-        Pieces in `excluded` are not considered. None if no complete prefetch has a lower chance.
+        Experts in `excluded` are not considered. None if no complete prefetch has a lower chance.
         """
         entries = self.borrowed.values()
         waiting = [
@@ -96,9 +99,9 @@ class PrefetchBuffer:
         return min(waiting, key=lambda e: (e.chance, e.piece), default=None)
 
     def occupy(self, piece: int, slot: int = -1) -> int:
-        """Mark the borrowed slot of an expert's piece as used by the current step; returns it.
+        """Mark the borrowed slot of an expert (or segment) as used by a step; return the slot.
 
-        If the piece has no borrowed slot yet, `slot` becomes its borrowed slot.
+        If the expert has no borrowed slot yet, `slot` becomes its borrowed slot.
         """
         entry = self.borrowed.get(piece)
         if entry is None:
@@ -109,7 +112,7 @@ class PrefetchBuffer:
         return entry.slot
 
     def release(self, piece: int) -> int:
-        """Remove an expert's piece from the prefetch buffer; returns the slot that it borrowed."""
+        """Remove an expert (or segment) from the prefetch buffer; return its borrowed slot."""
         entry = self.borrowed.pop(piece)
         self._unlist(entry)
         return entry.slot
@@ -123,6 +126,7 @@ class PrefetchBuffer:
 def default_borrow_limit(top_k: int) -> int:
     """Return the default limit of borrowed cache slots, for a number of experts per token.
 
-    The limit is what one token uses in four layers; docs/log/ compares other limits.
+    The limit is the number of experts that one token uses in four layers; docs/log/ compares other
+    limits.
     """
     return 4 * top_k

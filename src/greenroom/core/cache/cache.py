@@ -1,4 +1,4 @@
-"""The expert cache: slots for experts' pieces under one eviction policy."""
+"""The expert cache: slots for experts or their top segments, under one eviction policy."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def check_pin(pin: str) -> None:
 class ServedStep:
     """The slots, hits and evictions after the cache has served a step's requests.
 
-    All arrays are in the order of the step's requests.
+    Arrays are in the order of the requests, one for each unsplit expert or top segment (piece).
 
-    slots:   the cache slot of each requested piece; -1 where the cache gave it none
+    slots:   the cache slot of each requested piece; -1 if the cache gave it none
     hits:    1 where the piece was resident; 0 for a prefetch in a borrowed slot (unlike `Counts`)
     evicted: the piece that was evicted for the request, or -1
     pinned:  the step's pieces stay pinned until `release`
@@ -61,11 +61,11 @@ class ServedStep:
 class Cache:
     """The expert cache: slots in slot groups of a fixed size, under one eviction policy.
 
-    A slot group is a set of slots under one budget: those of all layers, or of one layer; each of
-    several devices has its own groups, and its own instance of the policy. A piece has its slot on
-    its home device. `sizes` are the slots of each group. Every miss is inserted, unless the policy
-    has a `preload`, or `fill` or `without_slot` of `serve` forbid it. `trace` is for policies that
-    must know the whole trace."""
+    A piece is an unsplit expert or the top segment of a split one. A slot group is a set of slots
+    under one budget: those of all layers, or of one layer; each of several devices has its own
+    groups, and its own instance of the policy. `sizes` are the numbers of slots of the groups.
+    Every miss is inserted, unless the policy has a `preload`, or `fill` or `without_slot` of
+    `serve` forbid it. `trace` is for policies that must know the whole trace."""
 
     def __init__(
         self,
@@ -150,15 +150,15 @@ class Cache:
         fill: int = -1,
         without_slot: Flags = NO_FLAGS,
     ) -> ServedStep:
-        """Request distinct pieces of one layer's experts from the cache, in the given order.
+        """Request distinct experts (or top segments) of one layer from the cache, in order.
 
         now:           the logical time: pass or token * layers + layer
-        token:         the pass or token; now // layers by default
-        request:       the prompt and its answer
-        rows, weights: tokens that chose each piece and sums of their gate weights, [n] or None
+        token:         the number of the pass or token; now // layers by default
+        request:       the number of the prompt and its answer
+        rows, weights: how many tokens chose each piece, and their gate weights' sums, [n] or None
         pin:           with "step" the pieces stay pinned until `release`, unless the step is larger
                        than its slot group
-        fill:          -1, or how many misses may be inserted, into free slots only
+        fill:          how many misses may be inserted, into free slots only; -1: no limit
         without_slot:  flags of misses that get no slot, [n] or empty"""
         if pin != "step":
             check_pin(pin)
@@ -244,7 +244,7 @@ class Cache:
         return misses
 
     def pin_hits(self) -> None:
-        """Pin the pieces of the last step of cache hits, unless the step is over."""
+        """Pin the experts of the last step of cache hits, unless the step is over."""
         self.state.pinned[self._unpinned] += 1
         self._unpinned = NO_PIECES
 
@@ -258,7 +258,7 @@ class Cache:
 
     @property
     def policy_states(self) -> list[Any]:
-        """The state of each device's eviction policy."""
+        """The states of the eviction policy, one for each device."""
         self._report_hits()
         return self._policy_states
 
@@ -275,7 +275,7 @@ class Cache:
     def pin(self, pieces: Ints) -> None:
         """Replace the set of experts that are never evicted once they are resident.
 
-        BudgetError if the set would take all slots of a slot group."""
+        BudgetError if the new set would take all slots of a slot group."""
         self._check_pinned(self.sizes, pieces)
         self.state.pinned[self.pinned_set] -= 1
         self.pinned_set = np.sort(pieces)
@@ -284,7 +284,7 @@ class Cache:
     def sizes_for(self, capacity: int, pinned_set: Ints | None = None) -> list[int]:
         """Return the number of slots of each slot group for a given cache capacity.
 
-        BudgetError if the pinned set would take all slots of a slot group."""
+        BudgetError if the pinned experts would take all slots of a slot group."""
         sizes = group_sizes(self.pieces, capacity, self.scope)
         self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
@@ -299,7 +299,7 @@ class Cache:
                 )
 
     def fits(self, pieces: Ints) -> bool:
-        """Tell whether all pieces of a step can have cache slots at the same time."""
+        """Tell whether all experts of a step can have cache slots at the same time."""
         if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(
@@ -308,7 +308,7 @@ class Cache:
         )
 
     def unpinned_slots(self, slot_group: int) -> int:
-        """Return how many slots of a slot group the pinned set leaves to other experts."""
+        """Return how many slots of a slot group unpinned experts may use."""
         if not self.pinned_set.size:
             return self.sizes[slot_group]
         return self.sizes[slot_group] - int(
@@ -316,7 +316,7 @@ class Cache:
         )
 
     def slots_needed(self, pieces: Ints) -> dict[int, int]:
-        """Count the slots that a step needs in each slot group, without pinned experts."""
+        """Count the slots that a step's unpinned experts need in each slot group."""
         if self.pinned_set.size:
             pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
@@ -326,7 +326,7 @@ class Cache:
         return Counter(self.state.group_of[pieces].tolist())
 
     def release(self, pieces: Ints) -> None:
-        """Unpin pieces of a step that is over, so that they can be evicted again."""
+        """Unpin experts of a step that is over, so that they can be evicted again."""
         if pieces is self._unpinned:
             self._unpinned = NO_PIECES
             return
@@ -335,13 +335,13 @@ class Cache:
         self.state.pinned[pieces] -= 1
 
     def remove(self, piece: int, now: int) -> None:
-        """Remove a piece from the cache because its bytes did not arrive."""
+        """Remove an expert (or segment) from the cache because its bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
             state, policy_state, at = self._at(piece)
             self._bound.evict(state, policy_state, piece, at)
 
     def borrow(self, piece: int) -> tuple[int, int]:
-        """Borrow a cache slot for a piece: a free slot, or one by eviction.
+        """Borrow a cache slot for a prefetched expert: a free slot, or one by eviction.
 
         Returns (slot, evicted piece or -1); the slot is -1 if every resident is pinned. The policy
         sees no insertion. `return_slot` frees the slot again."""
@@ -350,7 +350,7 @@ class Cache:
         return int(slot), int(evicted)
 
     def admit(self, piece: int, slot: int) -> None:
-        """Make a piece in its borrowed slot resident, and report its insertion to the policy."""
+        """Make an expert in a borrowed slot resident, and report its insertion to the policy."""
         self.return_slot(slot)
         state, policy_state, at = self._at(piece)
         self._bound.admit(state, policy_state, piece, at)
@@ -370,11 +370,11 @@ class Cache:
         return sum(map(self.sizes.__getitem__, {*self.state.group_of[begin:end].tolist()}))
 
     def residents(self) -> Ints:
-        """Return the pieces that have a cache slot, ascending."""
+        """Return the ids of the experts (or top segments) that have a cache slot, ascending."""
         return np.sort(self.state.piece_in[self.state.piece_in >= 0])
 
     def resize(self, capacity: int) -> None:
-        """Change the cache's number of slots; the policy chooses victims, other pieces may move.
+        """Change the cache's number of slots; the policy chooses victims, other experts may move.
 
         BudgetError if the new capacity is too small for the slot groups or the pinned set."""
         state, sizes = self.state, self.sizes_for(capacity)

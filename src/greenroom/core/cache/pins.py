@@ -112,8 +112,8 @@ class Pins:
         )
         if (version := content.value("version", None)) != VERSION:
             raise UsageError(
-                f"{path} has pinned experts of version {show_value(version)}, this Greenroom reads"
-                f" version {VERSION}: make the file again with greenroom trace hot"
+                f"{path} is a file of pinned experts of version {show_value(version)}, but this"
+                f" Greenroom reads version {VERSION}: make it again with greenroom trace hot"
             )
         try:
             raw = content.object("tasks")

@@ -1,4 +1,4 @@
-"""The placement of experts in memory slots: resident, borrowed and secondary ones."""
+"""The placement of experts in memory slots: resident, borrowed and secondary slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Placement:
     buffer:     the cache slots that prefetches and experts of prompts borrow
     secondary:  the slots for bottom segments of split experts, or for low-precision copies
     capacity:   the number of slots, counted in unsplit experts
-    target_capacity: the requested number of slots; another one than `capacity` until a resize
+    target_capacity: the requested number of slots; it differs from `capacity` until a resize is
+                     applied
     """
 
     def __init__(
@@ -43,54 +44,51 @@ class Placement:
     # ---- lookups
 
     def has_slot(self, expert: int) -> bool:
-        """Tell whether an expert has a cache slot, its own or a borrowed one.
+        """Tell whether an expert has a cache slot: as a resident, or borrowed by a prefetch.
 
         The expert's bytes may still be on their way to the slot.
         """
         return bool(self.cache.state.slot_of[expert] >= 0) or expert in self.buffer.borrowed
 
     def slot(self, expert: int) -> int:
-        """Return the memory slot of an expert that has a cache slot of its own."""
+        """Return the memory slot of an expert that is resident in the cache."""
         return int(self.tier_slots[self.cache.state.slot_of[expert]])
 
     def has_secondary(self, expert: int) -> bool:
-        """Tell whether a split expert's bottom segment has a slot, or needs none."""
+        """Tell whether a split expert's bottom segment has a slot, or has no bytes to store."""
         if self.pieces.split is None:
             return True
         return expert in self.secondary.slot_of or self.secondary_of(expert) < 0
 
     def missing_chunks(self, expert: int) -> int:
-        """Count the chunks of an expert's pieces that have no memory slot yet.
-
-        The pieces are the unsplit expert, or the top and bottom segments of a split one.
-        """
+        """Count the chunks of an expert, split or not, that have no slot yet."""
         chunks = 0 if self.has_slot(expert) else int(self.pieces.chunks[expert])
         if not self.has_secondary(expert):
             chunks += int(self.pieces.chunks[self.secondary_of(expert)])
         return chunks
 
     def is_secondary(self, piece: int) -> bool:
-        """Tell whether a piece of an expert is a bottom segment or a low-precision copy."""
+        """Tell whether `piece` is a bottom segment or a low-precision copy of an expert."""
         return self._experts <= piece < 2 * self._experts
 
     def secondary_tier_slot(self, slot: int) -> int:
         """Return the memory slot of a secondary slot (for a bottom segment or low-precision copy).
 
-        Memory has several kinds of slots with alternating numbers; secondary slots are the last
-        kind.
+        Slots of several kinds alternate in a memory: slot s is of kind s % kinds. Secondary slots
+        are the last kind.
         """
         return slot * self._kinds + self._kinds - 1
 
     # ---- borrowed slots
 
     def return_slot(self, piece: int) -> None:
-        """Return the slot that an expert's piece has borrowed to the cache."""
+        """Return to the cache the slot that a prefetched expert (or top segment) has borrowed."""
         self.cache.return_slot(self.buffer.release(piece))
 
     def vacate(self, piece: int) -> None:
-        """Free the slot of an expert's piece whose transfer failed or was dropped.
+        """Free the slot of an expert, segment or copy whose transfer failed or was dropped.
 
-        The piece has a secondary or a borrowed slot; another piece is left as it is.
+        Only a secondary or borrowed slot is freed; a resident keeps its slot.
         """
         if self.is_secondary(piece):
             self.secondary.free(piece - self._experts)
@@ -98,19 +96,19 @@ class Placement:
             self.return_slot(piece)
 
     def borrowed(self, experts: Sequence[int]) -> dict[int, BorrowedSlot]:
-        """Return the borrowed cache slots of some experts, by expert."""
+        """Return which of some experts have borrowed cache slots, with the slots."""
         slots = self.buffer.borrowed
         return {expert: slots[expert] for expert in experts if expert in slots} if slots else {}
 
     def slot_to_reclaim(
         self, experts: Ints, prefetched: Collection[int]
     ) -> BorrowedSlot | bool | None:
-        """Find a borrowed slot that must be reclaimed to make room for a step.
+        """Find a borrowed slot that must be reclaimed to make room for a step's experts.
 
         prefetched: those of the step's experts that have borrowed slots already
 
-        False if the step has room already; None if it has not, and no complete prefetch can be
-        displaced.
+        False if there is room for all of them already; None if there is not, and no complete
+        prefetch can be displaced.
         """
         borrowed, group_of = self.buffer.borrowed, self.cache.state.group_of
         one_group = self.cache.state.first.size == 2
@@ -124,17 +122,17 @@ class Placement:
     def exchange(self, slot: int, tier_slot: int) -> None:
         """Exchange the memory slots of two cache slots, so that prefetched bytes stay in place.
 
-        Cache slot `slot` gets the memory slot `tier_slot`, in which the prefetched bytes are. The
-        cache slot that had `tier_slot` gets the other one, whose bytes are not needed.
+        Cache slot `slot` gets the memory slot `tier_slot`, which holds the prefetched bytes. The
+        cache slot that had `tier_slot` gets the memory slot of `slot`, whose bytes are not needed.
         """
         other = self.tier_slots.tolist().index(tier_slot)
         self.tier_slots[[slot, other]] = self.tier_slots[[other, slot]]
 
     def prompt_share(self, layer: int) -> int:
-        """Return how many misses of a prompt's step the cache may insert.
+        """Return how many missing experts of one layer of a prompt the cache may insert.
 
-        This is the layer's share of the slots, less its residents. Layers that share all slots have
-        equal shares.
+        The number is the layer's share of the slots, less its residents. Layers that share all
+        slots have equal shares.
         """
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
@@ -158,8 +156,8 @@ class Placement:
     def resize(self, capacity: int, ahead: int | None) -> None:
         """Request another capacity of the cache, which `apply_resize` applies later.
 
-        `ahead` is the number of slots that prefetches may borrow at a time; None leaves it as it
-        is. The limit of borrowed slots changes at once.
+        `ahead` is the number of slots that prefetches may borrow at a time; None keeps the present
+        number. The limit of borrowed slots changes at once.
         """
         self.target_capacity = capacity
         if ahead is not None:
@@ -167,7 +165,7 @@ class Placement:
         self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Apply the requested cache capacity; returns the moves of residents, then a `Trim`.
+        """Apply the requested cache capacity; return moves of residents, then a `Trim`.
 
         No transfer may be under way.
         """

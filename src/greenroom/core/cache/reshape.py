@@ -1,8 +1,8 @@
 """Resizing of the cache: which expert moves to which slot in memory.
 
 The slots of a memory are of one or several kinds, since they are on several devices or of several
-sizes. Memory slot s is number s // kinds of kind s % kinds. A piece of an expert never moves to a
-slot of another kind.
+sizes. Memory slot s is number s // kinds of kind s % kinds. An expert, a segment or a copy never
+moves to a slot of another kind.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
 def initial_tier_slots(cache: Cache) -> Ints:
     """Return the first memory slot of each cache slot, before any slots were exchanged.
 
-    An array [cache slots].
+    The result is an array [cache slots].
     """
     kinds, pieces = kinds_of(cache), cache.pieces
     if pieces.split is None:

@@ -1,8 +1,8 @@
 """Scopes of the cache: which layers share slots, and how many slots each layer has.
 
 `shared` is one pool for all layers. `per-layer` ("-Dist" in papers) gives each layer the same
-number of slots. A tuple of numbers, one a layer, divides the slots in proportion to them; if the
-numbers add up to all slots, each layer gets exactly its number.
+number of slots. A tuple of numbers, one for each layer, divides the slots in proportion to them; if
+the numbers add up to all slots, each layer gets exactly its number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def check_scope(scope: Scope, layers: int) -> None:
             raise UnknownName("scope", scope, SCOPES)
     elif len(scope) != layers:
         raise UsageError(
-            f"--scope has {len(scope)} numbers, but the model has {layers} layers: give one a layer"
+            f"--scope has {len(scope)} numbers, but the model has {layers} layers: give one number"
+            " for each layer"
         )
     elif min(scope) <= 0:
         raise UsageError(f"--scope must have numbers above 0, got {min(scope):g}")
@@ -45,7 +46,7 @@ def name_of(scope: Scope) -> str:
 def split_capacity(
     capacity: int, layers: int, scope: Scope, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Divide a cache's slots into slot groups: one for all layers, or one a layer.
+    """Divide a cache's slots into slot groups: one for all layers, or one for each layer.
 
     scope: "shared" gives one group. "per-layer" gives each layer capacity // layers slots, and one
            more to the first capacity % layers. Numbers divide the slots in proportion to them; each
@@ -88,7 +89,7 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
 
 
 def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
-    """Count the slots for split experts' top segments in each slot group.
+    """Count the slots for top segments of split experts in each slot group.
 
     capacity: the cache's memory, counted in unsplit experts; bottom segments take a fixed part of
               it
@@ -97,8 +98,9 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
     """
     if capacity < (enough := least_capacity(pieces, scope)):
         raise BudgetError(
-            f"memory for {capacity} experts is too small to split them (--split): the slots"
-            f" for top segments and {split.secondary_slots} bottom segments need that of {enough}"
+            f"the expert cache has memory for {capacity} experts, but --split needs memory for"
+            f" {enough} experts: slots for top segments and for {split.secondary_slots} bottom"
+            " segments; give the cache more memory"
         )
     counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
     budget = float(capacity * split.unsplit_bytes - split.reserved)
@@ -117,9 +119,9 @@ def exact_slots(copies: Copies, capacity: int) -> int:
     """
     if capacity <= copies.reserved:
         raise BudgetError(
-            f"memory for {capacity} experts is too small for --miss-precision:"
-            f" {copies.secondary_slots} low-precision copies take that of {copies.reserved}"
-            f" experts, so {copies.reserved + 1} are needed"
+            f"the expert cache has memory for {capacity} experts, but --miss-precision needs"
+            f" memory for {copies.reserved + 1} experts, {copies.reserved} of them for"
+            f" {copies.secondary_slots} low-precision copies; give the cache more memory"
         )
     return capacity - copies.reserved
 

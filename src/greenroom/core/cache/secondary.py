@@ -1,7 +1,7 @@
 """Secondary slots: for bottom segments of split experts, or low-precision copies.
 
-An expert has at most one secondary piece: the bottom segment if it is split (MoEpic, section 2.3),
-or its low-precision copy.
+An expert has at most one secondary piece: its bottom segment if the expert is split (MoEpic,
+section 2.3), or its low-precision copy.
 
 A secondary piece is fetched when a step needs it, or prefetched. It keeps its slot until it has
 been computed, and after that until the slot is needed: the least recently used piece loses its slot
@@ -17,7 +17,7 @@ from collections.abc import Collection
 class SecondarySlots:
     """The slots for split experts' bottom segments or for low-precision copies, by expert.
 
-    slot_of: the slot of each expert's secondary piece, which is complete or on its way
+    slot_of: the slot of each expert's bottom segment or copy, which is complete or on its way
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -52,10 +52,10 @@ class SecondarySlots:
         return expert in self._ahead
 
     def claim(self, expert: int) -> int:
-        """Give a step a secondary slot with an expert's bottom segment or low-precision copy.
+        """Give a step the slot of an expert's bottom segment or low-precision copy.
 
-        Returns the slot; -1 if none is free or idle. A piece that had no slot counts as on its way
-        from now on: the caller starts its transfer.
+        Returns the slot; -1 if the segment or copy has no slot, and none is free or idle. If it had
+        no slot before, it counts as on its way from now on: the caller starts its transfer.
         """
         if expert not in self.slot_of and self._take(expert) < 0:
             return -1
@@ -65,7 +65,7 @@ class SecondarySlots:
         return self.slot_of[expert]
 
     def begin_prefetch(self, expert: int, layer: int) -> int:
-        """Reserve a secondary slot for the prefetch of an expert's bottom segment; returns it.
+        """Reserve a slot for the prefetch of an expert's bottom segment, and return the slot.
 
         -1 if there is no room for a prefetch.
         """
@@ -94,7 +94,7 @@ class SecondarySlots:
     def release(self, expert: int) -> None:
         """Record that a step no longer uses an expert's bottom segment or low-precision copy.
 
-        A complete piece stays in its slot until the slot is needed.
+        A complete segment or copy stays in its slot until the slot is needed.
         """
         self._busy.discard(expert)
         if expert not in self._moving:

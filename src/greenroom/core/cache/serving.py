@@ -1,7 +1,8 @@
 """Templates of the expert cache's functions, which are compiled with an eviction policy's.
 
 `bind` copies these functions with other globals: in place of `victim`, `on_hit` and the other names
-below, the copies call the policy's functions.
+below, the copies call the policy's functions. A piece is an unsplit expert or the top segment of a
+split one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ bypass = False
 
 
 def evict(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> None:
-    """Evict a resident piece from the cache, and report this to the eviction policy."""
+    """Evict a resident expert from the cache, and report this to the eviction policy."""
     slot, slot_group = state.slot_of[piece], state.group_of[piece]
     on_evict(state, policy_state, piece, now)
     state.slot_of[piece] = -1
@@ -38,10 +39,11 @@ def evict(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) ->
 
 
 def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Find a cache slot for a piece that has none, by eviction if needed.
+    """Find a cache slot for an expert that has none, by eviction if needed.
 
-    Returns (slot, evicted piece or -1). In place of a slot, BYPASS says that the policy never
-    inserts, and STUCK that nothing can be evicted.
+    `piece` is the id of the unsplit expert or of the top segment. Returns (slot, evicted piece or
+    -1). In place of a slot, BYPASS says that the policy never inserts, and STUCK that nothing can
+    be evicted.
     """
     if bypass:
         return BYPASS, -1
@@ -63,7 +65,7 @@ def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> 
 
 
 def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> int:
-    """Make a piece resident whose bytes are in a cache slot already; returns the slot.
+    """Make an expert resident whose bytes are in a cache slot already; return the slot.
 
     The slot was freed just before, and is the next free one of its slot group. BYPASS if the policy
     never inserts.
@@ -73,9 +75,10 @@ def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) ->
 
 
 def borrow(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> tuple[int, int]:
-    """Borrow a cache slot for a piece, without reporting the piece to the eviction policy.
+    """Borrow a cache slot for an expert, without reporting the expert to the eviction policy.
 
-    Returns (slot, evicted piece or -1); the slot is -1 if nothing can be evicted.
+    `piece` is the id of the unsplit expert or of the top segment. Returns (slot, evicted piece or
+    -1); the slot is -1 if nothing can be evicted.
     """
     slot_group, evicted = state.group_of[piece], -1
     if state.free_count[slot_group] == 0:
@@ -101,12 +104,12 @@ def serve(
 ) -> int:
     """Serve the cache requests of consecutive steps; all steps but the last must be hits.
 
-    pieces: the requested pieces of all steps, in order; n of them in the last step
-    steps:  [S, 7]: `LogicalTime` of each of S steps, whether a prompt begins, number of pieces
+    pieces: ids of the requested experts (or top segments) of all steps; n in the last step
+    steps:  [S, 7], for each step: its `LogicalTime`, whether a prompt begins, number of pieces
 
     The other arguments are those of the last step:
     pin, rows, weights: those of `Cache.serve`, rows and weights possibly empty
-    fill:         -1, or how many misses may be inserted, into free slots only
+    fill:         how many misses may be inserted, into free slots only; -1: no limit
     without_slot: [n] or empty; flags of misses that get no slot
     out:          [3, n]; receives slots, hits and evicted pieces
 
@@ -150,9 +153,9 @@ def serve(
 
 
 def evict_victim(state: CacheState, policy_state: Any, slot_group: int, now: LogicalTime) -> int:
-    """Evict the piece that the policy chooses from a slot group, to shrink the group.
+    """Evict the expert that the policy chooses from a slot group, to shrink the group.
 
-    Returns the piece; -1 if all of the group's pieces are pinned.
+    Returns the id of the expert, or of its top segment; -1 if everything in the group is pinned.
     """
     piece = int(victim(state, policy_state, slot_group, -1, now))
     if piece >= 0:

@@ -15,11 +15,11 @@ from greenroom.core.policy import CacheState
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     """Return the number of slots of each of the cache's slot groups.
 
-    Each device has its own slot groups; one device's come after another's.
+    Each device has its own slot groups; the groups are in the order of their devices.
 
-    `capacity` counts slots of unsplit experts. If experts are split, the memory left beside the
-    slots for bottom segments is divided into slots for top segments. If there are low-precision
-    copies, their slots are taken off likewise.
+    `capacity` is the cache's memory, counted in unsplit experts. If experts are split, the memory
+    that the slots for bottom segments leave is divided into slots for top segments. Slots for low-
+    precision copies are subtracted from the capacity too.
     """
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
@@ -37,9 +37,11 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> CacheState:
     """Build the state of an empty cache with slot groups of the given sizes.
 
+    A piece is an unsplit expert, or a segment or copy of one.
+
     layer:    the layer of each piece, [pieces]
-    group_of: the slot group of each piece, [pieces]; by default one group for all layers, or one a
-              layer
+    group_of: the slot group of each piece, [pieces]; by default one group for all layers, or one
+              for each layer
     """
     if group_of is None:
         group_of = np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64)
@@ -59,7 +61,7 @@ def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None)
 
 
 def preload(state: CacheState, pieces: Ints) -> None:
-    """Give cache slots to pieces that an eviction policy wants resident from the start."""
+    """Give each of some experts a cache slot, without reporting them to the eviction policy."""
     for piece in pieces.tolist():
         slot_group = state.group_of[piece]
         state.free_count[slot_group] -= 1

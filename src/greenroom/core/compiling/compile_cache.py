@@ -1,10 +1,10 @@
 """The compile cache: Numba's compiled code on disk, under a digest of its sources.
 
 There is one file for each function and signature. The file's name has a digest of all that the code
-depends on, so a file is never out of date and nothing is locked. A file is written under another
-name and renamed. A damaged file does not match its checksum, and its function is compiled again.
-All processes, installations and checkouts of one user share the folder. If the folder cannot be
-written, each process compiles what it needs.
+depends on, so a file is never out of date and no locks are needed. A new file is written under a
+temporary name and then renamed. A damaged file does not match its checksum, and its function is
+compiled again. All processes, installations and checkouts of one user share the folder. If the
+folder cannot be written, each process compiles what it needs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CompileCache:
 
 
 def jit(function: Any = None, /, **options: Any) -> Any:
-    """Wrap Numba's `njit`: no GIL, and compiled code cached on disk."""
+    """Decorator: Numba's `njit` without the GIL, with compiled code cached on disk."""
     if function is None:
         return partial(jit, **options)
     compiled = numba.njit(nogil=True, **options)(function)
@@ -81,9 +81,9 @@ def entry_point(function: Any, signature: Any) -> Any:
 
 
 def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
-    """Copy a function, with some of its module's globals replaced.
+    """Copy a function, with some of its module's globals replaced in the copy.
 
-    parts: compiled functions and constants by the names under which the function refers to them
+    parts: the replacements (compiled functions and constants), by the names of the globals
     """
     scope = template.__globals__ | parts
     copied = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
@@ -129,9 +129,9 @@ def write(path: Path, data: bytes) -> None:
 
 
 def trim(where: Path, limit: int) -> None:
-    """Remove a folder's least recently used files until the folder is below a size.
+    """Remove a folder's least recently used files until the rest are below a given size.
 
-    limit: the most bytes that the remaining files have in all
+    limit: the largest size of the remaining files together, in bytes
     """
     with os.scandir(where) as entries:
         files = [(s.st_mtime, s.st_size, e.path) for e in entries if (s := _status(e)) is not None]

@@ -1,9 +1,9 @@
 """A digest of everything that a function's compiled code depends on.
 
-It covers the function's instructions and constants, and the values of its names, followed through
-Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line numbers
-do not change it. Objects of other packages are added by their names; the caller adds the packages'
-versions.
+The digest covers the function's instructions and constants, and the values of its names, followed
+through Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line
+numbers do not change the digest. Objects of other packages are represented by their names; the
+caller adds the packages' versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COPIED = "__slotnames__"  # left on a class when an object of it is first copied
 class FunctionDigest:
     """A hash of a function's code and of all values that the code refers to.
 
-    An object that occurs again is added by its number, so that cycles end.
+    An object that occurs a second time is represented by its number, so that cyclic references end.
     """
 
     def __init__(self, module: str) -> None:

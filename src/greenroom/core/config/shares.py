@@ -73,12 +73,14 @@ def _numbers(texts: list[str], what: str) -> tuple[float, ...]:
     try:
         numbers = tuple(map(float, texts))
     except ValueError:
-        raise UsageError(f"{what} must be numbers, one a layer, got {','.join(texts)!r}") from None
+        raise UsageError(
+            f"{what} must be numbers, one for each layer, got {','.join(texts)!r}"
+        ) from None
     return _check_above_0(numbers, what)
 
 
 def _check_above_0(numbers: tuple[float, ...], what: str) -> tuple[float, ...]:
     if not numbers or not all(0 < each < math.inf for each in numbers):
         text = ",".join(f"{each:g}" for each in numbers)
-        raise UsageError(f"{what} must be numbers above 0, one a layer, got {text[:80]!r}")
+        raise UsageError(f"{what} must be numbers above 0, one for each layer, got {text[:80]!r}")
     return numbers
