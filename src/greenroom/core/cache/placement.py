@@ -55,7 +55,7 @@ class Placement:
         return int(self.tier_slots[self.cache.state.slot_of[expert]])
 
     def has_secondary(self, expert: int) -> bool:
-        """Tell whether a split expert's bottom segment has a slot, or has no bytes to store."""
+        """Tell whether a split expert's bottom segment has a slot, or is empty."""
         if self.pieces.split is None:
             return True
         return expert in self.secondary.slot_of or self.secondary_of(expert) < 0
