@@ -23,11 +23,13 @@ def test_a_full_context_takes_slots():
     assert model.slots_when_full(42 * MIB) == 2
     assert model.memory(2) == model.memory(12) == 42 * MIB  # with less a context would not fit
     assert model.memory(13) == 43 * MIB
-    with pytest.raises(BudgetError, match=r"activations of 128 tokens 12 MiB .* --memory 42MiB"):
+    with pytest.raises(
+        BudgetError, match=r"12 MiB for a KV cache and activations of 128 tokens .* --memory 42MiB"
+    ):
         model.slots(41 * MIB)
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():
-    with pytest.raises(BudgetError, match="--memory 32MiB would do"):
+    with pytest.raises(BudgetError, match="; give --memory 32MiB"):
         MODEL.slots(31 * MIB)
     assert MODEL.slots(32 * MIB) == MODEL.least_slots == 2

@@ -261,7 +261,7 @@ def test_targets_out_of_reach():
     assert never.nearest.memory == MODEL.memory(MODEL.experts)
     with pytest.raises(UsageError, match="must be more than 0"):
         plan(estimator(), MODEL.memory(24), 0.0)
-    with pytest.raises(BudgetError, match="would do"):
+    with pytest.raises(BudgetError, match="; give --memory"):
         plan(estimator(), MIB)
 
 

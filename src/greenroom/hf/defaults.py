@@ -29,8 +29,9 @@ def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int)
     """Return a run's setup with the default settings for this model and machine.
 
     room: expert slots that the settings are for, about as many as the run will have
-    The settings are those that `tune` or `plan` stored, or that a quick plan finds. The setup is
-    returned unchanged if the user set such an option, or if the settings cannot work with it.
+    The settings are those that `greenroom tune` or `greenroom plan` stored, or else those that a
+    simulation of some seconds finds. The setup is returned unchanged if the user set one of these
+    options, or if the settings cannot work with the setup.
     """
     if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
         return setup
@@ -86,11 +87,12 @@ def device_of(setup: ModelSetup) -> str:
 def auto_split(
     catalog: Catalog, history: RoutingHistory | None, capacity: int, top_k: int
 ) -> tuple[Catalog, Split | None, Scope]:
-    """Return the catalog of split experts, their sizes and the cache scope for `--split auto`.
+    """Split experts for `--split auto`: return their catalog, sizes, and slots of each layer.
 
     MoEpic's Algorithm 1 computes them from the expert counts of earlier runs. Until 5,000 tokens
-    were counted, experts are not split, and all layers have as many slots (Algorithm 1, line 4, has
-    halves: docs/split.md says why this start is faster). Raises UsageError as `split_experts` does.
+    were counted, experts are not split, and all layers have equally many slots (Algorithm 1, line
+    4, splits them in halves: docs/split.md says why this start is faster). Raises UsageError as
+    `split_experts` does.
     """
     counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU

@@ -83,12 +83,13 @@ class Model:
         """
         if memory < self.least_memory:
             raise BudgetError(
-                f"{self.name} does not fit into {show_bytes(memory)}: dense parts"
-                f" {show_bytes(self.dense_bytes)}, process and workspace"
-                f" {show_bytes(self.overhead_bytes)}, a KV cache and activations of {self.context}"
-                f" tokens {show_bytes(self.kv_bytes + self.full_bytes)} and"
-                f" {self.least_slots} experts need {show_bytes(self.least_memory)}; --memory"
-                f" {-(-self.least_memory // (1 << 20))}MiB would do"
+                f"{self.name} needs {show_bytes(self.least_memory)}, more than"
+                f" {show_bytes(memory)}: {show_bytes(self.dense_bytes)} for non-expert weights,"
+                f" {show_bytes(self.overhead_bytes)} for the process and its buffers,"
+                f" {show_bytes(self.kv_bytes + self.full_bytes)} for a KV cache and activations of"
+                f" {self.context} tokens and {show_bytes(self.least_slots * self.slot_bytes)} for"
+                f" {self.least_slots} experts; give --memory"
+                f" {-(-self.least_memory // (1 << 20))}MiB"
             )
         return min((memory - self.fixed_bytes) // self.slot_bytes, self.experts)
 

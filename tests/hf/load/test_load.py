@@ -166,7 +166,7 @@ def test_a_budget_becomes_slots(folder, loaded):
     stats = model.greenroom.stats()
     assert stats.budget_bytes == 2 << 30
     assert stats.capacity == stats.experts  # a tiny model fits as a whole
-    with pytest.raises(BudgetError, match=r"100 MiB is too small: .*MiB would do") as caught:
+    with pytest.raises(BudgetError, match=r"more than the budget of 100 MiB: .*; give") as caught:
         greenroom.load(folder, memory="100MiB")
     enough = str(caught.value).rsplit("--memory ", 1)[1].split()[0]
     assert loaded(cache=None, memory=enough).greenroom.stats().capacity >= 2

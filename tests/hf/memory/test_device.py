@@ -173,7 +173,9 @@ def test_a_gpu_that_is_too_small_is_refused_before_loading():
     skeleton = ModelSkeleton.of(cached_tiny("qwen3_moe"))
     budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
     description = Description.of(skeleton, LoadConfig(context=64), on_a_gpu=True)
-    with pytest.raises(BudgetError, match=r"100 MiB of the GPU's memory is too small: dense") as e:
+    with pytest.raises(
+        BudgetError, match=r"of the GPU's memory, more than the budget of 100 MiB"
+    ) as e:
         description.slot_budget(2, budget.nbytes, 2, label=DeviceBudget.LABEL)
     enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
     assert description.slot_budget(2, enough, 2).full_context_slots >= 2
@@ -192,7 +194,7 @@ def test_the_remaining_host_memory_caches_experts():
     budget, slots = host_slots(None, catalog, staging_slots=4)
     assert slots == catalog.experts
     assert 0 < budget <= 0.81 * (available_bytes() + rss_bytes())
-    with pytest.raises(BudgetError, match=r"--host-memory 1MiB is too small: the process") as e:
+    with pytest.raises(BudgetError, match="more than --host-memory 1MiB: ") as e:
         host_slots("1MiB", catalog, staging_slots=4)
     enough = str(e.value).rsplit("--host-memory ", 1)[1].split()[0]
     assert 0 <= host_slots(enough, catalog, staging_slots=4)[1] <= catalog.experts

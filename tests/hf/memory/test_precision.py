@@ -297,12 +297,16 @@ def test_copies_have_their_share_of_the_memory():
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "work in one CPU's memory only"),
-        (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one CPU's memory"),
+        (("same", "int4"), {"device": "fake,fake"}, "work with --device cpu only"),
+        (
+            ("int8", "int4"),
+            {"device": "fake,fake", "miss_precision": "off"},
+            "int4 copies, which work with --device cpu",
+        ),
         (
             ("same", "int4"),
             {"device": "fake", "host_memory": "50%"},
-            "work in one CPU's memory only",
+            "work with --device cpu only",
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""Adapters for MoE architectures that need more than transformers' experts decorator."""
+"""Adapters for MoE architectures whose classes lack transformers' experts interface.
+
+transformers' decorator `use_experts_implementation` gives other architectures this interface.
+"""
 
 from __future__ import annotations
 

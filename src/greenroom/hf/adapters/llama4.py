@@ -19,7 +19,8 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 class Llama4Experts(Experts):
     """Experts of Llama 4, computed like transformers' own to give the same bits.
 
-    An expert multiplies a row for every token; rows of tokens that did not choose it are zeros.
+    An expert's input has a row for every token; rows of tokens that did not choose the expert are
+    zeros.
     """
 
     own_arithmetic = True

@@ -1,4 +1,4 @@
-"""Adapter for Step 3.7, whose experts only lack transformers' decorator."""
+"""Adapter for Step 3.7, which lacks only transformers' `use_experts_implementation`."""
 
 from __future__ import annotations
 

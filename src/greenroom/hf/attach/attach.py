@@ -323,9 +323,9 @@ class Greenroom:
     def detach(self) -> None:
         """Detach the expert cache: end its threads, free its slots, remove its hooks.
 
-        All weights but the experts are then ordinary parameters (quantised ones expanded). A
-        forward pass raises ClosedError, and saving raises UnsupportedCall. `materialize` can still
-        read the experts, and `stats` keeps its last values. A second call does nothing.
+        All weights but the experts are then ordinary parameters, dequantised. A forward pass raises
+        ClosedError, and saving raises UnsupportedCall. `materialize` can still read the experts,
+        and `stats` keeps its last values. A second call does nothing.
         """
         if self._close.alive:
             self._close()
@@ -345,9 +345,10 @@ class Greenroom:
     def materialize(self) -> PreTrainedModel:
         """Detach the expert cache, and read all experts into ordinary parameters of the model.
 
-        The model then equals what `from_pretrained` loads, with quantised weights expanded to the
-        model's dtype. It generates without Greenroom, and can be trained, saved, moved and copied.
-        All experts must fit into memory. Returns the model, now without the attribute `greenroom`.
+        The model then equals what `from_pretrained` loads, with quantised weights dequantised
+        to the model's dtype. It generates without Greenroom, and can be trained, saved, moved and
+        copied. All experts must fit into memory. Returns the model, now without the attribute
+        `greenroom`.
 
         Raises UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged before anything
         is changed. Raises CheckpointError if reading fails; the expert cache is then detached.
@@ -356,7 +357,7 @@ class Greenroom:
         if model is None or getattr(model, "greenroom", None) is not self:
             raise UnsupportedCall(
                 "materialize: this expert cache no longer belongs to its model, which was"
-                " materialised, loaded again or freed"
+                " materialised, loaded again or freed: call greenroom.load again"
             )
         freed = self.capacity * self.setup.catalog.slot_bytes if self._close.alive else 0
         source = check_materialize(model, self.setup.source, 0 if self.engine else freed)

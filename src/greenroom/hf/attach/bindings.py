@@ -182,7 +182,7 @@ class Bindings:
         )
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
-        """Check that compiled code computes all layers, each token independently of the others."""
+        """Return whether compiled code computes all layers, independently for each token."""
         layers = model.config.get_text_config().num_hidden_layers
         compiled = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
         return bool(compiled == layers) and not any(

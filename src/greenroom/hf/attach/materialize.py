@@ -1,7 +1,7 @@
 """Turn a model with streamed experts into an ordinary one with all experts in memory.
 
 Experts are loaded by transformers' own code (model/reference.py), one layer after another.
-Quantised experts are expanded to the model's dtype.
+Quantised experts are dequantised to the model's dtype.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> Mod
 def expanded_bytes(model: nn.Module) -> int:
     """Return the most bytes that reading all experts of a model into memory adds.
 
-    The sum covers all experts, quantised weights of other layers after expansion, and a second copy
+    The sum covers all experts, other quantised weights after dequantisation, and a second copy
     of one layer's experts during their conversion.
     """
     layers = [

@@ -32,7 +32,7 @@ class ModelPredictors:
     predictors: dict[str, Predictor]
 
     def capture_inputs(self) -> GateInputProbe | None:
-        """Start to capture the inputs of routers; None if no predictor needs them."""
+        """Return a probe that captures routers' inputs; None if no predictor needs them."""
         return GateInputProbe(self.routers) if self.routers else None
 
 

@@ -34,8 +34,8 @@ class SharedModules:
     early_routers: by layer, the router if another module runs between it and the experts; known
                    after the first pass
 
-    Create the object after compiled layers are installed: until the first pass ends, modules have
-    hooks, and layers with hooks are not compiled.
+    Create the object after compiled layers are installed. It hooks modules until the first pass
+    ends, and layers with hooks would not be compiled.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:

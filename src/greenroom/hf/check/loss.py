@@ -1,8 +1,10 @@
 """Store and look up the quality loss of approximate misses that `verify --quality` measured.
 
-The loss is stored with a model's other records (plan/history/records.py), for the thresholds that
-it was measured with, and later runs print it. The share of expert requests that were not exact is
-stored too, since a larger cache misses less and so loses less.
+A cache miss is approximate if the missing expert is left out, or if its low-precision copy or
+another expert is computed instead. The loss is stored with a model's other records
+(plan/history/records.py), for the thresholds that it was measured with, and later runs print it.
+The share of expert requests that were not exact is stored too, since a larger cache misses less and
+so loses less.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def store_loss(config: LoadConfig, quality: Quality) -> None:
-    """Store the measured quality loss of approximate misses for later runs.
+    """Store the measured quality loss of approximate cache misses for later runs.
 
-    Nothing is stored for a `quality` without approximate misses, or with rules other than
-    thresholds. If the file cannot be written, a warning is logged.
+    Nothing is stored if `quality` was measured without approximate misses, or with rules other than
+    thresholds of gate weights. If the file cannot be written, a warning is logged.
     """
     at = config.approximation()
     if quality.lesser is None or at is None or at.other:
@@ -46,9 +48,10 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
 
 
 def stored_loss(setup: ModelSetup) -> Loss | None:
-    """Return the quality loss that was measured with a run's thresholds for approximate misses.
+    """Return the quality loss measured with a run's options for approximate cache misses.
 
-    The result is None if no miss is approximated, or if no loss was measured with the thresholds.
+    The result is None if the options approximate no misses or have rules other than thresholds of
+    gate weights, or if no loss was measured with them.
     """
     at = setup.approximation
     if at is None or at.other or not setup.fingerprint:
@@ -58,7 +61,7 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
 
 
 def describe_loss(source: str, loss: Loss | None) -> str:
-    """Describe the quality loss of approximate misses, or name the command that measures it."""
+    """Describe approximate cache misses' quality loss, or name the command that measures it."""
     if loss is None:
         return (
             "misses are approximated, and their quality loss was not measured: to measure it, run"

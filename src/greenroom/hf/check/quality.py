@@ -47,7 +47,8 @@ class Quality:
                      distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
     same_top:        share of tokens for which both models have the same likeliest token
-    lesser:          counts of the model's approximated misses, None if all misses were exact
+    lesser:          counts of cache misses whose expert was approximated (by a low-precision copy,
+                     another expert or nothing); None if all misses were exact
     """
 
     model: str
@@ -236,7 +237,8 @@ def _spool(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
             spool.write(row.contiguous().view(torch.uint8).numpy().data)
     except OSError as error:
         raise OutputError(
-            f"cannot write the original's logits to {tempfile.gettempdir()}: {error.strerror}"
+            f"cannot write the original's logits to {tempfile.gettempdir()}: {error.strerror}:"
+            " set TMPDIR to another folder"
         ) from error
     return logits.shape, logits.dtype
 

@@ -69,12 +69,12 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Check that all outputs that must be bit-identical are."""
+        """Return whether all outputs that must be bit-identical are."""
         return all(passed for _, passed in self.checks)
 
     @property
     def near(self) -> bool:
-        """Check that the kernels differ from eager at most twice as much as grouped_mm."""
+        """Return whether kernels differ from eager at most twice as much as grouped_mm."""
         ours, grouped_mm = self.layer_differences
         return ours <= max(2 * grouped_mm, self.resolution)
 
@@ -281,7 +281,10 @@ class GreedyRun:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
-    """Decode `tokens` tokens greedily after a prompt `ids` [1, tokens of the prompt]."""
+    """Return the result of greedily decoding `tokens` tokens after a prompt.
+
+    `ids` are the prompt's token ids [1, tokens of the prompt].
+    """
     chosen: list[int] = []
     passes = Passes(model)
     rows = [passes(ids)]

@@ -79,7 +79,7 @@ class Checkpoint:
             ):
                 raise CheckpointError(
                     f"{folder / name}: the tensor {printable(lost)} is missing, though {INDEX} says"
-                    " that it is in this file"
+                    " that it is in this file: download the model again"
                 )
         return cls.of(folder, config, names, tensors)
 
@@ -156,14 +156,19 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         file_of = {name: table.text(name) for name in table}
     except Malformed as error:
         raise CheckpointError(
-            f"{index}: damaged: its weight_map cannot be read: {error}"
+            f"{index}: damaged: its weight_map cannot be read: {error}: download this file again"
         ) from error
     names = sorted({*file_of.values()})
     if not names:
-        raise CheckpointError(f"{index}: damaged: its weight_map is empty")
+        raise CheckpointError(
+            f"{index}: damaged: its weight_map is empty: download this file again"
+        )
     for name in names:
         if not name.isprintable() or len(name) > LONGEST_NAME:
-            raise CheckpointError(f"{index}: damaged: {show_value(name)} is not a valid file name")
+            raise CheckpointError(
+                f"{index}: damaged: {show_value(name)} is not a valid file name: download this"
+                " file again"
+            )
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: names the file {name!r}, outside the model's folder")
         if not name.endswith(".safetensors"):

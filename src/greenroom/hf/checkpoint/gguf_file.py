@@ -54,23 +54,28 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
     if metadata.get("split.count", 1) not in (0, len(paths)):
         raise CheckpointError(
             f"{paths[0]}: the metadata of this file say that the model has"
-            f" {metadata['split.count']} files, but the file's name says {len(paths)}"
+            f" {metadata['split.count']} files, but the file's name says {len(paths)}: give the"
+            " file its original name"
         )
     if "general.architecture" not in metadata:
-        raise CheckpointError(f"{paths[0]}: the metadata of this file lack general.architecture")
+        raise CheckpointError(
+            f"{paths[0]}: damaged: the metadata of this file lack general.architecture: download"
+            " the file again"
+        )
     for number, part in enumerate(paths[1:], start=1):
         part_metadata, part_tensors = _header(part, number)
         if part_metadata.get("split.no", number) != number:
             raise CheckpointError(
                 f"{part}: the metadata say that this is file {part_metadata['split.no']} of the"
-                f" model, counted from 0, but the file's name says {number}"
+                f" model, counted from 0, but the file's name says {number}: give the file its"
+                " original name"
             )
         tensors |= part_tensors
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(
             f"{path}: the model's files have {len(tensors)} tensors, but the metadata say"
-            f" {expected}"
+            f" {expected}: download all files of the model again"
         )
     return paths, metadata, tensors
 
@@ -125,7 +130,8 @@ def _parts(path: Path) -> tuple[Path, ...]:
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
         raise CheckpointError(
-            f"{lost[0]}: this file is missing{more}: the model is split into {count} files"
+            f"{lost[0]}: this file is missing{more}: the model is split into {count} files, which"
+            " must all be in this folder"
         )
     return paths
 
@@ -137,7 +143,9 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTe
     if start[:4] != b"GGUF":
         raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
     if len(start) < 24:
-        raise CheckpointError(f"{path}: truncated: the file ends inside its header")
+        raise CheckpointError(
+            f"{path}: truncated: the file ends inside its header: download the file again"
+        )
     (version,) = struct.unpack_from("<I", start, 4)
     if version not in VERSIONS:
         big = " (perhaps a big-endian file)" if version & 0xFFFF == 0 else ""
@@ -213,7 +221,7 @@ class Cursor:
         (axes,) = self._take("I")
         if axes > MOST_AXES:
             raise DamagedHeader(
-                f"the tensor {printable(name)} has {axes} axes, more than {MOST_AXES}"
+                f"the tensor {printable(name)} has {axes} axes, but at most {MOST_AXES} are allowed"
             )
         shape = self._take(f"{axes}Q")[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
@@ -249,7 +257,8 @@ class Cursor:
         (length,) = self._take("Q")
         if length > longest:
             raise DamagedHeader(
-                f"the header has a name or text of {length} bytes, more than {longest}"
+                f"the header has a name or text of {length} bytes, but at most {longest} are"
+                " allowed"
             )
         (text,) = self._take(f"{length}s")
         try:

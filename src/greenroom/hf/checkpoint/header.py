@@ -117,24 +117,28 @@ def read_errors(path: str | Path) -> Iterator[None]:
 def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
     """Read the header of a safetensors file: a StoredTensor by name, in the header's order.
 
-    `file` is the number that the StoredTensors give for this file. Raises CheckpointError, with the
-    file's path, if the header is damaged or the file is truncated.
+    `file` is the index that the StoredTensors record for this file. Raises CheckpointError, with
+    the file's path, if the header is damaged or the file is truncated.
     """
     with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
             raise CheckpointError(
-                f"{path}: not a safetensors file, or the file ends inside its header"
+                f"{path}: not a safetensors file, or the file ends inside its header: download the"
+                " file again"
             )
         text = stream.read(length)
     try:
         entries = parse(text, LONGEST)
     except Malformed as error:
-        raise CheckpointError(f"{path}: the safetensors header is {error}") from error
+        raise CheckpointError(
+            f"{path}: the safetensors header is {error}: download the file again"
+        ) from error
     if not isinstance(entries, dict):
         raise CheckpointError(
-            f"{path}: the safetensors header must be a JSON object, but is {show_value(entries)}"
+            f"{path}: the safetensors header must be a JSON object, but is {show_value(entries)}:"
+            " download the file again"
         )
     entries.pop("__metadata__", None)
     data = 8 + length
@@ -172,7 +176,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: the tensor {name} has {end - begin} bytes, but dtype {dtype} and shape"
-            f" {list(shape)} need {expected}"
+            f" {list(shape)} need {expected}: download the file again"
         )
     return StoredTensor(file, torch_name, shape, data + begin, expected)
 
@@ -180,7 +184,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
 def _bad_entry(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: the header's entry for the tensor {name} is damaged: an entry needs dtype, shape"
-        " and data_offsets"
+        " and data_offsets: download the file again"
     )
 
 
@@ -204,7 +208,8 @@ def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> Non
             continue
         if tensor.offset < end:
             raise CheckpointError(
-                f"{path}: damaged: the bytes of the tensors {before} and {name} overlap"
+                f"{path}: damaged: the bytes of the tensors {before} and {name} overlap: download"
+                " the file again"
             )
         end, before = tensor.offset + tensor.nbytes, name
     if end > size:

@@ -25,6 +25,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         tokenizer.all_special_tokens
     ):  # transformers makes an empty one where files are missing
         raise CheckpointError(
-            f"{checkpoint.folder}: the model's tokenizer cannot be loaded: its files are missing"
+            f"{checkpoint.folder}: the model's tokenizer cannot be loaded: its files are missing:"
+            " download the model again"
         )
     return tokenizer

@@ -1,1 +1,1 @@
-"""State that a model's runs leave for later runs: frequent experts, counts of experts."""
+"""Records that a model's runs save for later runs: how often each expert was used."""

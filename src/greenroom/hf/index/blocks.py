@@ -4,7 +4,7 @@ A chain of transformers' weight conversions (merge, concatenate, chunk, transpos
 moves rows and columns. This module runs the chain on matrices whose elements are consecutive
 numbers, so the result shows where each element came from, and finds the two-dimensional strided
 blocks in these numbers. Rows of a quantised matrix must stay complete: a conversion may move its
-outputs, but not its inputs.
+rows (outputs), but not its columns (inputs).
 """
 
 from __future__ import annotations

@@ -284,8 +284,8 @@ def _pack_catalog(
     dtype = pack.header.dtype
     if pack.header.precision and any({*layer.values()} != {dtype} for layer in dtypes):
         raise UsageError(
-            f"{pack.folder}: this pack has low-precision copies, so it computes only in {dtype}:"
-            " leave out --dtype"
+            f"{pack.folder}: this pack has low-precision copies, so its model computes only in"
+            f" {dtype}: leave out --dtype"
         )
     return catalog_of(pack.header, pack.folder, dtypes)
 

@@ -136,10 +136,11 @@ def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
     if lost := next((e for e in expected if e not in present), None):
         name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
         raise CheckpointError(
-            f"{folder}: the tensor {name} is missing: the config says {experts} experts"
+            f"{folder}: the tensor {name} is missing, though the config says that a layer has"
+            f" {experts} experts"
         )
     if len(names) != experts:
         raise CheckpointError(
             f"{folder}: the checkpoint has {len(names)} tensors named like {names[-1]}, but the"
-            f" config says {experts} experts"
+            f" config says that a layer has {experts} experts"
         )

@@ -47,7 +47,7 @@ def elements_of(block: Block, unit: int, width: int) -> Block:
     if unit > 1 and (step != 1 or target_step != 1 or any(n % unit for n in counts)):
         raise UnsupportedModel(
             "this architecture is not supported with quantised experts: transformers' weight"
-            " conversion separates outputs that share a scale"
+            " conversion separates outputs that share a scale: use an unquantised checkpoint"
         )
     return replace(
         block,

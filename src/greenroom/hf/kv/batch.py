@@ -39,7 +39,7 @@ class BatchedCache(Cache):
     caches, lengths: the KV cache and the number of new tokens of each sequence
     exact:  whether every token must have the same bits as in a pass of one sequence
     joined: whether `update` returns the keys and values of all sequences in one tensor, for layers
-            that expand them before attention (multi-head latent attention)
+            that compute keys and values from latent vectors (multi-head latent attention)
     layer_states: keys and values of each sequence in the layer that was updated last
     """
 
@@ -61,7 +61,10 @@ class BatchedCache(Cache):
         self._positions: list[tuple[Tensor, Tensor]] = []
 
     def positions(self, embeddings: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Split the rotary cosines and sines of a pass, [1, tokens, width] each, by token."""
+        """Split rotary embeddings by token: return a pair (cosines, sines) for each token.
+
+        `embeddings` are the cosines and sines of a pass, [1, tokens, width] each.
+        """
         if self._embeddings is not embeddings:
             cos, sin = (each.split(1, 1) for each in embeddings)
             self._embeddings, self._positions = embeddings, list(zip(cos, sin, strict=True))
@@ -205,7 +208,7 @@ class Batch:
         return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
-        """Check that sequences with these numbers of new tokens can share one forward pass."""
+        """Return whether sequences with these numbers of new tokens can share one pass."""
         if len(lengths) == 1:
             return True
         return not self.sequential_reason and (not self.exact or max(lengths) == 1)
@@ -323,7 +326,7 @@ def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
 
 
 def has_dynamic_cache(model: Any) -> bool:
-    """Check that a model's KV cache is a DynamicCache of plain or sliding-window layers."""
+    """Return whether a model's KV cache is a DynamicCache of plain or sliding-window layers."""
     if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
         return False
     if not model._supports_default_dynamic_cache():

@@ -3,8 +3,9 @@
 transformers' `DynamicCache` copies all keys and values for every token: with a context of 190
 tokens, this takes 0.2 ms for each layer, and more as the context grows; and it fragments memory.
 Here, a layer's keys and values are views of larger tensors. In host memory, the larger tensors are
-reserved address space, whose pages take memory only once they are written, so that nothing is
-copied within `room` tokens. On a GPU, the larger tensors grow by blocks of 256 tokens.
+reserved address space, whose pages take memory only once they are written. Nothing is copied until
+the reserved space (by default 4096 tokens) is full. On a GPU, the larger tensors grow by blocks of
+256 tokens.
 """
 
 from __future__ import annotations
@@ -225,7 +226,9 @@ def layers_of(cache: Any) -> Iterator[Any]:
 def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
     """Make all plain layers of a KV cache grow in place, also later ones.
 
-    `room` and `in_blocks` are as for `GrowingLayer`. Other kinds of layers do not change.
+    room:      tokens for which address space is reserved, in host memory
+    in_blocks: whether memory grows by blocks of 256 tokens instead, as on a GPU
+    Other kinds of layers do not change.
     """
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
@@ -277,7 +280,7 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
 
 
 def has_all_tokens(cache: Any, tokens: int) -> bool:
-    """Check that a KV cache has keys and values of its first `tokens` tokens.
+    """Return whether a KV cache has keys and values of its first `tokens` tokens.
 
     The result is False for recurrent states, offloaded or quantised caches, and sliding windows
     that have dropped tokens.
@@ -331,7 +334,10 @@ def held_bytes(cache: Any) -> int:
 
 
 def tensor_bytes(values: Any) -> int:
-    """Return the bytes of all tensors in nested lists and dicts; shared storages count once."""
+    """Return the total size in bytes of tensors in nested lists and dicts.
+
+    Storages that tensors share count once.
+    """
     storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -24,7 +24,7 @@ DYNAMIC, OFFLOADED, FP8 = "dynamic", "offloaded", "fp8"
 BITS = {"int4": 4, "int2": 2}  # quantised by optimum-quanto
 GROUP = 64  # the most values that share a scale
 RESIDUAL = 128  # newest tokens, which optimum-quanto's layers do not quantise
-# Memory of a layer's update, in times of its keys and values as computed: all of them are expanded
+# Memory of a layer's update, in times of its keys and values as computed: all of them are decoded
 # and joined with the new ones, and from time to time quantised again.
 UPDATING = {"fp8": 5.0, "int4": 6.0, "int2": 7.0}
 
@@ -92,7 +92,7 @@ class CacheKind:
 def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> CacheKind:
     """Return the kind of KV cache that `--kv NAME` selects for a model.
 
-    widths: heads and widths of keys and values of each layer
+    widths: number of heads, width of a key and width of a value in each layer
     Raises UsageError if this model, device or installation does not support the kind.
     """
     if name == DYNAMIC:

@@ -93,7 +93,7 @@ class KVBytes:
         return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
 
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes that this kind of KV cache saves over `dynamic`; negative if none."""
+        """Return how many bytes fewer than `dynamic` this KV cache takes; negative if more."""
         return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
             tokens
         ) - self.total_bytes(tokens)

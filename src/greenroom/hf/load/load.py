@@ -82,7 +82,8 @@ def load(
     direct, read_limit: bypass the page cache (auto, on, off); most bytes per second, as "50MB"
     dtype: type to compute in: auto (the checkpoint's), bfloat16, float16, float32
     miss_precision: compute missing experts from a pack's int8 or int4 copies; changes the output
-    low_below, low_share, low_follow: which misses use copies; memory share; read exact ones later
+    low_below: gate weight below which copies are computed; low_share: the copies' share of memory
+    low_follow: read the exact expert after its copy was computed
     skip_below, substitute_below: leave out or replace missing experts; changes the output
     co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
     """

@@ -91,8 +91,8 @@ def complete_setup(description: Description, budget: Budget, config: LoadConfig)
     """Complete a run's setup once the number of expert slots is known.
 
     Options that the user did not set get the model's stored settings, or defaults. If every expert
-    has a slot, prefetching, splitting and approximation are switched off: they would have no
-    effect.
+    has a slot, prefetching, splitting experts and approximating misses are switched off: they would
+    have no effect.
     """
     skeleton, room = description.skeleton, budget.full_context_slots
     setup = apply_defaults(budget.setup, config, budget.initial_slots, description.top_k)

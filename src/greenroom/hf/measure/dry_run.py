@@ -39,7 +39,8 @@ def with_dry_run(
 
     folder:  where the models are written, and removed afterwards
     shape:   the larger model's shape, by default `Shape()`
-    devices: the `--device` that computes from each memory, "host" or "device"
+    devices: the value of `--device` (cpu or cuda) for processors that compute from host memory
+             ("host") and from GPU memory ("device")
     """
     shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
@@ -92,8 +93,8 @@ def compute_seconds(session: Measurement) -> float:
 def wait_seconds(session: Measurement) -> float:
     """Return the mean seconds that a token waits for experts.
 
-    The sum of waits counts at most COOLED seconds for each miss: after that time, a longer wait
-    does not make the next computation slower.
+    The sum of waits counts at most COOLED seconds (greenroom.core.cost) for each miss: after that
+    time, a longer wait does not make the next computation slower.
     """
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 

@@ -88,10 +88,11 @@ class Entry:
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
-    """Return the fastest benchmark entry, or `plain` if it is not significantly slower.
+    """Return the fastest benchmark entry, or `plain` if the fastest gains nothing significant.
 
-    Times of the same 8 tokens are compared in pairs. The fastest entry wins if the upper end of the
-    confidence interval of their ratio is below 1, after 2 or more rounds of both.
+    Two entries' times for the same groups of 8 tokens are compared in pairs. The fastest entry wins
+    if the upper end of the confidence interval of their ratio is below 1, after 2 or more rounds of
+    both.
     """
     best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
     if best is plain or min(len(best.rounds), len(plain.rounds)) < LEAST:

@@ -154,7 +154,7 @@ class Harness:
     def play(
         self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False
     ) -> Measurement:
-        """Answer the prompts with the present expert cache, and measure times and misses.
+        """Generate answers with the present expert cache, and measure times and misses.
 
         Each answer has `tokens` tokens, of which the first `settle` are not counted. The seed of
         sampling is the prompt's number. Raises UsageError if the context has no room for a counted

@@ -1,4 +1,8 @@
-"""Set up approximate misses: low-precision expert copies in a pack, and their slots."""
+"""Set up approximate cache misses: low-precision copies of experts, and their slots.
+
+A miss is approximate if the missing expert is left out, or if its low-precision copy or another
+expert is computed instead.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,9 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
 def approximate_layer(
     setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
-    """Make the experts module of a layer whose misses may be approximated.
+    """Make the experts module of a layer whose cache misses may be approximate.
+
+    An approximate miss leaves the expert out, or computes its low-precision copy or another expert.
 
     module: the layer's experts module
     layer:  the layer's number among the MoE layers

@@ -63,15 +63,17 @@ class MemoryNeeds:
 
     def __str__(self) -> str:
         parts = [
-            ("process", self.process),
-            ("dense parts", self.dense),
-            ("KV cache", self.kv_cache),
+            ("the process", self.process),
+            ("non-expert weights", self.dense),
+            ("the KV cache", self.kv_cache),
             ("activations", self.workspace),
             ("read buffers", self.staging),
             ("GPU libraries", self.libraries),
         ]
         return ", ".join(
-            f"{name} {show_bytes(nbytes)}" for name, nbytes in parts if nbytes or name == "KV cache"
+            f"{show_bytes(nbytes)} for {name}"
+            for name, nbytes in parts
+            if nbytes or name == "the KV cache"
         )
 
 
@@ -109,12 +111,13 @@ def capacity_for(
     """
     slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < min_slots:
-        enough = need.total + -(-min_slots // devices) * catalog.slot_bytes
-        shorter = "; a shorter --context needs less" if need.kv_cache > LARGE_SHARE * enough else ""
+        experts = -(-min_slots // devices)
+        enough = need.total + experts * catalog.slot_bytes
+        shorter = " or a shorter --context" if need.kv_cache > LARGE_SHARE * enough else ""
         raise BudgetError(
-            f"a budget of {show_bytes(budget)}{label} is too small: {need} and {min_slots}"
-            f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
-            f"{shorter}"
+            f"the model needs {show_bytes(enough)}{label}, more than the budget of"
+            f" {show_bytes(budget)}: {need} and {show_bytes(experts * catalog.slot_bytes)} for"
+            f" {experts} experts; give --memory {-(-enough // (1 << 20))}MiB{shorter}"
         )
     return int(min(slots, catalog.experts))
 
@@ -159,8 +162,8 @@ def host_slots(
     host_memory: value of the option; None and `auto` are 80% of available memory, which may leave
                  room for no expert
     kv:          bytes of keys and values that are offloaded to host memory
-    slot_bytes:  bytes of an expert, if it is not cached in the layout of the disk
-    Raises BudgetError if an amount is too small for the process and its staging slots.
+    slot_bytes:  bytes of an expert, if cached experts have another layout than on disk
+    Raises BudgetError if a given budget is too small for the process and its staging slots.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
@@ -168,11 +171,13 @@ def host_slots(
     expert_bytes = slot_bytes or expert_bytes
     least = process + SLACK + staging_slots * staging_bytes + kv
     if budget < least and host_memory not in (None, "auto"):
-        keys = f" and keys and values {show_bytes(kv)}" if kv else ""
+        keys = f", {show_bytes(kv)} for keys and values" if kv else ""
         raise BudgetError(
-            f"--host-memory {host_memory} is too small: the process takes {show_bytes(process)}"
-            f" and staging {show_bytes(staging_slots * staging_bytes)}{keys};"
-            f" --host-memory {-(-least // (1 << 20))}MiB would do"
+            f"the process needs {show_bytes(least)} of host memory, more than --host-memory"
+            f" {host_memory}: {show_bytes(process)} for Python and its libraries"
+            f"{keys}, {show_bytes(staging_slots * staging_bytes)} for buffers between disk and GPU"
+            f" and {show_bytes(SLACK)} for allocators;"
+            f" give --host-memory {-(-least // (1 << 20))}MiB"
         )
     return budget, min(max(0, (budget - least) // expert_bytes), catalog.experts)
 
@@ -238,7 +243,7 @@ class Workspace:
 
         length: new tokens of each sequence
         tokens: all tokens of a sequence, new ones included
-        block:  new tokens of a prompt's block; the pass counts as at least one such block
+        block:  tokens of a prompt that a pass computes at once; shorter passes count as so many
         """
         rows = max(batch * length, min(block, tokens))
         attention = batch * tokens * (self.context + length * self.pair)

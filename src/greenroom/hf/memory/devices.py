@@ -72,7 +72,7 @@ def kernels_of(setup: ModelSetup) -> str:
 
 
 def host_computes(setup: ModelSetup) -> bool:
-    """Check that the CPU computes some of the experts missing in GPU memory.
+    """Return whether the CPU computes some of the experts missing in GPU memory.
 
     Logs a warning if `--co-compute` asks for that and this machine cannot do it.
     """

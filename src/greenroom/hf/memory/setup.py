@@ -59,5 +59,5 @@ class ModelSetup:
 
     @property
     def approximation(self) -> Approximation | None:
-        """Return how cache misses may be approximated; None if every miss is exact."""
+        """Return thresholds for approximating missing experts; None if all are exact."""
         return self.config.approximation()

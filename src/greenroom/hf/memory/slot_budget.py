@@ -65,7 +65,7 @@ class SlotBudget:
         self.full_context_slots = self._slots(self.full_context_needs())
 
     def full_context_needs(self) -> MemoryNeeds:
-        """Return the memory needs besides expert slots for the last block of a full context."""
+        """Return the memory needs besides expert slots for a full context's last prompt block."""
         return self._sequence_needs(self._block, self.context)
 
     def first_block_needs(self) -> MemoryNeeds:

@@ -51,10 +51,10 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 
 
 def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
-    """Return the sizes and home devices of everything that slots are loaded with.
+    """Return the sizes and home devices of all experts, expert segments and copies.
 
-    A piece is an expert, a segment of a split expert, or a low-precision copy. `chunks` has the
-    number of file chunks of each piece. Raises UsageError if the experts' format does not work with
+    Each of these pieces is loaded into a slot of its own. `chunks` has the number of file chunks of
+    each piece. Raises UsageError if the experts' format does not work with
     this run's devices.
     """
     catalog = setup.catalog
@@ -73,18 +73,18 @@ def _check_one_memory(setup: ModelSetup) -> None:
     catalog = setup.catalog
     if any(layout.segments for layout in catalog.layouts):
         raise UsageError(
-            "experts in segments work in one CPU's memory only: pack the model without --segments"
-            " for GPUs, several devices or a host tier"
+            "this pack's experts are in segments, which work with --device cpu only: give that, or"
+            " pack the model without --segments"
         )
     if isinstance(catalog, CopiesCatalog) and catalog.nested_layouts:
         raise UsageError(
-            "int8 experts that contain int4 copies work in one CPU's memory only: pack the model"
-            " without --miss-precision for GPUs, several devices or a host tier"
+            "this pack's int8 experts contain int4 copies, which work with --device cpu only: give"
+            " that, or pack the model without --miss-precision"
         )
     if setup.approximation is not None:
         raise UsageError(
-            "--miss-precision, --skip-below and --substitute-below work in one CPU's memory only:"
-            " leave them out with GPUs, several devices or a host tier"
+            "--miss-precision, --skip-below and --substitute-below work with --device cpu only:"
+            " give that, or leave them out"
         )
 
 

@@ -42,7 +42,7 @@ def split_experts(
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """Return how many of an expert's first segments have nearly this share of its bytes."""
+    """Return the number of first segments whose share of an expert's bytes is nearest."""
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))

@@ -58,7 +58,7 @@ def make_quantiser(checkpoint: Checkpoint) -> Any:
 
 
 def transformers_can_load(checkpoint: Checkpoint) -> bool:
-    """Check that transformers itself can load a checkpoint with the same values.
+    """Return whether transformers itself can load a checkpoint with the same values.
 
     transformers cannot read Greenroom's packs. It needs the package accelerate for any GGUF file.
     Of a GGUF model in several files it reads only one file; of gpt-oss in GGUF it misses the gate

@@ -234,7 +234,9 @@ class ModelSkeleton:
         missing = [name for name in expected if name not in present and not optional.search(name)]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing{more}")
+            raise CheckpointError(
+                f"{folder}: the tensor {missing[0]} is missing{more}: download the model again"
+            )
         for target, conversion in self._conversions.items():
             if conversion.converter is None:
                 name = next(iter(conversion.sources))

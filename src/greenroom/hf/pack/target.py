@@ -131,7 +131,10 @@ class ExpertPacker:
     cutting: Cutting | None = None  # where the target has segments
 
     def with_copies(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
-        """Return the encoders that write low-precision copies, and the experts behind them."""
+        """Return encoders for low-precision copies, and for the experts that follow them.
+
+        If the copies are nested in the experts, a single encoder writes both.
+        """
         if not low_copy.nested:
             copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
             return copy, replace(self, target=_shift(self.target, low_copy.stride))

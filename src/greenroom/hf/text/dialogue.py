@@ -83,12 +83,12 @@ class Dialogue:
 
     @cached_property
     def supports_tools(self) -> bool:
-        """Check that the chat template uses tools, and that tool calls in answers are parsed."""
+        """Return whether the chat template uses tools, and tool calls in answers are parsed."""
         return self.template_uses("tools") and "tool_calls" in self._fields
 
     @property
     def supports_reasoning(self) -> bool:
-        """Check that the model's response template separates reasoning from the answer."""
+        """Return whether the model's response template separates reasoning from the answer."""
         return any(name in self._fields for name in REASONING)
 
     @property
@@ -97,7 +97,7 @@ class Dialogue:
         return self._response_template.fields if self._response_template else {}
 
     def template_uses(self, name: str) -> bool:
-        """Check that the model's chat template contains this name as a word."""
+        """Return whether the model's chat template contains this name as a word."""
         templates = self.tokenizer.chat_template or ""
         texts = templates.values() if isinstance(templates, dict) else (templates,)
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)

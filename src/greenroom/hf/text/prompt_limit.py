@@ -33,8 +33,8 @@ class PromptLimit:
     def check_messages(self, messages: list[dict[str, Any]], tools: Any = None) -> None:
         """Raise TooLong for a conversation whose messages cannot fit into the context.
 
-        This is sure if there are more messages than tokens, or if messages and tools have more
-        characters than the longest possible prompt.
+        It cannot fit if there are more messages than tokens in the context, or if messages and
+        tools have more characters than the longest possible prompt.
         """
         if len(messages) > self._context:
             raise TooLong(

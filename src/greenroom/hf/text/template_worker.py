@@ -23,7 +23,7 @@ RETIRE_BYTES = 40 << 20  # a process that has become this large is replaced by a
 
 
 class Dict:
-    """Dictionary for chat templates: `dict` without the methods of its type object."""
+    """Stand-in for `dict` in chat templates, with the constructor and `fromkeys` only."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -35,7 +35,7 @@ class Dict:
 def environment():
     """Make a Jinja environment equal to the one in which transformers renders chat templates.
 
-    The model is `_compile_jinja_template` in transformers 5.23.
+    The code follows `_compile_jinja_template` in transformers 5.23.
     """
     import jinja2
     import jinja2.ext

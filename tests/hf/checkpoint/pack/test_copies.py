@@ -185,6 +185,6 @@ def test_packs_of_packs_and_other_types(tmp_path):
     ):
         pack(str(folder), tmp_path / "pack", "int4")
     with pytest.raises(
-        UsageError, match="has low-precision copies, so it computes only in bfloat16"
+        UsageError, match="low-precision copies, so its model computes only in bfloat16"
     ):
         ModelSkeleton.of(open_checkpoint(folder), "float32")

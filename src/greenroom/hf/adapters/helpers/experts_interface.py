@@ -76,9 +76,9 @@ def merge_experts(
 
 
 def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
-    """Make a function that recognises tensor names of experts with high numbers.
+    """Make a test of tensor names: True for experts with at least a given number.
 
-    The function is true for expert numbers from the value of the config's attribute `first` on.
+    This number is the value of the attribute that `first` names, in the model's text config.
     """
 
     def is_unused(name: str, model: PreTrainedModel) -> bool:
@@ -91,7 +91,8 @@ def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
 def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool) -> None:
     """Set the attributes that transformers' experts decorator sets on an experts module.
 
-    `flags` replace values of FLAGS; the names must be keys of FLAGS.
+    `flags` are the attributes with other values than the defaults in FLAGS, such as
+    `has_bias=True`.
     """
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown

@@ -7,6 +7,6 @@ header_file  reads and checks greenroom.json
 copies       low-precision copies of experts
 catalog      the byte ranges of a pack's experts
 reading      a pack as a checkpoint
-checked      a disk store that checks each expert's checksum; crc: CRC-32 of joined runs
+checked      a disk store that checks each expert's checksum; crc: CRC-32 of joined bytes
 journal      the progress of an unfinished pack
 """

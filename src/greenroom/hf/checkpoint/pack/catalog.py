@@ -49,14 +49,15 @@ class PackCatalog(Catalog):
 
     @property
     def pieces(self) -> list[int]:
-        """The ids of all non-empty pieces of a pack: experts, segments or copies."""
+        """Ids of a pack's experts, expert segments and copies that are not empty."""
         kinds = range(len(self.spans[0]) * self.experts)
         return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes of a piece, by [kind][layer].
+        """Return the sizes in bytes of what is read as a unit, by [kind][layer].
 
-        The kinds are experts alone, or top and bottom segments, or experts and copies of them.
+        The kinds are experts alone, or the top and bottom segments of split experts, or experts and
+        low-precision copies of them.
         """
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
@@ -78,17 +79,17 @@ class PackCatalog(Catalog):
         return self.header.layers[layer], expert_id - self.offsets[layer], self.spans[layer][kind]
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
-        """Return the byte ranges to read for a piece: an expert, a segment or a copy.
+        """Return the byte ranges to read for an expert, expert segment or low-precision copy.
 
-        `expert_id` is the id of the piece.
+        `expert_id` is its id; segments and copies have ids of their own.
         """
         layer, expert, (begin, n, copies) = self._position_of(expert_id)
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
-        """Return the CRC-32 that a pack's header gives for an expert, segment or copy.
+        """Return the CRC-32 in a pack's header of an expert, expert segment or copy.
 
-        `piece` is its id.
+        `piece` is its id; segments and copies have ids of their own.
         """
         layer, expert, (begin, n, _) = self._position_of(piece)
         combined = 0
@@ -131,7 +132,7 @@ class CopiesCatalog(PackCatalog):
         return self.header.layers
 
     def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes of an exact expert, of its low-precision copy, and of the remainder.
+        """Return the sizes in bytes of exact experts, low-precision copies and remainders.
 
         Each is a tuple with an entry for each layer. A nested copy contains some bits of the exact
         expert, and the remainder is the other bits; its tuple is empty if copies are not nested.
@@ -156,7 +157,7 @@ def catalog_of(
         layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
             raise UsageError(
-                f"{folder}: this pack was made with --segments, so it computes only in"
+                f"{folder}: this pack was made with --segments, so its model computes only in"
                 f" {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)

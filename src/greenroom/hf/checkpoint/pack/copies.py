@@ -38,21 +38,26 @@ class LowPrecisionCopy:
 
     @property
     def stride(self) -> int:
-        """Bytes of a low-precision copy, rounded up to blocks of 4096 bytes.
+        """Size in bytes of a low-precision copy, rounded up to blocks of 4096 bytes.
 
-        The exact expert, or the remainder of a nested copy, begins there.
+        What follows the copy in the pack begins there: the exact expert, or only the low 4 bits of
+        its codes if the copy has their high bits.
         """
         return -(-self.layout.nbytes // BLOCK) * BLOCK
 
     @property
     def remainder(self) -> SlotLayout:
-        """The layout of a nested copy's remainder: the low 4 bits of each matrix's codes."""
+        """The layout of the low 4 bits of an expert's int8 codes.
+
+        A nested int4 copy has the high bits of these codes.
+        """
         return SlotLayout.pack([(s.name, s.shape, s.dtype) for s in codes_of(self.layout)])
 
     def remainder_bytes(self, exact: SlotLayout) -> int:
-        """Bytes that follow a low-precision copy: of the exact expert, or of the remainder.
+        """Return how many bytes of the exact expert follow its low-precision copy.
 
-        `exact` is the exact expert's layout. Only the remainder follows a nested copy.
+        All bytes of `exact`, the exact expert's layout; but only the low 4 bits of its codes if the
+        copy is nested, which means that it has their high bits.
         """
         return self.remainder.nbytes if self.nested else exact.nbytes
 
@@ -81,10 +86,11 @@ def nested_copy_layout(exact: SlotLayout) -> SlotLayout:
 def nested_slot_of(
     low_copy: LowPrecisionCopy, exact: SlotLayout
 ) -> tuple[NestedLayout, tuple[Copy, ...], tuple[Copy, ...]]:
-    """Return how a nested low-precision copy and its remainder fill an expert's slot.
+    """Return how int8 experts that contain int4 copies are read into slots.
 
-    The result has three parts: the layout of the two 4-bit planes in the slot, the byte copies of
-    both planes, and the byte copies of the remainder alone.
+    The copy is the high 4 bits of the expert's codes, and the remainder is the low 4 bits. The
+    result has three parts: the layout of both in the slot, the copy operations from file to slot
+    for both, and those for the remainder alone.
     """
     remainder, planes, first, second = low_copy.remainder, [], [], []
     for spec in codes_of(exact):
@@ -101,14 +107,14 @@ def nested_slot_of(
 
 
 def contiguous_copy(source: int, target: int, nbytes: int) -> Copy:
-    """Make the instruction that copies a run of file bytes to a memory slot unchanged."""
+    """Make the instruction that copies adjacent file bytes to a memory slot unchanged."""
     return Copy(source, target, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
 
 
 def join_planes(high: Tensor, remainder: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Join the two 4-bit planes of a nested int4 copy to int8 codes and scales.
+    """Join the high and low 4 bits of int8 codes; return the codes and their scales.
 
-    high:      the codes of the int4 copy, two in a byte
+    high:      the codes of the int4 copy, which are the high 4 bits, two in a byte
     remainder: the low 4 bits of the int8 codes, two in a byte
     scale:     the scales of the int4 copy
 

@@ -76,7 +76,7 @@ class PackLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a packed expert, with its low-precision copy, if any."""
+        """Size in bytes of a packed expert, with its low-precision copy, if any."""
         begin, length = self.runs[-1]
         return begin + length
 
@@ -89,12 +89,12 @@ class PackLayer:
         return self.offset + expert * self.stride
 
     def checksums(self, expert: int) -> tuple[int, ...]:
-        """Return the checksums that a pack's header gives for an expert, one for each run."""
+        """Return an expert's checksums from a pack's header, one for each of its byte ranges."""
         runs = len(self.runs)
         return self.crc32[expert * runs : (expert + 1) * runs]
 
     def checksums_of(self, data: memoryview) -> tuple[int, ...]:
-        """Compute the CRC-32 of each run of a packed expert's bytes."""
+        """Compute the checksums of a packed expert: a CRC-32 for each of its byte ranges."""
         return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in self.runs)
 
 
@@ -144,12 +144,12 @@ class PackHeader:
 
     @property
     def segments(self) -> int:
-        """The largest number of segments of a packed expert; 1 if experts are unsplit."""
+        """Most segments that an expert of a pack is divided into; 1 if experts are undivided."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a pack's data file."""
+        """Size of a pack's data file in bytes."""
         last = self.layers[-1]
         return last.place(last.experts)
 
@@ -184,7 +184,7 @@ class PackHeader:
     def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> PackHeader:
         """Return a copy of a pack's header with the given checksums of all experts.
 
-        `crc32` maps an expert's id to the checksums of its runs.
+        `crc32` maps an expert's id to the checksums of its byte ranges.
         """
         layers = tuple(
             replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
@@ -272,7 +272,7 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
 
 
 def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
-    """Return a pack's layers with offsets set: one after another, behind the first block."""
+    """Return a pack's layers with offsets set: one after another, after 4096 bytes."""
     placed: list[PackLayer] = []
     end = BLOCK
     for layer in layers:

@@ -55,7 +55,9 @@ def read(folder: Path) -> PackHeader:
             )
         header = parse(raw)
     except Malformed as error:
-        raise CheckpointError(f"{path}: this file is not a valid pack header: {error}") from error
+        raise CheckpointError(
+            f"{path}: this file is not a valid pack header: {error}: make the pack again"
+        ) from error
     # Offsets and sizes were not read: they must be what this program would write.
     if raw.values != json.loads(json.dumps(as_json(header))):
         raise CheckpointError(
@@ -164,7 +166,10 @@ def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
         end += part.nbytes
     starts = [segment.first for segment in segments]
     if starts[:1] != [0] or starts != sorted({*starts}):
-        raise Malformed(f"the segments of an expert must ascend from 0, but begin at {starts[:8]}")
+        raise Malformed(
+            "the segments of an expert must begin at 0, and each after the one before, but begin at"
+            f" {starts[:8]}"
+        )
     kinds = [(spec.name, spec.dtype) for spec in layout.tensors]
     for segment in segments:
         if [(spec.name, spec.dtype) for spec in segment.layout.tensors] != kinds:
@@ -184,7 +189,10 @@ def _low_copy(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     if nested:
         kinds = {exact.encodings.get(s.name) for s in codes_of(exact)}
         if (kinds, precision) != ({NESTED[0]}, NESTED[1]) or layout != nested_copy_layout(exact):
-            raise Malformed("nested copies must be int4 copies of int8 experts, in their layout")
+            raise Malformed(
+                "copies that experts contain must be int4 copies in int8 experts, with the same"
+                " matrices"
+            )
     names = [spec.name for spec in codes_of(exact)]
     copies = [spec.name for spec in codes_of(layout)]
     if sorted(names) != sorted(copies) or exact.segments:

@@ -98,11 +98,14 @@ def dense_parts(folder: Path, files: Sequence[DenseFile]) -> Checkpoint:
     for file in files:
         path = folder / file.name
         if not path.is_file():
-            raise CheckpointError(f"{path}: this file is missing, though {HEADER} names it")
+            raise CheckpointError(
+                f"{path}: this file is missing, though {HEADER} names it: run `greenroom pack` with"
+                " --repair"
+            )
         if path.stat().st_size != file.nbytes:
             raise CheckpointError(
                 f"{path}: this file has {path.stat().st_size} bytes, but {HEADER} says"
-                f" {file.nbytes}"
+                f" {file.nbytes}: run `greenroom pack` with --repair"
             )
     if files[0].name.endswith(".gguf"):
         return GgufCheckpoint.open(folder / files[0].name)
@@ -114,10 +117,13 @@ def _check_data(folder: Path, header: PackHeader) -> None:
     with read_errors(path), open(path, "rb") as stream:
         first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
     if first != header.first_block():
-        raise CheckpointError(f"{path}: this file does not belong to the pack of {HEADER}")
+        raise CheckpointError(
+            f"{path}: this file does not belong to the pack of {HEADER}: make the pack again"
+        )
     if size != header.nbytes:
         raise CheckpointError(
-            f"{path}: this file has {size} bytes, but {HEADER} says {header.nbytes}"
+            f"{path}: this file has {size} bytes, but {HEADER} says {header.nbytes}: make the pack"
+            " again"
         )
 
 
