@@ -61,9 +61,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    Returns (model, tokenizer). The model is an ordinary transformers model; `model.greenroom` has
-    `stats()`, `resize()`, `detach()` and `materialize()`. Before `materialize()`, which reads all
-    experts into memory, the model cannot be trained, saved, copied or moved. Raises GreenroomError.
+    Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
+    read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
 
     `model` is a Hugging Face folder, a GGUF file, a hub id (downloaded), or `demo`. Options:
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
@@ -72,7 +71,7 @@ def load(
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     host_memory: with a GPU, the limit for the process in host memory
-    scope, pin: one cache (shared), per-layer, "N,N,..." or a file; a file of `trace hot`
+    scope, pin: slots: shared by layers, per-layer, "N,N,...", a file; file of experts never evicted
     split: share of each packed expert that stays in the cache: off, auto, "0.5", "N,N,...", a file
     prefetch: predictor of the experts to read early: auto, off, next-gate, learned, markov, ...
     predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower

@@ -59,5 +59,5 @@ class ModelSetup:
 
     @property
     def approximation(self) -> Approximation | None:
-        """Return thresholds for approximating missing experts; None if all are exact."""
+        """Return the rules for approximating missing experts; None if all are exact."""
         return self.config.approximation()
