@@ -83,10 +83,11 @@ def test_record_with_predictions_train_and_record_with_what_was_trained(
     assert (said["distance"], said["hidden"], said["epochs"]) == (1, 16, 3)
     assert said["accuracy"].keys() == {"learned", "next-gate", "popularity"}
     assert all(len(shares) == trace.layers for shares in said["accuracy"].values())
+    assert all(shares[0] is None for shares in said["accuracy"].values())
     shown = cli(*command).out
-    assert shown.startswith(f"{out}: distance 1 (layers ahead), hidden size 128; trained on")
+    assert shown.startswith(f"{out}: distance 1 (layers ahead), hidden size 1024; trained on")
     assert shown.splitlines()[2].split() == ["layer", "learned", "next-gate", "popularity"]
-    assert shown.splitlines()[-1].startswith("mean ")
+    assert [line.split()[0] for line in shown.splitlines()[3:]] == ["1", "mean"]
 
     again = tmp_path / "again.trace"
     record = ("trace", "record", folder, "--prompts", prompts, "-o", again, *FEW, "--seed", 3)
@@ -99,7 +100,8 @@ def test_record_with_predictions_train_and_record_with_what_was_trained(
     assert (made.experts[:, 1:] < 8).all()
     decodes = np.flatnonzero(~np.isin(np.arange(trace.tokens), trace.request_starts))
     firsts = [t for t in decodes.tolist() if t in set(trace.pass_starts.tolist())]
-    assert (made.experts[firsts, 0] < 8).all()  # from the token before
+    assert (made.experts[:, 0] == 255).all()  # the first layer is not predicted
+    assert (made.experts[firsts, 1] < 8).all()
     assert sorted(os.listdir(tmp_path)) == ["again.trace", "p"]
 
 
@@ -158,6 +160,7 @@ def test_a_trace_of_another_model_cannot_teach(
         (("--distance", 9), "the model has 2 MoE layers only"),
         (("--held-out", 1), "--held-out must be above 0 and below 1"),
         (("--epochs", 0), "--epochs must be at least 1"),
+        (("--tokens", 49), "--tokens must be at least 50"),
         (("-o", "/"), "folder"),
         (("-o", "/no/such/p"), "folder"),
     ],

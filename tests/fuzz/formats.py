@@ -329,7 +329,7 @@ def _predictor() -> list[bytes]:
     from greenroom.plan.history.files import save_predictor
 
     tensors: dict[str, Any] = {"distance": np.ones(1, np.int64)}
-    for layer, experts in enumerate((4, 3)):
+    for layer, experts in ((1, 4), (2, 3)):
         tensors |= {
             f"{layer}.up.weight": np.ones((8, 6), np.float32),
             f"{layer}.up.bias": np.ones(8, np.float32),
@@ -345,7 +345,7 @@ def read_predictor(data: bytes, folder: Path) -> None:
     from greenroom.predictors.learned import networks_of
 
     tensors = load_predictor(saved("predictor", data, folder), "f")
-    networks_of(tensors, Shape((4, 3), 2))
+    networks_of(tensors, Shape((4, 4, 3), 2))
 
 
 def _learned() -> list[bytes]:

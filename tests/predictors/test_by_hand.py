@@ -204,6 +204,21 @@ def test_the_default_accuracy_is_that_of_promoe():
     assert accuracy(predicted.experts, routed) == pytest.approx(promoe_accuracy(2), abs=0.015)
 
 
+def test_recorded_replays_learned_in_the_pass_that_it_predicts():
+    """Distance 2 of three layers: layer 0 predicts layers 1 and 2, and no later layer any."""
+    shape = Shape((4, 4, 4), 1)
+    routed = np.zeros((2, 3, 1), np.uint8)
+    rows = np.array([[[255], [1], [2]], [[255], [3], [0]]], np.uint8)
+    recorded = {"learned": Predicted(rows, 2)}
+    assert predictions_of("recorded", routed, shape=shape, predictions=recorded) == [
+        (0, 0, 1, [[1]]), (0, 0, 2, [[2]]), (1, 0, 1, [[3]]), (1, 0, 2, [[0]]),
+    ]  # fmt: skip
+    other = {"next-gate:2": Predicted(rows, 2)}
+    assert predictions_of("recorded", routed, shape=shape, predictions=other)[-3:] == [
+        (0, 1, 3, [[-1]]), (0, 2, 4, [[3]]), (1, 0, 2, [[0]]),
+    ]  # fmt: skip
+
+
 def test_recorded_replays_the_chosen_predictions():
     one, two = (Predicted(np.full((1, 2, 1), i, np.uint8), 1) for i in (1, 2))
     both = {"one": one, "two": two}

@@ -18,7 +18,7 @@ IDS = np.zeros((1, 2), np.int64)
 def tensors(seed: int = 0, distance: int = 1, shape: Shape = SHAPE) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     arrays = {"distance": np.array([distance])}
-    for layer, experts in enumerate(shape.experts_per_layer):
+    for layer, experts in enumerate(shape.experts_per_layer[1:], 1):
         sizes = {"up.weight": (HIDDEN, WIDTH), "up.bias": (HIDDEN,)}
         sizes |= {"down.weight": (experts, HIDDEN), "down.bias": (experts,)}
         for name, size in sizes.items():
@@ -31,26 +31,32 @@ def start(tokens: int = 1) -> PassStart:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
-@pytest.mark.parametrize("distance", [1, 2, 3])
-def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> None:
-    arrays = tensors(distance=distance)
-    tested = predictor("learned").build(PredictorSetup(SHAPE, tensors=arrays))
+@pytest.mark.parametrize(
+    ("distance", "targets"),  # of the layers 0 to 3: each later layer is predicted once
+    [(1, [[1], [2], [3], []]), (2, [[1, 2], [3], [], []]), (3, [[1, 2, 3], [], [], []])],
+)
+def test_ranks_by_the_network_of_the_layer_ahead(
+    distance: int, targets: list[list[int]], tokens: int
+) -> None:
+    """Layers nearer to the first one than the distance are predicted from the first one's input."""
+    shape = Shape((6, 4, 7, 5), 2)
+    arrays = tensors(distance=distance, shape=shape)
+    tested = predictor("learned").build(PredictorSetup(shape, tensors=arrays))
     assert tested.distance == distance
     tested.begin(start(tokens))
     assert tested.predict(-1) == []
     random = np.random.default_rng(1)
-    for layer in range(3):
+    for layer, expected_targets in enumerate(targets):
         x = random.standard_normal((tokens, WIDTH)).astype(np.float32)
         tested.observe(LayerRouting(layer, IDS, None, x))
-        (prediction,) = tested.predict(layer)
-        assert prediction.layer == layer + distance
-        target = prediction.layer % 3
-        rows = x if prediction.layer < 3 else x[-1:]
-        up = to_float32(to_bfloat16(arrays[f"{target}.up.weight"]))
-        hidden = np.maximum(rows @ up.T + arrays[f"{target}.up.bias"], 0)
-        scores = hidden @ arrays[f"{target}.down.weight"].T + arrays[f"{target}.down.bias"]
-        expected = np.argsort(-scores, axis=1)[:, : SHAPE.width]
-        assert prediction.experts.tolist() == expected.tolist()
+        predictions = tested.predict(layer)
+        assert [prediction.layer for prediction in predictions] == expected_targets
+        for target, experts in predictions:
+            up = to_float32(to_bfloat16(arrays[f"{target}.up.weight"]))
+            hidden = np.maximum(x @ up.T + arrays[f"{target}.up.bias"], 0)
+            scores = hidden @ arrays[f"{target}.down.weight"].T + arrays[f"{target}.down.bias"]
+            expected = np.argsort(-scores, axis=1)[:, : shape.width]
+            assert experts.tolist() == expected.tolist()
     tested.begin(start())
     assert tested.predict(-1) == []
 
@@ -67,9 +73,9 @@ def test_bfloat16_rounding_is_to_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({}, "tensor `distance` is not a number from 1 to 3"),
-        ({**tensors(), "distance": np.array([0])}, "tensor `distance` is not a number from 1 to 3"),
-        ({**tensors(), "distance": np.array([4])}, "tensor `distance` is not a number from 1 to 3"),
+        ({}, "tensor `distance` is not a number from 1 to 2"),
+        ({**tensors(), "distance": np.array([0])}, "tensor `distance` is not a number from 1 to 2"),
+        ({**tensors(), "distance": np.array([3])}, "tensor `distance` is not a number from 1 to 2"),
         (tensors(shape=Shape((6, 4), 2)), "no complete network for MoE layer 2"),
         (
             tensors(shape=Shape((6, 4, 8), 2)),

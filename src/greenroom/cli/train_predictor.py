@@ -62,7 +62,8 @@ def main(args: argparse.Namespace) -> None:
 def _report(path: Path, results: Any) -> str:
     names = list(results["accuracy"])
     rows = list(zip(*results["accuracy"].values(), strict=True))
-    mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    rows = list(enumerate(rows))[1:]  # the first layer is not predicted
+    mean = [sum(column) / len(rows) for column in zip(*(row for _, row in rows), strict=True)]
     width = max(10, *(len(name) + 2 for name in names))
     lines = [
         f"{path}: distance {results['distance']} (layers ahead), hidden size {results['hidden']};"
@@ -72,7 +73,7 @@ def _report(path: Path, results: Any) -> str:
         "layer" + "".join(f"{name:>{width}}" for name in names),
         *(
             f"{label!s:<5}" + "".join(f"{share:>{width}.1%}" for share in row)
-            for label, row in [*enumerate(rows), ("mean", mean)]
+            for label, row in [*rows, ("mean", mean)]
         ),
     ]
     return "\n".join(lines)

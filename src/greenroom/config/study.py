@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from greenroom.config.tables import check_predictor
 from greenroom.option import above, at_least, check_options, option, within
 
+LEAST_TOKENS = 50  # for training a predictor, and for its test
+
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
@@ -38,8 +40,20 @@ class TrainConfig:
     distance: int = option(
         1, "how many layers ahead the predictor predicts", "D", check=at_least(1)
     )
-    hidden: int = option(128, "hidden size of each layer's network", "N", check=at_least(1))
+    hidden: int | None = option(
+        None,
+        "hidden size of each layer's network (default: so that a network has about 2 million"
+        " parameters, as in ProMoE; at most 1024)",
+        "N",
+        check=at_least(1),
+    )
     epochs: int = option(20, "how often training goes over all its tokens", "N", check=at_least(1))
+    tokens: int = option(
+        40_000,
+        "train on at most N tokens, drawn at random from the trace; bounds memory and time",
+        "N",
+        check=at_least(LEAST_TOKENS),
+    )
     held_out: float = option(
         0.2,
         "share of the requests that are not trained on, but measure the accuracy",

@@ -2,10 +2,12 @@
 
     scores[l] = down[l] relu(up[l] x + b[l]) + c[l]
 
-x is the input of the router of layer l - distance: for the same token, or in the first layers for
-the token before. `greenroom train-predictor` trains the networks. The tensors of its file are
+x is the input of the router of layer l - distance, or of layer 0 where l < distance, for the same
+token (the paper's footnote 1). Layer 0 is not predicted: by this rule its prediction would be made
+from its own router's input, when the router has chosen already. `greenroom train-predictor` trains
+the networks. The tensors of its file are
 
-    distance [1]; for each layer N: N.up.weight [width, hidden], N.up.bias [width],
+    distance [1]; for each layer N from 1: N.up.weight [width, hidden], N.up.bias [width],
     N.down.weight [experts, width], N.down.bias [experts]
 
 The time for one token is that of reading `up`, which is stored in bfloat16: this takes half the
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Ids, Inputs, Shape
+from greenroom.core.predictor import Ids, Inputs, LayerPrediction, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
@@ -95,6 +97,12 @@ class LearnedPredictor(InputPredictor):
         self._networks, self._ahead = networks_of(setup.tensors, setup.shape)
         self.distance = self._ahead
 
+    def predict(self, layer: int) -> list[LayerPrediction]:
+        if self._inputs is None:
+            return []
+        targets = targets_of(layer, self._ahead, self._shape.layers)
+        return [LayerPrediction(target, self._rank(target, self._inputs)) for target in targets]
+
     def _rank(self, target: int, rows: Inputs) -> Ids:
         ranked: Ids = top(self._scores(self._networks[target], rows), self._shape.width)
         return ranked
@@ -109,20 +117,32 @@ class LearnedPredictor(InputPredictor):
         return scores
 
 
-def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list[Network], int]:
+def source_of(target: int, distance: int) -> int:
+    """Return the layer from whose router's input `learned` predicts a layer (ProMoE, 4.4)."""
+    return max(target - distance, 0)
+
+
+def targets_of(layer: int, distance: int, layers: int) -> range:
+    """Return the layers that `learned` predicts from the input of one layer's router."""
+    return range(layer + distance if layer else 1, min(layer + distance + 1, layers))
+
+
+def networks_of(
+    tensors: Mapping[str, NDArray[Any]], shape: Shape
+) -> tuple[dict[int, Network], int]:
     """Build the networks of the predictor `learned`, one for each layer, from a file's tensors.
 
-    Returns (networks, distance). Raises PredictorError if tensors are missing or do not fit the
-    model.
+    Returns (networks by layer, distance). The first layer has no network. Raises PredictorError if
+    tensors are missing or do not fit the model.
     """
     distance = tensors.get("distance", np.empty(0))
-    if distance.shape != (1,) or not 1 <= int(distance[0]) <= shape.layers:
+    if distance.shape != (1,) or not 1 <= int(distance[0]) < shape.layers:
         raise PredictorError(
             "the file of the learned predictor is damaged or for another model: its tensor"
-            f" `distance` is not a number from 1 to {shape.layers}"
+            f" `distance` is not a number from 1 to {shape.layers - 1}"
         )
-    networks = []
-    for layer, experts in enumerate(shape.experts_per_layer):
+    networks: dict[int, Network] = {}
+    for layer, experts in enumerate(shape.experts_per_layer[1:], 1):
         parts = [
             tensors.get(f"{layer}.{name}")
             for name in ("up.weight", "up.bias", "down.weight", "down.bias")
@@ -140,13 +160,13 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
                 "the learned predictor is for another model: its network for MoE layer"
                 f" {layer} does not predict {experts} experts"
             )
-        networks.append(Network(to_bfloat16(up), up_bias, down, down_bias))
+        networks[layer] = Network(to_bfloat16(up), up_bias, down, down_bias)
     if f"{shape.layers}.up.bias" in tensors:
         raise PredictorError(
             "the learned predictor is for another model: it has networks for more than"
             f" {shape.layers} MoE layers"
         )
-    if len({network.up.shape[1] for network in networks}) > 1:
+    if len({network.up.shape[1] for network in networks.values()}) > 1:
         raise PredictorError(
             "the file of the learned predictor is damaged: its networks have different input sizes"
         )

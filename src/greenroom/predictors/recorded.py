@@ -2,8 +2,9 @@
 
 The prediction for a layer is made `distance` layers before the layer. For the first layers of a
 pass this is in the pass before, and only for the pass's first token; in a pass of several tokens,
-and in the first pass of the trace, they are predicted when the pass begins. With distance 0 all
-layers are predicted when a pass begins.
+and in the first pass of the trace, they are predicted when the pass begins. Predictions of
+`learned` for the first layers are made at layer 0 of the same pass. With distance 0 all layers are
+predicted when a pass begins.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids, LayerPrediction, PassStart
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
+from greenroom.predictors.learned import learned, targets_of
 from greenroom.predictors.none import NullPredictor
 
 
@@ -68,6 +70,15 @@ class ReplayPredictor(NullPredictor):
         return ids
 
 
+class ReplayLearned(ReplayPredictor):
+    """Predictor that replays the stored predictions of the predictor `learned`."""
+
+    def predict(self, layer: int) -> list[LayerPrediction]:
+        if layer < 0 or self.distance is None:
+            return []
+        return [self._inside(i) for i in targets_of(layer, self.distance, self._shape.layers)]
+
+
 def build(setup: PredictorSetup) -> ReplayPredictor:
     """Build a predictor that replays the predictions stored in a trace.
 
@@ -95,7 +106,8 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
             f" {setup.shape.layers}"
         )
     nothing = int(np.iinfo(rows.dtype).max)
-    return ReplayPredictor("recorded", rows, nothing, replace(setup, distance=distance or None))
+    replay = ReplayLearned if name == learned.name else ReplayPredictor
+    return replay("recorded", rows, nothing, replace(setup, distance=distance or None))
 
 
 recorded = PredictorKind(

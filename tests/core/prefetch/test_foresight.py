@@ -65,6 +65,19 @@ def test_a_prompt_predicts_only_the_pass_after_it():
     assert len(foresight.begin(at(False))) == 2
 
 
+def test_a_prompt_s_layers_are_not_predicted_where_none_of_the_next_pass_is_reached():
+    predictor = FixedPredictor((3, [[5, 1]]))
+    predictor.distance = 2
+    foresight = Foresight(predictor, OFFSETS)
+    foresight.begin(at(True))
+    foresight.routed(LayerRouting(0, np.array([[2, 0]])))
+    assert -1 not in predictor.observed  # after neither was a prediction asked for
+    assert 0 not in predictor.observed
+    assert layers_predicted(foresight.routed(ROUTING)) == [(0, [5, 1])]
+    foresight.begin(at(False))
+    assert -1 in predictor.observed
+
+
 def test_a_switched_off_predictor_observes_and_does_not_predict():
     predictor = FixedPredictor((2, [[3]]))
     foresight = Foresight(predictor, OFFSETS)

@@ -53,7 +53,7 @@ def test_a_file_that_was_cut_off_is_refused(path: Path, keep: int) -> None:
     ("before", "after", "message"),
     [
         (b"greenroom.predictor", b"greenroom.different", "but is not a predictor"),
-        (b'"version":"1"', b'"version":"7"', "version 7, but this Greenroom reads version 1"),
+        (b'"version":"2"', b'"version":"1"', "version 1, but this Greenroom reads version 2"),
         (b'"shape":[2,3]', b'"shape":[2,4]', "its header is damaged"),
     ],
 )

@@ -13,7 +13,7 @@ from greenroom.config import TrainConfig
 from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.errors import GreenroomError
 from greenroom.predictors import PredictorSetup, predictor
-from greenroom.runtime.recording.training import accuracy, pairs_of, train
+from greenroom.runtime.recording.training import accuracy, hidden_size, train
 from greenroom.trace import GateInputs, Prediction, Trace
 
 CPU = torch.device("cpu")
@@ -58,37 +58,66 @@ def recording(requests: int = 8, length: int = 120, rate: float = 1.0) -> Trace:
     )
 
 
-def test_pairs_are_a_distance_apart() -> None:
-    trace = recording(requests=2, length=4)
-    for target, distance, source in ((1, 1, 0), (2, 1, 1), (2, 2, 0)):
-        pairs = pairs_of(trace, target, distance)
-        assert pairs.source == source
-        assert pairs.rows.tolist() == pairs.tokens.tolist() == list(range(8))
-    for target, distance, source in ((0, 1, 2), (0, 3, 0), (1, 2, 2)):
-        pairs = pairs_of(trace, target, distance)
-        assert pairs.source == source
-        assert pairs.rows.tolist() == [0, 1, 2, 4, 5, 6]  # the last of a request has none after it
-        assert pairs.tokens.tolist() == [1, 2, 3, 5, 6, 7]
+def one_layer() -> Trace:
+    trace = recording(2, 4)
+    inputs = GateInputs(trace.gate_inputs.tokens, trace.gate_inputs.values[:, :1])
+    return replace(
+        trace, experts=trace.experts[:, :1], experts_per_layer=np.array([8]), gate_inputs=inputs
+    )
 
 
-def test_pairs_of_a_sample_need_only_the_inputs_of_the_first() -> None:
-    trace = recording(requests=2, length=4)
-    sampled = np.array([0, 3, 5])
-    trace = replace(trace, gate_inputs=GateInputs(sampled, trace.gate_inputs.values[sampled]))
-    inside, wrapped = pairs_of(trace, 1, 1), pairs_of(trace, 0, 1)
-    assert (inside.rows.tolist(), inside.tokens.tolist()) == ([0, 1, 2], [0, 3, 5])
-    assert (wrapped.rows.tolist(), wrapped.tokens.tolist()) == ([0, 2], [1, 6])
+def test_networks_have_the_size_of_the_paper_s() -> None:
+    """2 million parameters in two layers: weights of both, and the biases."""
+    assert hidden_size(2048, 64) == 944  # DeepSeek-V2-Lite: 2048 x 944 + 944 x 64 + 944 + 64
+    assert hidden_size(4096, 8) == 480  # Mixtral
+    assert hidden_size(160, 32) == 1024  # a narrow model does not get a wider network
+    assert hidden_size(3_000_000, 8) == 16
+    trace = recording(requests=4)
+    trained = train(trace, replace(CONFIG, hidden=None, epochs=1), CPU)
+    assert trained.hidden == len(trained.tensors["1.up.bias"]) == 1024
+    assert train(trace, replace(CONFIG, epochs=1), CPU).hidden == 32
+
+
+def test_the_first_layers_learn_from_the_input_of_layer_0() -> None:
+    """Each layer's inputs decide its own experts only, and layer 1 has those of layer 0 reversed.
+
+    With distance 2 the networks of layers 1 and 2 both read layer 0's input (ProMoE, footnote 1).
+    """
+    trace = recording()
+    random = np.random.default_rng(1)
+    values = random.standard_normal(trace.gate_inputs.values.shape).astype(np.float32)
+    experts = trace.experts.copy()
+    experts[:, 1] = np.argsort(-values[:, 0, :6])[:, :TOP_K]
+    experts[:, 2] = np.argsort(values[:, 0, :8])[:, :TOP_K]
+    inputs = GateInputs(trace.gate_inputs.tokens, values)
+    trace = replace(trace, gate_inputs=inputs, experts=experts)
+    near = train(trace, CONFIG, CPU).accuracy["learned"]
+    far = train(trace, replace(CONFIG, distance=2), CPU).accuracy["learned"]
+    assert near[0] is far[0] is None
+    assert near[1] > 0.75 > 0.4 > near[2]  # at distance 1, layer 2 reads layer 1's input
+    assert min(far[1:]) > 0.75
+
+
+def test_the_number_of_training_tokens_is_bounded() -> None:
+    trace = recording(requests=4)
+    config = replace(CONFIG, epochs=1, tokens=100)
+    trained = train(trace, config, CPU)
+    assert trained.tokens == 100
+    assert trained.held_out == 120  # all tokens of one request
+    again = train(trace, config, CPU)
+    np.testing.assert_array_equal(trained.tensors["1.up.weight"], again.tensors["1.up.weight"])
 
 
 def test_learns_what_the_inputs_decide_and_judges_by_other_requests() -> None:
     trace = recording(rate=0.8)
     done: list[int] = []
     trained = train(trace, CONFIG, CPU, done.append)
-    assert done == [1, 2, 3]
+    assert done == [2, 3]
+    assert "0.up.weight" not in trained.tensors  # layer 0 is not predicted
     learned, popularity = trained.accuracy["learned"], trained.accuracy["popularity"]
-    assert min(learned[1:]) > 0.75  # the same token's states
-    assert 0.4 < learned[0] < min(learned[1:])  # those of the token before
-    assert max(popularity) < min(learned)
+    assert learned[0] is popularity[0] is None
+    assert min(learned[1:]) > 0.75
+    assert max(popularity[1:]) < min(learned[1:])
     assert trained.tokens + trained.held_out == len(trace.gate_inputs.tokens)
     assert 0.15 < trained.held_out / trained.tokens < 0.5
 
@@ -116,28 +145,35 @@ def test_training_is_repeatable() -> None:
     assert first.accuracy == second.accuracy
     for name, array in first.tensors.items():
         np.testing.assert_array_equal(array, second.tensors[name])
-    assert not np.array_equal(first.tensors["0.up.weight"], other.tensors["0.up.weight"])
+    assert not np.array_equal(first.tensors["1.up.weight"], other.tensors["1.up.weight"])
 
 
 def test_the_accuracy_of_recorded_predictions_is_reported_too() -> None:
     trace = recording(requests=4)
     right = np.pad(trace.experts, ((0, 0), (0, 0), (0, 2)), constant_values=255)
     wrong = np.roll(trace.experts, 40, axis=0)
-    recorded = {"right": (right, 1), "wrong": (wrong, 1), "far": (right, 2)}
+    recorded = {"right": (right, 1), "wrong": (wrong, 1), "far": (right, 2), "learned": (wrong, 1)}
+    without = train(trace, replace(CONFIG, epochs=1), CPU).accuracy
     trace = replace(
         trace, predictions={n: Prediction(*prediction) for n, prediction in recorded.items()}
     )
     result = train(trace, replace(CONFIG, epochs=1), CPU).accuracy
     assert result.keys() == {"learned", "right", "wrong", "popularity"}
-    assert result["right"] == [1.0] * LAYERS
-    assert max(result["wrong"]) < 0.6
+    assert result["right"] == [None, 1.0, 1.0]
+    assert max(result["wrong"][1:]) < 0.6
+    assert result["learned"] == without["learned"]  # that of the training, not an earlier one's
 
 
 @pytest.mark.parametrize(
     ("trace", "config", "message"),
     [
         (replace(recording(2, 4), gate_inputs=None), CONFIG, "record it with --gate-inputs 1"),
-        (recording(2, 4), replace(CONFIG, distance=4), "has 3 MoE layers only"),
+        (
+            recording(2, 4),
+            replace(CONFIG, distance=3),
+            "--distance 3: the model has 3 MoE layers only, so the distance can be at most 2",
+        ),
+        (one_layer(), CONFIG, "the model has one MoE layer"),
         (recording(1, 40), CONFIG, "the trace has one request"),
         (recording(2, 20), CONFIG, "tokens for training"),
     ],

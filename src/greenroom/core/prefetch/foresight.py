@@ -41,10 +41,15 @@ class Foresight:
         return self._predict(routing.layer)
 
     def _predict(self, layer: int) -> list[Predicted]:
-        if not self.on:
+        if not self.on or (self._prefill and self._stays_in_pass(layer)):
             return []
         guesses = self.predictor.predict(layer)
         return [self._event(g) for g in guesses if not self._prefill or g.layer >= self._layers]
+
+    def _stays_in_pass(self, layer: int) -> bool:
+        """Tell whether all predictions made after a layer are for layers of the same pass."""
+        distance = self.predictor.distance
+        return distance is not None and layer + distance < self._layers
 
     def _event(self, guess: LayerPrediction) -> Predicted:
         layer = guess.layer % self._layers

@@ -87,7 +87,7 @@ class ArrayFormat(NamedTuple):
 
 ROUTING = ArrayFormat("routing history", "greenroom-learned", 1, "the next run writes a new file")
 PREDICTOR = ArrayFormat(
-    "predictor", "greenroom.predictor", 1, "train it again with `greenroom train-predictor`"
+    "predictor", "greenroom.predictor", 2, "train it again with `greenroom train-predictor`"
 )
 
 

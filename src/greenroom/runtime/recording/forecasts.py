@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Predictor, Shape
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, PredictorChoice, predictor
+from greenroom.predictors.next_gate import InputPredictor
 
 NOTHING = -1  # no prediction; a trace stores the largest value of its dtype instead
 
@@ -50,7 +51,8 @@ class ForecastRecorder:
 
     A replay of the recorded trace makes the same predictions. A prediction counts if it is made the
     predictor's distance ahead of its layer or earlier; the last one for a layer replaces those
-    before. A prediction made at the start of a pass counts if the predictor has no distance, if the
+    before. Predictors that read router inputs predict each layer once, so all of theirs count. A
+    prediction made at the start of a pass counts if the predictor has no distance, if the
     pass has several tokens, and in the first pass of the trace.
     """
 
@@ -78,7 +80,8 @@ class ForecastRecorder:
         """Show the predictors which experts a layer's router chose; collect their predictions."""
         for name, each in self._predictors.items():
             each.observe(routing)
-            self._store(name, each.predict(routing.layer), routing.layer, distance_of(each))
+            least = 0 if isinstance(each, InputPredictor) else distance_of(each)
+            self._store(name, each.predict(routing.layer), routing.layer, least)
 
     def _store(self, name: str, predictions: list[LayerPrediction], layer: int, least: int) -> None:
         """Store an expert predictor's predictions, made after `layer`, for later layers.

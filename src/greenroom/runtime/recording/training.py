@@ -1,15 +1,21 @@
 """Training of the expert predictor `learned`, from a routing trace with router inputs.
 
 Each layer's network maps the router's input `distance` layers before to the experts that the token
-used. For the first layers the networks map the inputs of the last layers' routers to the experts of
-the next token. Inputs are standardised for training; afterwards the standardisation is folded into
-the weights. The loss is the binary cross entropy of each expert's use.
+used. For the first layers this is the input of layer 0's router (ProMoE, section 4.4, footnote 1);
+layer 0 itself has no network. Inputs are standardised for training; afterwards the standardisation
+is folded into the weights. The loss is the binary cross entropy of each expert's use.
+
+The paper's networks have two layers and about 2 million parameters (4.4); it names no activation,
+and the models that it uses have router inputs of 2048 or more values. Ours have ReLU, and a hidden
+layer of at most MOST_HIDDEN units, about the paper's for 2048 inputs. Memory holds the inputs of
+one layer at a time, for `TrainConfig.tokens` tokens and the tokens of the test.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +24,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from greenroom.config import TrainConfig
+from greenroom.config.study import LEAST_TOKENS
 from greenroom.core.pieces import Ints
 from greenroom.core.ranking import top
 from greenroom.errors import TraceError, UsageError
+from greenroom.predictors.learned import learned, source_of
 from greenroom.trace import Trace
 
 BATCH = 128  # tokens
 LEARNING_RATE = 2e-3  # of AdamW at the start; it falls to 0 along a half cosine
-LEAST_TOKENS = 50  # tokens, for training and for the test
+PARAMETERS = 2_000_000  # of one layer's network, about (ProMoE, 4.4)
+MOST_HIDDEN = 1024
+HIDDEN_STEP = 16  # hidden sizes are multiples of it
 
 Floats = NDArray[np.float32]
 OnLayer = Callable[[int], None]
@@ -35,33 +45,17 @@ class TrainingResult(NamedTuple):
     """Result of training the predictor `learned`: the tensors of its file, and its accuracy."""
 
     tensors: dict[str, NDArray[Any]]
-    accuracy: dict[str, list[float]]  # predictor -> accuracy of each layer on held-out requests
+    # Of each predictor, the accuracy of each layer on held-out requests; None for the first layer.
+    accuracy: dict[str, list[float | None]]
+    hidden: int  # hidden size of the networks
     tokens: int  # number of tokens for training
     held_out: int  # number of tokens for the test
 
 
-class TrainingPairs(NamedTuple):
-    """Training data of one layer's predictor network: router inputs and the tokens to predict."""
-
-    source: int  # the layer of the router whose inputs are used
-    rows: Ints  # [n] positions of the inputs among the sampled tokens
-    tokens: Ints  # [n] the tokens whose experts are predicted
-
-
-def pairs_of(trace: Trace, target: int, distance: int) -> TrainingPairs:
-    """Make the training data of the predictor `learned` for the layer `target`.
-
-    The input is that of the router `distance` layers before. For the first layers this is a router
-    at the end of the previous token, if both tokens belong to one request.
-    """
-    assert trace.gate_inputs is not None
-    tokens = trace.gate_inputs.tokens
-    back, source = divmod(target - distance, trace.layers)
-    if back == 0:
-        return TrainingPairs(source, np.arange(len(tokens)), tokens)
-    after = tokens + 1
-    begins = np.isin(after, trace.request_starts)  # including the end of the trace
-    return TrainingPairs(source, np.flatnonzero(~begins), after[~begins])
+def hidden_size(inputs: int, experts: int) -> int:
+    """Return the hidden size with which a predictor network has about PARAMETERS parameters."""
+    hidden = PARAMETERS // (inputs + experts + 1) // HIDDEN_STEP * HIDDEN_STEP
+    return min(max(hidden, HIDDEN_STEP), MOST_HIDDEN)
 
 
 def train(
@@ -73,37 +67,45 @@ def train(
     router inputs or fewer layers than the distance, TraceError if it has too few tokens or
     requests.
     """
-    held_out = _held_out(trace, config)
+    test = _held_out(trace, config)
+    tokens, held_out = int((~test).sum()), int(test.sum())
+    if min(tokens, held_out) < LEAST_TOKENS:
+        raise TraceError(
+            f"the trace has router inputs of {tokens} tokens for training and {held_out} for the"
+            f" test: at least {LEAST_TOKENS} of each are needed; record more requests, or a"
+            " larger share with --gate-inputs"
+        )
+    assert trace.gate_inputs is not None
+    chosen = np.flatnonzero(~test)
+    if config.tokens < tokens:
+        chosen = np.sort(np.random.default_rng(config.seed).choice(chosen, config.tokens, False))
+    rows = chosen, np.flatnonzero(test)
+    inputs, experts = trace.gate_inputs.values.shape[2], int(trace.experts_per_layer.max())
+    config = replace(config, hidden=config.hidden or hidden_size(inputs, experts))
     tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
     shares: list[dict[str, float]] = []
-    counts = [0, 0]
-    for target in range(trace.layers):
-        pairs = pairs_of(trace, target, config.distance)
-        test = held_out[pairs.tokens]
-        now = int((~test).sum()), int(test.sum())
-        if min(now) < LEAST_TOKENS:
-            raise TraceError(
-                f"the trace has router inputs of {now[0]} tokens for training and {now[1]} for the"
-                f" test: at least {LEAST_TOKENS} of each are needed; record more requests, or a"
-                " larger share with --gate-inputs"
-            )
-        counts = [max(n, most) for n, most in zip(now, counts, strict=True)]
-        network, shares_of_layer = _train_layer(trace, target, pairs, test, config, device)
+    for target in range(1, trace.layers):
+        network, shares_of_layer = _train_layer(trace, target, rows, config, device)
         tensors |= {f"{target}.{name}": array for name, array in network.items()}
         shares.append(shares_of_layer)
         on_layer(target + 1)
-    accuracy = {name: [each[name] for each in shares] for name in shares[0]}
-    return TrainingResult(tensors, accuracy, *counts)
+    accuracy = {name: [None, *(each[name] for each in shares)] for name in shares[0]}
+    return TrainingResult(tensors, accuracy, config.hidden or 0, chosen.size, held_out)
 
 
 def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
-    """Return a mask [tokens] of the tokens whose request is held out for the test."""
+    """Return a mask of the tokens with router inputs, true where their request is held out."""
     if trace.gate_inputs is None:
         raise UsageError("the trace has no router inputs: record it with --gate-inputs 1")
-    if config.distance > trace.layers:
+    if trace.layers < 2:
+        raise UsageError(
+            "the model has one MoE layer: the predictor learned needs at least two, since it"
+            " predicts a layer from an earlier one"
+        )
+    if config.distance >= trace.layers:
         raise UsageError(
             f"--distance {config.distance}: the model has {trace.layers} MoE layers only, so the"
-            f" distance can be at most {trace.layers}"
+            f" distance can be at most {trace.layers - 1}"
         )
     if trace.requests < 2:
         raise TraceError(
@@ -113,34 +115,36 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
     number = min(trace.requests - 1, max(1, round(config.held_out * trace.requests)))
     chosen = np.zeros(trace.requests, bool)
     chosen[order[:number]] = True
-    return np.repeat(chosen, np.diff(trace.request_starts))
+    return np.repeat(chosen, np.diff(trace.request_starts))[trace.gate_inputs.tokens]
 
 
 def _train_layer(
     trace: Trace,
     target: int,
-    pairs: TrainingPairs,
-    test: NDArray[np.bool_],
+    rows: tuple[Ints, Ints],
     config: TrainConfig,
     device: torch.device,
 ) -> tuple[dict[str, Floats], dict[str, float]]:
-    """Train one layer's predictor network; return its tensors, and each predictor's accuracy."""
+    """Train one layer's predictor network; return its tensors, and each predictor's accuracy.
+
+    `rows` are the positions of the tokens for training and for the test among those with inputs.
+    """
     assert trace.gate_inputs is not None
-    x = np.ascontiguousarray(trace.gate_inputs.values[pairs.rows, pairs.source])
-    used = trace.experts[pairs.tokens, target].astype(np.int64)
+    values, source = trace.gate_inputs.values, source_of(target, config.distance)
+    training, test = (trace.gate_inputs.tokens[each] for each in rows)
+    learn, used = (trace.experts[each, target].astype(np.int64) for each in (training, test))
     experts = int(trace.experts_per_layer[target])
-    network = _fit(x[~test], used[~test], experts, config, device)
-    hidden = np.maximum(x[test] @ network["up.weight"].T + network["up.bias"], 0)
+    network = _fit(values[rows[0], source], learn, experts, config, device)
+    hidden = np.maximum(values[rows[1], source] @ network["up.weight"].T + network["up.bias"], 0)
     scores = hidden @ network["down.weight"].T + network["down.bias"]
-    popular = np.bincount(used[~test].reshape(-1), minlength=experts).astype(np.float32)
-    predicted = {"learned": top(scores, trace.top_k)}
+    popular = np.bincount(learn.reshape(-1), minlength=experts).astype(np.float32)
+    predicted = {learned.name: top(scores, trace.top_k)}
     for name, prediction in trace.predictions.items():
-        if prediction.distance == config.distance:
-            predicted[name] = prediction.experts[pairs.tokens[test], target, : trace.top_k].astype(
-                np.int64
-            )
+        if prediction.distance == config.distance and name != learned.name:
+            ids = prediction.experts[test, target, : trace.top_k]
+            predicted[name] = ids.astype(np.int64)
     predicted["popularity"] = top(popular[None], trace.top_k)
-    return network, {name: accuracy(ids, used[test]) for name, ids in predicted.items()}
+    return network, {name: accuracy(ids, used) for name, ids in predicted.items()}
 
 
 def accuracy(predicted: NDArray[np.int64], used: NDArray[np.int64]) -> float:
@@ -154,9 +158,13 @@ def accuracy(predicted: NDArray[np.int64], used: NDArray[np.int64]) -> float:
 def _fit(
     x: Floats, used: NDArray[np.int64], experts: int, config: TrainConfig, device: torch.device
 ) -> dict[str, Floats]:
+    """Train a network on router inputs x [tokens, hidden], which are standardised in place."""
+    assert config.hidden is not None
     torch.manual_seed(config.seed)
     mean, spread = x.mean(axis=0), x.std(axis=0) + 1e-6
-    inputs = torch.from_numpy((x - mean) / spread).to(device)
+    x -= mean
+    x /= spread
+    inputs = torch.from_numpy(x).to(device)
     targets = torch.zeros(len(used), experts).scatter_(1, torch.from_numpy(used), 1.0).to(device)
     layers = OrderedDict(
         up=nn.Linear(x.shape[1], config.hidden),
@@ -192,7 +200,7 @@ def result_metadata(
     return {
         "model": trace.meta.get("model", "not named"),
         "distance": config.distance,
-        "hidden": config.hidden,
+        "hidden": trained.hidden,
         "epochs": config.epochs,
         "seed": config.seed,
         "tokens": trained.tokens,
