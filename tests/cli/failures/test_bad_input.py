@@ -331,7 +331,7 @@ def test_a_read_error_in_the_middle_of_an_answer(
     assert ran.out.endswith("\n")
     assert "experts in slots" in started
     assert re.fullmatch(
-        r"greenroom: cannot read an expert from .*safetensors, byte \d+ on: Input/output error",
+        r"greenroom: cannot read an expert from .*safetensors, at byte \d+: Input/output error",
         error,
     )
     monkeypatch.undo()

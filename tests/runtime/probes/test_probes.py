@@ -208,7 +208,8 @@ def test_a_router_that_chooses_too_few_experts_gives_minus_one_for_the_others() 
 )
 def test_a_module_that_is_no_router(choose: Any, message: str) -> None:
     with pytest.raises(
-        PredictorError, match=f"^Plain cannot be called outside of a forward pass: .*{message}"
+        PredictorError,
+        match=f"^router Plain cannot be called outside of a forward pass: .*{message}",
     ):
         RouterGates([Router(Plain(choose), nn.Module(), 8)])
 

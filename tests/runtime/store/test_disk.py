@@ -141,7 +141,7 @@ def test_a_read_error_keeps_the_system_s_message(disk, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StoreError, match="byte 8 on: Input/output error") as caught:
+    with pytest.raises(StoreError, match="at byte 8: Input/output error") as caught:
         store.read(store.chunks(0)[0], Staging())
     assert isinstance(caught.value.__cause__, OSError)
     monkeypatch.undo()

@@ -37,7 +37,10 @@ class DeviceSlots(SlotPool):
         slots, and if the device has not enough memory.
         """
         if capacity < 1:
-            raise DeviceError(f"the cache of experts has {capacity} slots: it needs at least 1")
+            raise DeviceError(
+                f"the cache of experts has {capacity} slots: it needs at least 1; give a larger"
+                " --memory or --cache"
+            )
         assert stride % ALIGNMENT == 0
         self.engine, self.stride, self.reserve = engine, stride, max(capacity, reserve)
         self.capacity = 0

@@ -1,8 +1,8 @@
 """The default expert kernel on a CPU: one compiled call per expert group.
 
-Memory bandwidth limits a call. Weights are read in place from the slots, widened in registers and
-multiplied in float32. Values are rounded where transformers' eager experts round them. Encoded
-(quantised) weights are expanded in registers too, to the values of their format (matrix.py).
+Memory bandwidth limits a call. Weights are read in place from the slots, converted to float32 in
+registers and multiplied. Values are rounded where transformers' eager experts round them. Encoded
+(quantised) weights are decoded in registers too, to the values of their format (matrix.py).
 
 An element of the result depends only on its token, the token's experts and their weights, not on
 the group, the slot, the batch or the number of threads. Encoded experts are an exception: an expert
@@ -166,10 +166,10 @@ class CpuStep(base.KernelStep):
         layer: LayerExperts,
         accumulate: bool = False,
     ) -> None:
-        """Compute experts of a step from the slots of another `LayerExperts`, without their sum.
+        """Compute experts from the slots of another `LayerExperts`, without summing outputs.
 
-        If the slots hold a segment of each expert, it must have a multiple of 64 channels of the
-        intermediate dimension.
+        If the slots hold a segment of each expert, the segment must have a multiple of 64 channels
+        of the intermediate dimension.
         """
         plan = layer_plan(layer, self.kernel.rounded)
         self._compute(plan, layer, experts, slots, accumulate)
@@ -226,10 +226,10 @@ class CpuStep(base.KernelStep):
         return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
 
     def skip_experts(self, experts: Sequence[int]) -> None:
-        """Leave experts that are not computed out of the weighted sum.
+        """Leave the given experts, which are not computed, out of the weighted sum.
 
-        Their outputs and gate weights become 0. `combine` still adds their biases, which then count
-        0 times.
+        Their outputs and gate weights become 0. `combine` still adds their biases to the outputs,
+        and multiplies both by the gate weight 0.
         """
         self.weights = self.weights.clone()
         for expert in experts:
@@ -354,7 +354,7 @@ class CpuKernel(Kernel):
 
         float32: compute float32 models too, not with the eager kernel
         rounded: round encoded weights to the model's type before use, as transformers does when it
-                 expands a checkpoint; a layer then has the bits of the expanded checkpoint
+                 dequantises a checkpoint; the outputs are then bit for bit those of that checkpoint
         """
         self.name = "rounded" if rounded else "numba"
         # Up to so many tokens, an encoded expert's tokens are multiplied one by one.

@@ -1,9 +1,9 @@
 """The reference kernel: the operations of transformers' eager experts forward, one by one.
 
-It has the bits of `experts_implementation="eager"` for any grouping of experts: each expert's
-weighted outputs are stored, and at the end summed by ascending expert id. An encoded matrix is
-expanded completely before it is used, so the reference of an encoded model is eager on the expanded
-checkpoint.
+The result is bit for bit that of `experts_implementation="eager"`, for any grouping of experts:
+each expert's weighted outputs are stored, and at the end summed by ascending expert id. An encoded
+matrix is decoded completely before it is used, so the reference of an encoded model is transformers
+with the dequantised checkpoint.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class EagerKernel(Kernel):
 
 
 class UnweightedStep(EagerStep):
-    """One MoE layer's computation on the host, for experts whose weighted sum a GPU takes.
+    """One MoE layer's computation on the host, for experts whose weighted sum a GPU computes.
 
     `outputs` has for each computed expert (indices of its tokens, their outputs [n, H]). Outputs
     are computed by torch's products, before gate weights and the post-expert norm.
@@ -117,7 +117,7 @@ class UnweightedStep(EagerStep):
 
 
 class UnweightedEagerKernel(Kernel):
-    """The host's expert kernel, next to a GPU, for layers without a compiled kernel."""
+    """The kernel that computes experts on the host beside a GPU, without compiled code."""
 
     name = "plain"
 

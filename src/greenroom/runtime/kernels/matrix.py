@@ -6,11 +6,11 @@ round an input only if it is below a 64th of the largest of its 32 neighbours, t
 neighbour. The error is less than one rounding of the sum to 16 bits, and transformers' grouped_mm
 does one such rounding more.
 
-`kernels="rounded"` rounds weights to the model's type first, as transformers does when it expands a
-checkpoint, and has the bits of the expanded matrix's product. Weights of int8 and q8_0 have up to
-19 significant bits, weights of int4 and q4_0 up to 14; bfloat16 has 8. If rounding changes no
-weight (`is_exact`), both ways have the same weights: MXFP4 in bfloat16 has two significant bits
-times a power of two.
+`kernels="rounded"` rounds weights to the model's type first, as transformers does when it
+dequantises a checkpoint, and its products are bit for bit those of the decoded matrix. Weights of
+int8 and q8_0 have up to 19 significant bits, weights of int4 and q4_0 up to 14; bfloat16 has 8. If
+rounding changes no weight (`is_exact`), both ways have the same weights: MXFP4 in bfloat16 has two
+significant bits times a power of two.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class MatrixProduct:
-    """A weight matrix's compiled product, and the kernel arguments that describe the matrix.
+    """The compiled code that multiplies a weight matrix, and its arguments for the matrix.
 
-    arguments: addresses of the product's code and of the description of the matrix's layout
-    packs_input: does the product take its input row as integers?
+    arguments: addresses of the code and of the description of the matrix's layout
+    packs_input: does the code convert its input row to integers?
     """
 
     __slots__ = ("_layout", "_product", "arguments", "packs_input")

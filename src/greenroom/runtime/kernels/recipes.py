@@ -133,8 +133,8 @@ def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
             ):
                 return recipe
     raise UnsupportedModel(
-        f"{type(module).__name__}: no expert kernel of Greenroom gives the bits of this class's"
-        " forward; `greenroom models` lists the architectures that run"
+        f"{type(module).__name__}: no expert kernel of Greenroom reproduces the bits of this"
+        " class's forward; `greenroom models` lists the architectures that run"
     )
 
 

@@ -92,7 +92,7 @@ class SegmentedExperts(LayerExperts):
 
 
 class SegmentedKernel(PooledKernel):
-    """A kernel that computes experts stored in segments, by an inner kernel."""
+    """A kernel that has an inner kernel compute experts stored in segments."""
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor

@@ -131,7 +131,7 @@ def disk_bandwidth(
             buffer = Staging(size).view
             for handle, offset in places[reader::threads]:
                 if os.preadv(handle, [buffer], offset) != size:
-                    raise OSError(errno.EIO, "short read")
+                    raise OSError(errno.EIO, "a file is shorter than it was")
                 done[reader] += size
                 if time.perf_counter() > end:
                     return
@@ -145,7 +145,7 @@ def disk_bandwidth(
 
 @contextmanager
 def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Create a file of random bytes in a folder during the block, for disk measurements.
+    """Create a file of random bytes in a folder, for disk measurements within this context.
 
     Raises OutputError if the file cannot be written.
     """
@@ -164,7 +164,8 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
-                f"no room for a test file of {nbytes >> 20} MiB in {folder}: {error.strerror}"
+                f"no room for a test file of {nbytes >> 20} MiB in {folder} ({error.strerror}):"
+                " give another folder with --path"
             ) from error
         raise
     finally:
@@ -176,7 +177,7 @@ def fit_link(reads: Reads) -> Link:
     """Fit the cost model of a link (bandwidth, latency, lanes) to measured disk reads.
 
     bandwidth: the best measured bandwidth
-    latency: the median, over a single thread's reads, of their time beyond that at this bandwidth
+    latency: how much longer a single thread's read takes than its bytes at this bandwidth (median)
     lanes: the fewest threads that reach 95 % of the best bandwidth, with reads of the largest size
     """
     bandwidth = max(reads.values())

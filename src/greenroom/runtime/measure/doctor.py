@@ -119,7 +119,7 @@ def measure_machine(
 
 @contextmanager
 def disk_files(path: Path | None, nbytes: int, report: Report) -> Iterator[tuple[list[Path], Path]]:
-    """Provide files for disk measurements during the block, and the path to show for them.
+    """Provide files for disk measurements within this context, and the path to show for them.
 
     The files are a model's weights, or a test file. Raises UsageError for a wrong path, a model of
     less than 64 MiB or a full disk.
@@ -160,9 +160,9 @@ def model_files(path: Path) -> list[Path]:
 
 
 def models_folder() -> Path:
-    """Return the folder of downloaded models, or the nearest folder above that is writable.
+    """Return the folder of downloaded models, or its nearest writable parent folder.
 
-    Returns the working directory if there is none.
+    Returns the working directory if none of these folders is writable.
     """
     folder = Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(StopIteration):

@@ -69,7 +69,7 @@ def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
 
 @contextmanager
 def registered(engine: Engine, memory: Tensor) -> Iterator[str | None]:
-    """Pin host memory during the block; yield None, or the reason why the device refuses."""
+    """Pin host memory within this context; yield None, or why the device refuses."""
     refusal = engine.register(memory.data_ptr(), memory.nbytes)
     try:
         yield refusal

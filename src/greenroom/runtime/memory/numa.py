@@ -67,7 +67,7 @@ def place(address: int, parts: list[tuple[int, int | None]], sys: Path = SYS) ->
     """Set the preferred NUMA nodes of consecutive parts of memory from `address` on.
 
     Each part is (bytes, node); the node is None if it is unknown. Failures are logged as warnings.
-    A machine with one node is left as it is.
+    On a machine with one node, nothing is done.
     """
     if len(nodes(sys)) < 2:
         return

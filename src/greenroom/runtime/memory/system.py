@@ -107,8 +107,8 @@ def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
     """Reserve address space, whose pages take memory only once they are written.
 
     Pages have the system's normal size; with `large_pages` the system is asked for transparent huge
-    pages. The space is freed when its last view is deleted. Raises DeviceError if there is not
-    enough address space.
+    pages. The space is freed when the last array that views it is deleted. Raises DeviceError if
+    there is not enough address space.
     """
     try:
         space = mmap.mmap(-1, max(nbytes, 1), flags=_PRIVATE | _NORESERVE)
@@ -125,7 +125,7 @@ def reserve_memory(nbytes: int, large_pages: bool = False) -> mmap.mmap:
 def advise_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
     """Ask the system for pages of 2 MiB in a part of reserved memory.
 
-    `start` and `nbytes` are multiples of 2 MiB; 0 bytes are left as they are.
+    `start` and `nbytes` are multiples of 2 MiB. If `nbytes` is 0, nothing is done.
     """
     if nbytes:
         with contextlib.suppress(OSError, AttributeError):
@@ -146,7 +146,7 @@ def release_memory() -> None:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector during the block.
+    """Pause Python's garbage collector within this context.
 
     While a model is built and kernels are compiled, the collector takes a fifth of the time, since
     it visits a million objects of the libraries again and again.

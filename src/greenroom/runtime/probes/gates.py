@@ -73,7 +73,7 @@ def _choose(router: Router) -> Ids:
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         reason = " ".join(str(error).split())[:200]
         raise PredictorError(
-            f"{kind} cannot be called outside of a forward pass: {reason}"
+            f"router {kind} cannot be called outside of a forward pass: {reason}"
         ) from error
     return chosen
 

@@ -77,7 +77,7 @@ class ForecastRecorder:
                 self._store(name, predictions, -1, 0)
 
     def layer(self, routing: LayerRouting) -> None:
-        """Show the predictors which experts a layer's router chose; collect their predictions."""
+        """Tell the predictors which experts a router chose, and collect their predictions."""
         for name, each in self._predictors.items():
             each.observe(routing)
             least = 0 if isinstance(each, InputPredictor) else distance_of(each)

@@ -52,7 +52,7 @@ class Recorder:
     probe: captures router inputs; without a probe the inputs of the experts are recorded instead
     forecasts: runs the predictors that the journal's header names
 
-    Routing is recorded only inside a `request` block.
+    Routing is recorded only within a `request` context.
     """
 
     def __init__(
@@ -87,10 +87,11 @@ class Recorder:
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
-        """Record the routing of all forward passes in the block as one request.
+        """Record the routing of all forward passes within this context as one request.
 
-        The request's first `prompt_tokens` tokens are recorded as prefill. If the block raises, the
-        complete passes are stored. Raises TraceError if a trace cannot store the routing.
+        The request's first `prompt_tokens` tokens are recorded as prefill. If an exception ends the
+        context, the complete passes are stored. Raises TraceError if a trace cannot store the
+        routing.
         """
         self._number, self._label, self._prompt = number, label, prompt_tokens
         self._request_tokens, self._flushed = 0, time.monotonic()

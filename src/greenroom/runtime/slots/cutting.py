@@ -51,7 +51,7 @@ class Cutting:
         if blocks < 2:
             raise UnsupportedModel(
                 f"the experts of {where} have {channels} intermediate channels: an expert can be"
-                f" split only at multiples of {unit}, so they cannot be split"
+                f" split only at multiples of {unit} channels, so they cannot be split"
             )
         count = min(count, blocks)
         ends = [min(round(k * blocks / count) * unit, channels) for k in range(count + 1)]

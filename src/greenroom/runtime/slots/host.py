@@ -44,7 +44,10 @@ class HostSlots(SlotPool):
 
         Raises DeviceError for 0 slots, and if there is not enough address space."""
         if capacity < 1 and memory is None:
-            raise DeviceError(f"the cache of experts has {capacity} slots: it needs at least 1")
+            raise DeviceError(
+                f"the cache of experts has {capacity} slots: it needs at least 1; give a larger"
+                " --memory or --cache"
+            )
         self.capacity, self.stride, self._plane_joiner = capacity, stride, plane_joiner
         self.reserve = max(capacity, reserve or 0)
         if memory is None:
@@ -93,7 +96,7 @@ class HostSlots(SlotPool):
     def trim(self, capacity: int) -> None:
         """Set the number of slots, and return the pages of dropped slots to the system.
 
-        Raises DeviceError for a number beyond the reserved one.
+        Raises DeviceError unless the number is from 1 to `reserve`.
         """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
@@ -110,7 +113,7 @@ class HostSlots(SlotPool):
     def close(self) -> None:
         """Return the pages of all slots to the system now.
 
-        The address range is freed when its last view is deleted.
+        The address range is freed when the last array that views the memory is deleted.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0

@@ -44,8 +44,8 @@ class NestedLayout:
     planes: the planes of each matrix
     from_copy: copies from the slot of the expert's int4 copy to the expert's slot, for experts of
         which only the remainder is fetched
-    totals: bytes that complete an expert, by the copies that write an extent (a byte range of a
-        file) to the slot: both planes, or only the remainder
+    totals: how many bytes complete an expert that is read from an extent (a byte range of a file):
+        those of both planes, or of the remainder only; by the copies that write the extent's bytes
     """
 
     planes: tuple[MatrixPlanes, ...]

@@ -59,13 +59,13 @@ class SlotPool(Slots):
         """
 
     def clear(self, slot: int) -> None:
-        """Prepare a slot, before another expert is written into the slot."""
+        """Discard what is noted about a slot's expert, before another expert is written."""
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another slot."""
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy the bytes that an expert shares with its low-precision copy to its slot.
+        """Write the bytes that an expert shares with its low-precision copy to the expert's slot.
 
         Only slots in host memory that join nested experts support this.
         """

@@ -182,7 +182,7 @@ class DiskStore:
             same = stamp_of(fd) == stamp
         except OSError as error:
             raise StoreError(
-                f"cannot read an expert from {path}, byte {begin} on: {error.strerror}"
+                f"cannot read an expert from {path}, at byte {begin}: {error.strerror}"
             ) from error
         if not same:
             self._changed = f"{path} changed while it was in use: load the model again"

@@ -25,7 +25,7 @@ def stamp_of(file: str | int) -> Stamp:
 
 
 class Stamps:
-    """Size and modification time of each of a checkpoint's files, to detect later changes."""
+    """The stamps (inode, size, modification time) of a checkpoint's files, to detect changes."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         """Record the size and modification time of each file.

@@ -6,8 +6,8 @@ as an attribute of the instance. It computes up to 16 tokens, and calls the orig
 anything else. `detach` removes these forwards.
 
 A module whose matrix stays encoded as in the checkpoint has only the compiled forward. It
-multiplies a few tokens with the encoded matrix; for more tokens it expands some rows at a time.
-`detach` gives such a module its expanded weight.
+multiplies a few tokens with the encoded matrix; for more tokens it decodes some rows at a time.
+`detach` gives such a module its decoded weight.
 
 float32 modules stay torch's: another order of summation would be the only difference from eager.
 """
@@ -93,7 +93,7 @@ def accelerate(
     add_experts: AddExperts | None = None,
     rounded: bool = False,
 ) -> Accelerated:
-    """Give a model's dense submodules on the CPU forwards compiled for few tokens.
+    """Give a model's dense submodules on the CPU compiled forwards for few tokens.
 
     reserve: reserves space for one token in a layer's KV cache, or returns None if it cannot
     add_experts: computes a layer's experts and adds them to the residual
@@ -206,8 +206,8 @@ def linear_forward(
     stored: a matrix in its checkpoint's encoding, to use instead of the module's weight
     rounded: round the weights of `stored` to the module's type before use
 
-    Rows must have the module's type. The original forward, or torch's product with the expanded
-    matrix, computes other inputs.
+    The compiled code computes rows of the module's type. The original forward, or torch's product
+    with the decoded matrix, computes other inputs.
     """
     parameters, original = module._parameters, type(module).forward
     weight, bias = parameters["weight"], parameters["bias"]
@@ -257,9 +257,9 @@ def linear_forward(
 
 
 def multiply_many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-    """Multiply many rows x [..., inputs] with an encoded matrix, expanded part by part.
+    """Multiply many rows x [..., inputs] with an encoded matrix, decoded part by part.
 
-    torch multiplies x with each expanded part, of at most 32 MiB.
+    torch multiplies x with each decoded part, of at most 32 MiB.
     """
     rows, columns = stored.shape
     step = max(1, EXPANDED // (columns * stored.dtype.itemsize))

@@ -4,9 +4,9 @@ torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token
 context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as one
 compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, possibly a norm
 of each head, rotary positions) get a compiled forward. One kernel computes rotated queries, keys
-and values from the hidden state, another one the output from them. If the cache cannot reserve
-space for a token, its own `update` is called between both. Whether a class is of the common kind is
-tried once against its own forward.
+and values from the hidden state, another one the output from them. If the KV cache cannot reserve
+space for a token, its own `update` is called between the two. Whether a class is of the common kind
+is tested once, by comparison with its own forward.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class OneTokenAttention:
 
     @property
     def widest(self) -> int:
-        """Return the largest number of values that one token needs in and around the attention."""
+        """Return one token's largest number of values before, within and after the attention."""
         return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
                    self._attend_template[heads.A_ROWS])  # fmt: skip
 

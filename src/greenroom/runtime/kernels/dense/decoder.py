@@ -2,10 +2,10 @@
 
 The first region computes norm, attention, residual sum and second norm, up to the input of the MoE
 block. It also chooses the experts if the router is of a known kind (router.py). The second region
-computes the experts and the layer's output. If all chosen experts have memory slots, Python
-computes nothing between the regions: after a group of experts has evicted the CPU caches, each
-small operation takes as long as a matrix. The bits are those of the accelerated modules called one
-by one.
+computes the experts and the layer's output. If all chosen experts are resident, Python computes
+nothing between the regions: after a group of experts has evicted the CPU caches, each small
+operation takes as long as a matrix. The result is bit for bit that of the accelerated modules
+called one by one.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class FusedDecoderLayer:
         return self._add_experts(self._experts, state, index, weights, residual).view(x.shape)
 
     def replace_forward(self, forward: Callable[..., Any]) -> None:
-        """Replace a decoder layer's forward by one around the present forward."""
+        """Replace a decoder layer's forward by a function that wraps the present forward."""
         self.forward = self._layer.forward = forward
 
     @property
@@ -211,7 +211,7 @@ class FusedDecoderLayer:
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
-        """Return a key that decoder layers accepting the same calls share.
+        """Return a key that is equal for decoder layers which accept the same calls.
 
         The key is None if one parallel region cannot compute the layer and its experts.
         """
@@ -220,7 +220,10 @@ class FusedDecoderLayer:
         return None if self.experts_key() is None else kind
 
     def workspace(self, tokens: int) -> Tensor:
-        """Allocate memory for a layer's kernel calls before its experts; `tokens`: the context."""
+        """Allocate memory for the kernel calls before a layer's experts.
+
+        `tokens` is the number of tokens in the context.
+        """
         # In addition to the attention's memory: two rows of the model's type.
         return self.attention.workspace(tokens, extra=self.attention.hidden)
 
@@ -233,7 +236,7 @@ class FusedDecoderLayer:
         state: Tensor,
         work: Tensor,
     ) -> tuple[Sequence[sequence.Stage], RouterCall]:
-        """Return a layer's kernel calls up to its choice of experts, and that choice.
+        """Return a layer's kernel calls up to its choice of experts, and its `RouterCall`.
 
         The kernel calls write residual = x + attention and state = norm of residual, both [1,
         hidden]. All tensors passed must stay alive until the calls have ended.
@@ -262,8 +265,9 @@ class FusedDecoderLayer:
         has the sequences' KV caches. The experts of all tokens are computed in one step. Return
         None, and do nothing, if compiled code cannot compute the tokens.
 
-        Every token has the bits of a batch of one up to the router, and in the experts. The rest of
-        an MLP or MoE block has these bits only if `batched_cache.exact` is set.
+        For every token, the result up to the router and in the experts is bit for bit that of a
+        batch of one. For the rest of an MLP or MoE block, this is so only if `batched_cache.exact`
+        is set.
         """
         positions = batched_cache.positions(kwargs["position_embeddings"])
         tokens = x.split(1, 1)

@@ -31,7 +31,7 @@ _local = threading.local()
 class StoredMatrix:
     """A dense weight matrix [outputs, inputs] in its checkpoint's encoding.
 
-    It has the attributes of the tensor that it expands to: `shape`, `dtype` and `device`. `layout`
+    It has the attributes of the tensor that it decodes to: `shape`, `dtype` and `device`. `layout`
     has the sizes of the encoded tensor `weight` and of its companions, such as scales.
     """
 
@@ -86,7 +86,7 @@ class StoredMatrix:
         return True
 
     def decode(self) -> Tensor:
-        """Expand an encoded matrix completely, to the weight that the module would have."""
+        """Decode an encoded matrix completely, to the weight that the module would have."""
         (rows, columns), decode = self.shape, ENCODINGS[self.spec.encoding].decode
         codes, *scales = self.parts
         rows_per_scale = (
@@ -102,18 +102,20 @@ class StoredMatrix:
         return out
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Expand the `count` consecutive rows from row `first` on: [count, inputs]."""
+        """Decode the `count` consecutive rows from row `first` on: [count, inputs]."""
         return self._expand(count, first, None)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Expand the rows of an encoded matrix whose numbers `ids` has, in any shape.
+        """Decode the rows of an encoded matrix whose numbers are in `ids`, of any shape.
 
         Return [*ids.shape, inputs]. Raises IndexError for numbers out of range.
         """
         numbers = ids.reshape(-1).tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.shape[0]:
             first, last = min(numbers), max(numbers)
-            raise IndexError(f"row numbers {first} to {last}: the matrix has {self.shape[0]} rows")
+            raise IndexError(
+                f"row numbers {first} to {last}, but the matrix has {self.shape[0]} rows"
+            )
         index = array("q", numbers)
         return self._expand(len(numbers), 0, index).view(*ids.shape, self.shape[1])
 
@@ -177,7 +179,7 @@ def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Replace all encoded matrices of a model by expanded weight parameters.
+    """Replace all encoded matrices of a model by decoded weight parameters.
 
     Modules that shared an encoded matrix share the parameter.
     """
@@ -222,7 +224,7 @@ def all_readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
 
 
 def expanded_bytes(model: nn.Module) -> int:
-    """Return the largest number of weight bytes expanded at once for many tokens."""
+    """Return the largest number of weight bytes that are decoded at once for many tokens."""
     matrices = filter(None, map(stored_matrix, model.modules()))
     sizes = (m.shape.numel() * m.dtype.itemsize for m in matrices)
     return max((min(size, EXPANDED) for size in sizes), default=0)

@@ -211,7 +211,7 @@ class LaunchPlan:
         """Compute the layers from number `first` on for one token.
 
         Return how many experts each computed layer had. The computation stops at a layer whose
-        experts torch must choose, or of which a chosen expert has no slot. `tables` are the slot
+        experts torch must choose, or of which a chosen expert is not loaded. `tables` are the slot
         tables of layer `first`.
         """
         self._bases[TABLES : STEP + 1] = tables[1:]

@@ -1,4 +1,4 @@
-"""Compute one token's experts, from the router's choice to their sum, if all have slots.
+"""Compute one token's experts, from the router's choice to their sum, if all are resident.
 
 The compiled kernels run with one array of arguments, copied from a template. After a group of
 experts has evicted the CPU caches, Python's lists and NumPy's views take as long as the sum over
@@ -96,7 +96,7 @@ class OneTokenExperts:
     def of(
         kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> OneTokenExperts | None:
-        """Make an MoE layer's one-token computation.
+        """Make the `OneTokenExperts` of an MoE layer.
 
         Return None if no compiled kernel computes the layer with its activation.
         """
@@ -205,7 +205,7 @@ class OneTokenExperts:
         first: index of the layer's first expert in the tables of slots
 
         The output's address and the slot tables must be set afterwards. The kernels compute nothing
-        if a chosen expert has no slot.
+        if a chosen expert is not loaded.
         """
         arguments, base = self._fill_arguments(x, weights, residual, 0, buffer)
         find_slots, stages = self._find_slots, self._stages + layers.FIRST_STAGE

@@ -2,7 +2,7 @@
 
 Each function decodes a tile [K, N] of one matrix to float32, exact or rounded once per operation as
 the decoder of the same encoding in runtime/encodings does; `expand` rounds the tile to the model's
-type. So a tile has the bits of that decoder.
+type. So a tile is bit for bit what that decoder returns.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def expand(
 
     The tile is [K, N], for the inputs k [K, 1] and the outputs n [1, N] of the matrix.
 
-    codes, scales: where the matrix's codes and its scales begin, as pointers to their stored types;
-                   of a GGUF type both are the blocks, as bytes and as float16
-    row_n, row_k:  plain: elements from one output to the next, from one input to the next; encoded:
-                   row_n is the bytes of a row
+    codes, scales: pointers to the matrix's codes and scales, in their stored types; for a GGUF type
+                   both point to the first block, as bytes and as float16
+    row_n, row_k:  of an unencoded matrix, the strides in elements from one output, or one input, to
+                   the next; of an encoded matrix, row_n is the bytes of a row
     scale_n:       number of scales of a row
     span_n, span_k: numbers of outputs and inputs that share a scale (fp8 only)
     """

@@ -53,7 +53,7 @@ def fallback_reason(layer: LayerExperts) -> str | None:
 class TritonMatrix:
     """A weight matrix's constant Triton kernel arguments.
 
-    codes, scales: slot 0 as vectors of the types of the matrix's codes and scales
+    codes, scales: views of slot 0 as vectors, in the types of the matrix's codes and scales
     """
 
     codes: Tensor

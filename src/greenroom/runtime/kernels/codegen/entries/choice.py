@@ -1,7 +1,7 @@
 """Compiled kernels that choose a token's experts and look up the experts' slots.
 
-`select` chooses experts from a router's logits, `find_slots` looks up their slots. One thread does
-each for one token, in less time than Python takes for one list.
+`select` chooses experts from a router's logits, `find_slots` looks up their slots. Each runs on one
+thread, for one token, in less time than Python takes to build a list.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def softmax(kind, products, count, out):
 
 @njit(inline="always")
 def top_scores(scores, number, most, best, ids):
-    """Find the largest router scores in descending order, with their expert ids.
+    """Write the largest router scores and their expert ids, in descending order of scores.
 
-    Return their number, at most `most`. Of equal scores those with the lowest ids are taken, in
-    ascending order.
+    The arrays are `best` and `ids`. Return the number of scores, at most `most`. Of equal scores
+    those with the lowest ids are taken, in ascending order of ids.
     """
     count = 0
     for e in range(number):
@@ -81,12 +81,12 @@ def top_scores(scores, number, most, best, ids):
 
 
 def select(kind, wide):
-    """Choose a token's experts: the largest softmax scores of the router's logits.
+    """Make a kernel that chooses a token's experts: those with the largest softmax scores.
 
     The gate weights are rounded to the model's type, or stay float32 (`wide`). If the last chosen
-    score equals the next one, torch's own order decides (ties.py). The argument S_CHOSEN becomes
-    the number of chosen experts. It stays 0 if torch's order is not known, a logit is NaN or the
-    largest logit is infinite.
+    score equals the next one, torch's own order decides (ties.py). The kernel sets its argument
+    S_CHOSEN to the number of chosen experts. It stays 0 if torch's order is not known, a logit is
+    NaN or the largest logit is infinite.
     """
 
     def enter(pointer):
@@ -120,10 +120,11 @@ def select(kind, wide):
 
 
 def find_slots(kind):
-    """Sort a token's chosen expert ids, look up their slots and record their use.
+    """Make a kernel that looks up a token's experts' slots and records their use.
 
-    The argument EXPERT_COUNT becomes the number of experts. It stays 0, and no use is recorded, if
-    an id is no expert of the layer, occurs twice or has no slot. `kind` is not used.
+    The kernel sorts the expert ids, and sets its argument EXPERT_COUNT to their number. It stays 0,
+    and no use is recorded, if an id is no expert of the layer, an id occurs twice or an expert is
+    not loaded. `kind` is not used.
     """
 
     def enter(pointer):

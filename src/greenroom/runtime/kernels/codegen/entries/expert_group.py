@@ -1,8 +1,8 @@
 """Compiled kernels that compute a group of experts and sum experts' outputs.
 
 Both run in an OpenMP parallel region. Every thread enters with the address of one array of int64
-arguments (named below), claims units of work with an atomic counter and leaves when no unit is
-left. So a thread that loses its core for a while delays one unit, not the step.
+arguments (named below), claims ranges of channels with an atomic counter and leaves when no range
+is left. So a thread that loses its core for a while delays one range, not the whole computation.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ GROUP_ARGUMENTS = 38
 
 @njit(inline="always")
 def expert_rows(experts, starts, count, expert):
-    """Find the input rows that an expert computes, by bisection of ascending expert ids.
+    """Find the input rows that are routed to an expert, by binary search.
 
-    Return (first row, row after the last).
+    Expert ids are ascending. Return (first row, row after the last).
     """
     low, high = 0, count - 1
     while low < high:
@@ -70,10 +70,10 @@ def expert_rows(experts, starts, count, expert):
 
 @njit(inline="always")
 def unit_codes(p, unit, up_total, ups, downs, wide):
-    """Return the address of the encoded weights that a unit of work multiplies.
+    """Return the address of the encoded weights of one unit of work.
 
-    A unit is a range of channels of one expert's up or down projection. `wide` is the number of
-    consecutive matrix rows of one up-projection channel.
+    A unit is a range of channels of one expert's up or down projection, which a thread computes at
+    a time. `wide` is the number of consecutive matrix rows of one up-projection channel.
     """
     is_up = unit < up_total
     e = unit // ups if is_up else (unit - up_total) // downs
@@ -88,11 +88,12 @@ def unit_codes(p, unit, up_total, ups, downs, wide):
 
 @njit(inline="always")
 def unit_bounds(p, unit, up_total, ups, downs):
-    """Return which expert, projection, channels and matrix rows a unit of work computes.
+    """Return the expert, projection, channels and matrix rows of one unit of work.
 
-    The result is (is it of the up projection, index of the expert in the group, first channel,
-    channel after the last, first matrix row, number of matrix rows, number of such ranges of rows).
-    Two ranges are gate and up projection.
+    A unit is a range of channels of one expert's up or down projection, which a thread computes at
+    a time. The result is (whether the projection is up, the expert's index in the group, the first
+    channel, the channel after the last, the first matrix row, the number of matrix rows, the number
+    of ranges of rows). Two ranges of rows are those of gate and up projection.
     """
     inner = word(p, INNER)
     if unit < up_total:
@@ -110,8 +111,8 @@ def unit_bounds(p, unit, up_total, ups, downs):
 def up_operands(p, inputs):
     """Return the operands of an expert's up projection.
 
-    They are (offset of the matrix in a slot, inputs, outputs, product, layout, x, row numbers of x,
-    out, row numbers of out).
+    They are (offset of the matrix in a slot, number of inputs, number of outputs), then the
+    addresses of (product code, layout, x, row numbers of x, out, row numbers of out).
     """
     return (
         word(p, UP_OFFSET), word(p, HIDDEN), word(p, WIDTH), word(p, UP_PRODUCT),
@@ -123,8 +124,8 @@ def up_operands(p, inputs):
 def down_operands(p):
     """Return the operands of an expert's down projection.
 
-    They are (offset of the matrix in a slot, inputs, outputs, product, layout, x, row numbers of x,
-    out, row numbers of out).
+    They are (offset of the matrix in a slot, number of inputs, number of outputs), then the
+    addresses of (product code, layout, x, row numbers of x, out, row numbers of out).
     """
     return (
         word(p, DOWN_OFFSET), word(p, INNER), word(p, HIDDEN), word(p, DOWN_PRODUCT),
@@ -134,9 +135,9 @@ def down_operands(p):
 
 @njit(inline="always")
 def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
-    """Round a part of an expert's up projection, and apply the activation.
+    """Round a part of an expert's up projection, add its bias and apply the activation.
 
-    The part has channels c0..c1 - 1 of rows j0..j1 - 1.
+    The part has channels c0 to c1 - 1 of rows j0 to j1 - 1.
     """
     inner, width, rounds = word(p, INNER), word(p, WIDTH), word(p, ROUNDS)
     limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
@@ -155,15 +156,15 @@ def activate_unit(kind, p, expert, c0, c1, first, n, runs, j0, j1):
 
 
 def compute_group(kind, by_columns, by_code):
-    """Compute a group of experts: all up projections, then all down projections.
+    """Make a kernel that computes a group of experts: up projections, then down projections.
 
-    Make a compiled kernel whose threads claim units of work of both.
+    Each thread claims one range of channels of one expert's projection at a time.
 
     by_columns: are the matrices transposed?
     by_code: is any of the matrices encoded?
 
-    Both are constants of the compiled code, and each product is called in one place: inlined code
-    delays the first answer.
+    Both are constants of the compiled code. The code calls each matrix product in one place only,
+    since it is inlined there: more code takes longer to compile before the first answer.
     """
 
     def enter(pointer):
@@ -228,7 +229,7 @@ def add(kind, total, y, weight):
 
 @over_rows("ff", "f", scalars=1)
 def add_rounded(kind, total, y, weight):
-    """Add a row of expert outputs, times its gate weight and rounded, to sums."""
+    """Add a row of expert outputs times its gate weight to sums, rounding the product."""
     return total + (y * weight).rounded(kind)
 
 
@@ -239,9 +240,9 @@ def add_all_rounded(kind, total, y, weight):
 
 
 def combine(kind):
-    """Sum the weighted outputs of each token's experts, by ascending expert id.
+    """Make a kernel that sums each token's weighted expert outputs, by ascending expert id.
 
-    Make a compiled kernel that first rounds the outputs to the model's type and adds biases.
+    The kernel first rounds the outputs to the model's type and adds biases.
     """
 
     def enter(pointer):

@@ -81,7 +81,7 @@ def rotate(kind, row, cos, sin, width):
 
 @njit(inline="always")
 def product_of(p, head):
-    """Return the compiled product of an attention head's encoded weight matrix."""
+    """Return the address of the code that multiplies an attention head's encoded weights."""
     return word(word(p, PROJECT_ARGUMENTS + HEAD_ARGUMENTS * head), M_PRODUCT)
 
 
@@ -123,11 +123,11 @@ def finish_head(kind, p, head, row):
 
 
 def project(kind, by_code):
-    """Compute one token's queries, keys and values, with bias, norm and rotation.
+    """Make a kernel that computes one token's queries, keys and values.
 
-    Make a compiled kernel. Its unit of work is one attention head, with a weight matrix [width,
-    hidden]. Queries are written as [heads, width]; the heads of keys and values may lie at any
-    distance.
+    Bias, norm and rotation are applied. Each thread claims one attention head at a time, with a
+    weight matrix [width, hidden]. Queries are written as [heads, width]; the heads of keys and
+    values may be any number of bytes apart.
     """
 
     def enter(pointer):
@@ -161,10 +161,10 @@ def project(kind, by_code):
 
 
 def project_rows(kind, by_code):
-    """Compute queries, keys and values of several tokens, reading each weight once.
+    """Make a kernel that computes several tokens' queries, keys and values.
 
-    Make a compiled kernel that does for several tokens what `project` does for one. It also widens
-    plain weights once.
+    It does for several tokens what `project` does for one, but reads each weight once, and converts
+    an unencoded weight to float32 once.
     """
 
     def enter(pointer):
@@ -205,7 +205,7 @@ def project_rows(kind, by_code):
 
 @njit(inline="always")
 def attend_key_head(kind, p, unit):
-    """Compute attention of one key head with the query heads that share it.
+    """Compute the attention of the query heads that share one key head.
 
     `p` is the address of the arguments of `attend`, `unit` the number of the key head.
     """
@@ -246,14 +246,14 @@ def attend_key_head(kind, p, unit):
 
 
 def attend(kind, by_code):
-    """Compute one token's attention over its context, then the output projection.
+    """Make a kernel that computes one token's attention, then the output projection.
 
-    Make a compiled kernel. Its first units of work are the heads of keys, each with the query heads
-    that share it. The inputs are q [heads, width], k and v [key heads, context, width]. The other
-    units multiply the result with the weights of the output projection, and add its bias.
+    The inputs are q [heads, width], k and v [key heads, context, width]. Each thread claims one key
+    head at a time, with the query heads that share it. After all heads, each thread claims a range
+    of outputs of the output projection at a time, and adds the bias.
 
-    Memory at the argument SCORES, float32: [heads, context], then twice [heads, width], then [key
-    heads, width].
+    The argument SCORES is the address of scratch memory in float32: [heads, context], then twice
+    [heads, width], then [key heads, width].
     """
 
     def enter(pointer):
@@ -289,10 +289,10 @@ def attend(kind, by_code):
 
 
 def attend_rows(kind, by_code):
-    """Compute attention and output projection of several tokens, each over its own context.
+    """Make a kernel that computes several tokens' attention and output projection.
 
-    Make a compiled kernel that reads the projection's weights once for all tokens; plain weights
-    are also widened once.
+    Each token has its own context. The projection's weights are read once for all tokens; unencoded
+    weights are also converted to float32 once.
     """
 
     def enter(pointer):

@@ -1,11 +1,11 @@
 """Compiled kernels of dense layers: nn.Linear (`gemv`), residual and RMSNorm (`add_and_norm`).
 
-They run in a parallel region, like those of expert_group.py. `expand_rows` expands an encoded
+They run in a parallel region, like those of expert_group.py. `expand_rows` decodes an encoded
 matrix, `copy_arguments` sets the arguments of other kernels, and `run_stages` calls other kernels.
 
-A matrix argument is the address of plain weights. In a kernel that is compiled with `by_code` it is
-the address of a record instead, which has addresses of code and layout. Matrices with a record are
-read as they are encoded (formats/encoded.py), with the bits of expanded ones.
+A matrix argument is the address of unencoded weights. In a kernel that is compiled with `by_code`
+it is instead the address of a record with three addresses: those of the code that multiplies the
+encoded matrix (formats/encoded.py), of the matrix's layout and of its bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
 
 @njit(inline="always")
 def store(kind, sums, bias, out, n):
-    """Add a bias to n float32 sums, and round them to the model's type."""
+    """Add a bias to n float32 sums, and store them, rounded to the model's type."""
     if bias != 0:
         for i in range(n):
             put(kind, out, i, get(F, sums, i) + get(kind, bias, i))
@@ -109,8 +109,8 @@ def multiply_plain_rows(kind, w, first, n, K, x, out):
 def multiply_encoded_rows(matrix, first, n, K, x, out, scratch, packed, after):
     """Multiply n consecutive rows of an encoded weight matrix with one float32 row.
 
-    `matrix` is the address of the matrix's record; its rows begin with row `first`. The result is
-    that of `multiply_row`.
+    `matrix` is the address of the matrix's record; its rows begin with row `first`. Return what
+    `multiply_row` returns.
     """
     product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
     base = word(matrix, M_BASE)
@@ -155,10 +155,11 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 
 
 def gemv(kind, by_code):
-    """Compute nn.Linear for few input rows: x [M, K] @ w [N, K].T (+ bias [N]).
+    """Make a kernel that computes nn.Linear for few input rows.
 
-    Make a compiled kernel whose inputs, weights and result [M, N] have one type; sums are float32.
-    If the caller also passes x as float32, weights are widened once for all rows.
+    The kernel computes x [M, K] @ w [N, K].T, plus a bias [N] if there is one. Inputs, weights and
+    result [M, N] have one type; sums are float32. If the caller also passes x as float32, weights
+    are converted to float32 once for all rows.
     """
 
     def enter(pointer):
@@ -199,10 +200,9 @@ def gemv(kind, by_code):
 
 
 def expand_rows(kind):
-    """Decode rows of an encoded weight matrix to the model's type.
+    """Make a kernel that decodes rows of an encoded weight matrix to the model's type.
 
-    Make a compiled kernel that writes [rows, columns], for consecutive rows or for a list of row
-    numbers.
+    The kernel writes [rows, columns], for consecutive rows or for a list of row numbers.
     """
 
     def enter(pointer):
@@ -247,11 +247,11 @@ def add_and_norm_row(kind, p):
 
 
 def add_and_norm(kind):
-    """Compute the residual sum of two rows and its RMSNorm.
+    """Make a kernel that computes the residual sum of two rows and its RMSNorm.
 
-    Make a compiled kernel that computes sum = x + y and out = RMSNorm(sum), with rows of the
-    model's type. One thread computes them, in float32. With y = 0 (no address) the norm is that of
-    x; with out = 0 no norm is computed.
+    The kernel computes sum = x + y and out = RMSNorm(sum) on one thread, in float32; rows have the
+    model's type. If the address of y is 0, the norm is that of x; if the address of out is 0, no
+    norm is computed.
     """
 
     def enter(pointer):
@@ -263,10 +263,10 @@ def add_and_norm(kind):
 
 
 def add_and_norm_rows(kind):
-    """Compute residual sum and RMSNorm for several tokens, one token per thread.
+    """Make a kernel that computes several tokens' residual sums and RMSNorms.
 
-    Make a compiled kernel that writes the norms in the model's type, and also in float32 if its
-    argument R_WIDE has an address.
+    Each thread claims one token at a time. The norms are written in the model's type, and also in
+    float32 to the address in the argument R_WIDE, if that is not 0.
     """
 
     def enter(pointer):
@@ -286,7 +286,7 @@ def add_and_norm_rows(kind):
 
 
 def copy_arguments(kind):
-    """Copy ranges of int64 kernel arguments in memory.
+    """Make a kernel that copies ranges of int64 kernel arguments in memory.
 
     `kind` is not used.
     """
@@ -306,7 +306,7 @@ def copy_arguments(kind):
 
 
 def run_stages(kind):
-    """Call other compiled kernels one after another, with a barrier between them.
+    """Make a kernel that calls other kernels one after another, with barriers between them.
 
     `kind` is not used.
     """

@@ -33,8 +33,9 @@ F = np.float32(0)
 def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
     """Multiply rows of x with the transpose of a weight matrix, in tiles.
 
-    Computes out[j, column:column + N] (+)= x[j] @ w.T for rows j0..j1 - 1 of x. The weight matrix w
-    has N rows of K elements, which begin `ld` bytes apart.
+    Computes out[j, column:column + N] = x[j] @ w.T for rows j0 to j1 - 1 of x, or adds the product
+    to out if `carry` is not 0. The weight matrix w has N rows of K elements, which begin `ld` bytes
+    apart.
     """
     out += 4 * column
     for j in range(j0, j1, ROWS):
@@ -58,8 +59,9 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
     """Multiply one row with a transposed weight matrix, reading along the matrix's rows.
 
-    Computes out[:N] (+)= x[:K] @ w, with N a multiple of the vector length. The tiles of `axpys`
-    would touch a new page of memory for every few cache lines.
+    Computes out[:N] = x[:K] @ w, or adds the product to out if `carry` is not 0. N is a multiple of
+    the vector length. The tiles of `axpys` would touch a new page of memory for every few cache
+    lines.
     """
     if carry == 0:
         for n in range(N):
@@ -83,8 +85,9 @@ def axpys(
 ):  # fmt: skip
     """Multiply rows of x with a transposed weight matrix, in tiles.
 
-    Computes out[j, column:column + N] (+)= x[j] @ w for rows j0..j1 - 1 of x. The weight matrix w
-    has K rows, which begin `ld` bytes apart; N of its columns are used.
+    Computes out[j, column:column + N] = x[j] @ w for rows j0 to j1 - 1 of x, or adds the product to
+    out if `carry` is not 0. The weight matrix w has K rows, which begin `ld` bytes apart; N of its
+    columns are used.
     """
     size = size_of(kind)
     out += 4 * column
@@ -109,10 +112,10 @@ def axpys(
 def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
     """Multiply input rows with some rows of one expert's unencoded matrix.
 
-    The rows first..first + N - 1 of the weight matrix w [width, K] are multiplied with rows j0..j1
-    - 1 of x. They give the same columns of the product. x and out are float32, with rows of K and
-    `width` elements. `xi` and `oi` are addresses of row numbers of x and out, or 0 if the rows are
-    consecutive.
+    The rows first to first + N - 1 of the weight matrix w [width, K] are multiplied with rows j0 to
+    j1 - 1 of x; the results are columns first to first + N - 1 of out. x and out are float32, with
+    rows of K and `width` elements. `xi` and `oi` are addresses of row numbers of x and out, or 0 if
+    the rows are consecutive.
     """
     size = size_of(kind)
     ld = K * size
@@ -133,8 +136,8 @@ def multiply_plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0
 def multiply_transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
     """Multiply input rows with some columns of one expert's transposed matrix [K, width].
 
-    The parameters are those of `multiply_plain`. For many rows, strips of the matrix are widened to
-    float32 block by block, once for all rows.
+    The parameters are those of `multiply_plain`. For many rows, strips of the matrix are converted
+    to float32 block by block, once for all rows.
     """
     size = size_of(kind)
     w, ld = w + first * size, width * size
@@ -166,16 +169,16 @@ def multiply_encoded(
 ):  # fmt: skip
     """Multiply input rows with one expert's encoded matrix.
 
-    `product` is the address of the compiled product of the matrix's encoding; the other parameters
-    are those of `multiply_plain`.
+    `product` is the address of the code that multiplies this encoding; the parameters without a
+    description are those of `multiply_plain`.
 
-    Up to `sequential_rows` input rows are multiplied one by one, with weights in registers. Each
-    row then has the bits that it has in a batch of one. For more rows, 16 rows of weights at a time
-    are expanded to the scratch memory.
+    Up to `sequential_rows` input rows are multiplied one by one, with weights in registers. The
+    result for a row is then bit for bit that of a batch of one. For more rows, 16 rows of weights
+    at a time are decoded to the scratch memory.
 
-    `packed` is the address of the input row that lies in the scratch memory as integers (0: none);
-    returns this address as it is after the call. The codes at address `after` are prefetched, since
-    they are read next.
+    `packed` is the address of the input row whose integers are in the scratch memory (0: none). The
+    new value is returned, for the next call. The codes at the address `after` are prefetched to the
+    CPU cache, since they are read next.
     """
     if j1 - j0 <= sequential_rows:
         for j in range(j0, j1):

@@ -3,7 +3,7 @@
 A router's logits are rounded to eight bits, so one choice in twenty ends between equal scores: too
 often to return to Python for it. torch's order is the result of libstdc++'s nth_element (a
 partition around the median of three, repeated) and its insertion sort of the elements before the
-nth. A trial detects another library or version behind torch (dense/router.py).
+nth. Whether torch uses this library is tested by trials (dense/router.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def partition(scores, order, first, last):
 def insertion_sort(scores, order, first, last):
     """Sort a range of scores by insertion, in descending order.
 
-    The range is first..last - 1. Equal scores keep their order.
+    The range is first to last - 1. Equal scores keep their order.
     """
     for at in range(first + 1, last):
         i = at
@@ -95,7 +95,7 @@ def select_largest(scores, order, number, top_k):
     """Write the ids of the largest router scores in the order of torch's topk.
 
     The first `top_k` places of `order` [number] receive these ids. Scores are float32 [number].
-    Return False if nth_element would continue with a heap.
+    Return False if nth_element would continue with a heap, whose order is not reproduced.
     """
     rounds, remaining = 0, number
     while remaining > 1:

@@ -3,7 +3,7 @@
 `INTEGER_PRODUCTS` has the encodings. Codes of four to eight bits are multiplied with input rows as
 int8 or int16 (packing.py) and summed exactly, eight or four products to a lane. Then each lane's
 sum is multiplied by a scale in float32. A code may be larger than its weight by an offset: the sum
-then begins with the input times the negative offset.
+then begins with minus the offset times the sum of the inputs.
 
 Needs AVX-512 with VNNI (`INTEGERS`).
 """
@@ -30,14 +30,15 @@ Term = tuple[int, Value, Value]  # block of the iteration, vector, factor of the
 
 @dataclass(frozen=True, slots=True)
 class IntegerProduct:
-    """LLVM code that multiplies quantised weights of one encoding with integers.
+    """LLVM code that multiplies one encoding's quantised weights with inputs as integers.
 
-    One iteration takes `unit` inputs of a row.
+    One iteration of its loop takes `unit` inputs of a row.
 
-    terms:  (row, at, x, left) -> terms to add to the sums; x are the vectors of a packed input row
-    shift:  a row has one prepared scale for 2^shift inputs
-    order:  inputs of an iteration in the order of the codes' bytes, for inputs as two int8;
-            (): inputs are int16
+    terms:  function of (row, index of the iteration's first input, vectors of the packed inputs,
+            number of inputs left, None for a complete iteration) that returns terms of the sums
+    shift:  a row has one float32 scale for 2^shift inputs
+    order:  the iteration's inputs in the order of the codes' bytes, if inputs are stored as two
+            int8; empty if inputs are int16
     offset: code minus weight, in steps of the code
     factor: weight of one step of the code
     separate_halves: have the first and the last half of `order` different sums?
@@ -63,7 +64,7 @@ class IntegerProduct:
 
     @property
     def group(self) -> int:
-        """Return the number of inputs of a row that share a power of two."""
+        """Return the number of inputs that share a scale, which is a power of two."""
         return max(32, 1 << self.shift)
 
     @property

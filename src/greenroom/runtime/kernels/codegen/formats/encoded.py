@@ -1,11 +1,11 @@
 """Compiled products with quantised weights that are decoded in registers.
 
 Each lane of a vector sums the same products in the same order as `dot` of llvm/ir.py. So the result
-has the bits of weights that are expanded to the model's type beforehand.
+is bit for bit that of weights which are decoded to the model's type beforehand.
 
 Integer products do not round weights to the model's type. An input row is converted to integers
 once (packing.py); codes are integers already (codes.py). A 4-bit weight then takes a fourth of the
-instructions of expanding it to float32. Inputs that are bfloat16 numbers and at most 64 times
+instructions of decoding it to float32. Inputs that are bfloat16 numbers and at most 64 times
 smaller than the largest of their neighbours are exact; smaller inputs are rounded to 2^-15 of that
 neighbour.
 """
@@ -84,7 +84,7 @@ prepare, prepare_times = _prepare(False), _prepare(True)
 def expand(typingctx, encoding, kind, codes, ready, K, out):
     """Decode one row of a quantised matrix to K float32 weights.
 
-    `ready` is the address of the row's prepared scales.
+    `ready` is the address of the row's scales in float32.
     """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)
@@ -118,23 +118,24 @@ def any_bits(scales, step, count, mask):
 
 @njit(inline="always")
 def scale_row(row, rows_per_scale):
-    """Return the row of scales that belongs to a row of quantised weights.
+    """Return which row of scales belongs to a row of quantised weights, by number.
 
-    With one row of weights per row of scales nothing is divided: a division takes as long as half a
-    row of 4-bit codes.
+    If each row of weights has its own row of scales, no division is computed: it would take as long
+    as half a row of 4-bit codes.
     """
     return row if rows_per_scale == 1 else row // rows_per_scale
 
 
 def product(kind, encoding, mask, integers):
-    """Multiply rows of a quantised matrix with an input row, or decode them to float32.
+    """Make code that multiplies a quantised matrix with an input row, or decodes it.
 
-    Make a compiled kernel that other kernels call.
+    Other kernels call the code for some rows of the matrix. Decoded rows are float32.
 
     encoding: index into `NAMES`
-    mask: if no scale of some rows has one of these bits set, their weights are numbers of the
-          model's type without rounding; 0: not checked
-    integers: use integer products; the input row is packed. A call for 0 rows packs a row.
+    mask: if none of these bits is set in the scales of some rows, their weights need no rounding to
+          the model's type; 0: not checked
+    integers: multiply with an input row that was converted to integers; a call for 0 rows converts
+          the input row
     """
 
     def enter(pointer):
@@ -192,11 +193,11 @@ def multiply_row(
 ):  # fmt: skip
     """Multiply some rows of a quantised matrix with one float32 row.
 
-    Computes out[:rows] (+)= rows first.. of the matrix times x [K], in float32. `product` is the
-    address of the compiled product of the matrix. `scratch` is memory for the product's arguments,
-    for a packed input row and for 5 K bytes. `packed` is the address of the input row that lies
-    packed there (0: none); returns this address as it is after the call. The codes at address
-    `after` are prefetched, since they are read next.
+    Computes out[:rows] = matrix[first:first + rows] @ x [K] in float32, or adds the product to out
+    if `carry` is not 0. `product` is the address of the code that multiplies this encoding.
+    `scratch` is memory for that code's arguments, for an input row as integers and for 5 K bytes.
+    `packed` is the address of the input row whose integers are there (0: none); the new value is
+    returned. The codes at the address `after` are prefetched to the CPU cache: they are read next.
     """
     place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64
     room = word(layout, L_PACKED)
@@ -225,8 +226,8 @@ def multiply_row(
 def expanded_rows(product, layout, slot, K, first, rows, scratch):
     """Decode rows of a quantised matrix to scratch memory, and return their address.
 
-    The rows first..first + rows - 1 become float32 [rows, K]. `product` is the address of the
-    compiled product of the matrix. `scratch` is memory for the product's arguments, the decoded
+    The rows first to first + rows - 1 become float32 [rows, K]. `product` is the address of the
+    code that decodes this encoding. `scratch` is memory for that code's arguments, the decoded
     rows, and 5 K bytes.
     """
     place = (scratch + 8 * FRAME_ARGUMENTS + 63) & -64

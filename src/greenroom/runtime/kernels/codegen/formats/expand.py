@@ -1,6 +1,6 @@
 """LLVM code that decodes 32 quantised weights of a row in registers.
 
-`EXPANDERS` has the encodings of runtime/encodings, and a decoded weight has the bits of the decoder
+`EXPANDERS` has the encodings of runtime/encodings, and decodes a weight bit for bit as the decoder
 there. An `Expander` first writes all scales of a row as float32 (`prepare`), and then decodes 32
 weights of the row at a time (`group`), rounded to the model's type. 4-bit weights are looked up in
 a table of their 16 values, which is rounded once for the 32 weights of a group instead of for each
@@ -60,9 +60,9 @@ Group = Callable[[Any, Row, Value, int], list[Value]]
 class Expander:
     """LLVM code that decodes the quantised weights of one encoding.
 
-    prepare: (row): write the row's scales as float32
-    group:   (kind, row, at, half) -> the 32 weights from input at + 32 half on, as vectors of LANES
-             float32; `at` (int64) is a multiple of 64, half is 0 or 1
+    prepare: function of a row that writes the row's scales as float32
+    group:   function of (kind, row, at, half) that returns 32 weights, from input at + 32 * half
+             on, as vectors of LANES float32; `at` (int64) is a multiple of 64, `half` is 0 or 1
     order:   index of the weight in each lane
     """
 

@@ -1,8 +1,9 @@
 """Conversion of an input row to integers, for products with quantised weights (codes.py).
 
-32 neighbours (64 if they share a scale) share a power of two, such that the largest takes 15 bits
-with its sign. An integer is stored as two bytes, its lower 7 bits and its upper 8, or with 16 bits
-as int16. The bytes lie in the order of the codes that they are multiplied with.
+Each 32 neighbouring inputs (64 if their weights share a scale) are divided by a common power of
+two, so that the largest becomes an integer of 15 bits with its sign, stored as two bytes (its lower
+7 bits and its upper 8), or of 16 bits, stored as int16. The bytes are in the order of the codes
+that they are multiplied with.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _offsets(form: IntegerProduct, planes: list[Value]) -> list[Value]:
 
 
 def powers_of(form: IntegerProduct, x: Value, K: Value) -> Value:
-    """Return the address of the powers of two in a packed input row."""
+    """Return the address of a packed input row's scales, which are powers of two."""
     return x + (K + (form.unit - 1)) / form.unit * (LINE * form.vectors)
 
 
@@ -127,7 +128,7 @@ def pack(typingctx, encoding, x, K, out):
 
 @intrinsic(prefer_literal=True)
 def powers_at(typingctx, encoding, x, K):
-    """Return the address of the powers of two in an input row packed as integers."""
+    """Return the address of a packed input row's scales, which are powers of two."""
     _, form = integer_product(encoding)
     signature = types.int64(encoding, types.int64, types.int64)
     return inline(signature, lambda _, x, K: powers_of(form, x, K))

@@ -1,7 +1,8 @@
 """Rows of quantised weights, and LLVM code that writes a row's scales as float32.
 
-Each encoding has a function `prepare(row)`, which writes scales to `row.ready` and minima to
-`row.minima`. Conversion costs little for a row at a time, and much between the weights.
+Each encoding has a function `prepare(row)`, which emits code that writes scales to `row.ready` and
+minima to `row.minima`. Converting a whole row of scales at a time costs less than converting each
+scale when its weights are decoded.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Row:
     """The addresses of a row of quantised weights and its scales, in LLVM code.
 
     codes:  the row's codes
-    ready:  memory for prepared float32 scales; minima, if any, one for each scale, follow after
+    ready:  memory for the scales in float32; minima, if any, one for each scale, follow after
             inputs / 8 bytes
     inputs: number of the row's elements
     scale:  the row's first scale, if scales are a separate tensor
     share:  number of groups of 32 inputs with one scale, if that differs between models
-    powers: float32 factors of the prepared scales, or None
+    powers: float32 factors that the scales are multiplied by, or None
     """
 
     codes: Value
@@ -52,13 +53,14 @@ class Row:
 
     @property
     def minima(self) -> Value:
-        """Return the address of a row's prepared minima."""
+        """Return the address of a row's minima in float32."""
         return self.ready + (self.inputs >> 3)
 
     def put(self, at: Value, scales: Value, left: Value | None = None) -> None:
-        """Write a vector of scales from index `at` of a row on, times their powers.
+        """Write a vector of scales from index `at` of a row on.
 
-        Only the powers of the first `left` scales are read; the products of all others are 0.
+        Scales are multiplied by the row's `powers` if there are any. Only the powers of the first
+        `left` scales are read; the products of all others are 0.
         """
         if self.powers is not None:
             mask = below_or_all(left, scales.lanes)
@@ -66,7 +68,7 @@ class Row:
         (self.ready + (at << 2)).store(scales)
 
     def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
-        """Load the prepared scale (or minimum) of one input of a row.
+        """Load the float32 scale (or minimum) of one input of a row.
 
         The input has the index at + 32 * half. `shift`: a row has one scale for 2^shift inputs.
         """
@@ -75,7 +77,7 @@ class Row:
 
 
 def no_scales(row: Row) -> None:
-    """Prepare no scales, for encodings without scales."""
+    """Emit nothing: the `prepare` function of encodings without scales."""
 
 
 def prepare_in_vectors(
@@ -83,10 +85,10 @@ def prepare_in_vectors(
 ) -> None:
     """Write a row's scales as float32, one vector of LANES scales at a time.
 
-    value(at, left) returns the scales from index `at` on, and `left` is None if all lanes exist.
-    The last vector overlaps with the one before. Only if there are fewer scales than lanes, `left`
-    is their number. The store is not masked then either, since a load soon after a masked store
-    waits for it.
+    value(at, left) returns the scales from index `at` on; `left` is None if all lanes exist. The
+    last vector overlaps with the one before. Only if there are fewer scales than lanes, `left` is
+    their number. Even then the store is not masked, since a load soon after a masked store waits
+    for the store.
     """
 
     def put(at: Value, left: Value | None) -> None:
@@ -104,7 +106,7 @@ def prepare_in_vectors(
 
 
 def contiguous(shift: int, element: Any, read: Callable[[Value], Value]) -> Any:
-    """Make the code that prepares a row's scales if they are contiguous in memory.
+    """Make the `prepare` function for encodings whose scales are contiguous in memory.
 
     The row has one scale for 2^shift inputs. read(vector of LANES elements) converts scales to
     float32.
@@ -140,9 +142,9 @@ def e8m0_halves(raw: Value) -> Value:
 
 
 def repeated(kind: Any, factor: float = 1.0) -> Any:
-    """Make the code that prepares scales shared by several groups of 32 inputs.
+    """Make the `prepare` function for scales that several groups of 32 inputs share.
 
-    It writes each scale of type `kind` once for each of the `row.share` groups that share the
+    Its code writes each scale of type `kind` once for each of the `row.share` groups that share the
     scale. Scales are multiplied by `factor`, a power of two.
     """
 
@@ -159,7 +161,7 @@ def repeated(kind: Any, factor: float = 1.0) -> Any:
 
 
 def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
-    """Make the code that prepares scales at the start of blocks of 32 inputs.
+    """Make the `prepare` function for scales at the start of blocks of 32 inputs.
 
     Blocks have `width` bytes. read(vector of LANES elements) converts scales to float32.
     """
@@ -209,7 +211,7 @@ def _gather_each(address: Value, width: int, element: Any, left: Value | None) -
 
 
 def scales_and_minima(width: int) -> Any:
-    """Make the code that prepares scales and minima of GGUF q4_k and q5_k.
+    """Make the `prepare` function for scales and minima of GGUF q4_k and q5_k.
 
     A block of `width` bytes has two float16 factors, d and dmin, and eight scales and minima of 6
     bits. The minima are negated.
@@ -231,7 +233,10 @@ def scales_and_minima(width: int) -> Any:
 
 
 def q6_scales(row: Row) -> None:
-    """Prepare the scales of GGUF q6_k: 16 scales of eight bits times d, a block's float16."""
+    """Emit code that writes the scales of GGUF q6_k as float32.
+
+    A block has 16 scales of eight bits, and a float16 factor that they are multiplied by.
+    """
     with counted_loop(0, row.inputs >> 8) as number:
         block = row.codes + number * 210
         scales = (block + 192).load(I8, 16).convert(I32, signed=True).convert(F32, signed=True)

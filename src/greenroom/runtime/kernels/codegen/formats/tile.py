@@ -49,7 +49,8 @@ class Iteration:
     """LLVM code of one loop iteration of a product with quantised weights.
 
     unit:       number of inputs of an iteration
-    parts:      (x, at, left) -> the iteration's parts; all rows compute one part before the next
+    parts:      function of (x, index of the first input, number of inputs left or None) that yields
+                parts; a part returns terms of a row's sums; all rows compute a part before the next
     order:      index of the sum in each lane of a vector
     paired:     do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after the other?
@@ -101,9 +102,10 @@ def _integer_parts(form: IntegerProduct, x: Value, at: Value, left: Left) -> Ite
 def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
     """Multiply a tile of quantised rows with one input row, decoding in registers.
 
-    Computes out[:4] (+)= products of four rows of weights with x [K]. The sums are those of
-    `dot_1x4`, taken in blocks of `block` inputs: K or 64. The rows' scales lie `step` bytes apart.
-    The code prefetches the cache lines of as many rows at the address `ahead`.
+    Writes the products of four rows of weights with x [K] to out[:4], or adds them if `carry` is
+    not 0. The sums are those of `dot_1x4`, taken in blocks of `block` inputs: K or 64. The rows'
+    scales are `step` bytes apart. Four more rows, at the address `ahead`, are prefetched to the CPU
+    cache.
     """
     name, expander = expander_of(encoding)
     kind = types.unliteral(kind)

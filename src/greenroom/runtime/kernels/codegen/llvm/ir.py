@@ -220,7 +220,7 @@ def _element(address, index, element):
 
 @intrinsic
 def get(typingctx, kind, address, index):
-    """Load element `index` of a row of a weight type, widened to float32."""
+    """Load element `index` of a row of a weight type, converted to float32."""
 
     def emit(_, address, index):
         place = _element(address, index, ELEMENT[kind])

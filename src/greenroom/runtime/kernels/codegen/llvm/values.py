@@ -1,7 +1,7 @@
 """LLVM values with Python's operators, and Numba intrinsics made of them.
 
-A weight type is a `kind`, the Numba type that stands for it (see ir.py). Its numbers are widened to
-float32 when they are loaded and rounded when they are stored."""
+A weight type is a `kind`, the Numba type that stands for it (see ir.py). Its numbers are converted
+to float32 when they are loaded and rounded when they are stored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Value:
         return element if self.lanes is None else ir.VectorType(element, self.lanes)
 
     def constant(self, value: Any, element: Any = None) -> Value:
-        """Make an LLVM vector of some numbers, or one number in this shape.
+        """Make an LLVM constant: a vector of some numbers, or one number in this value's shape.
 
         Elements have this value's element type or the type `element`."""
         element = element or self.element
@@ -196,7 +196,7 @@ class Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
     def below(self, lanes: int = LANES) -> Value:
-        """Make a mask of the first lanes of a vector; this int64 is their number."""
+        """Make a mask of a vector's first lanes, whose number this int64 value is."""
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
@@ -244,7 +244,7 @@ class Value:
         return self._new(pointer).call(name, kind, *map(self._new, others))
 
     def weights(self, kind: Any, mask: Value | None = None) -> Value:
-        """Load LANES weights from this address, widened to float32."""
+        """Load LANES weights from this address, converted to float32."""
         return self.load(ELEMENT[kind], LANES, mask).widened(kind)
 
     def store(self, value: Value, mask: Value | None = None) -> None:
