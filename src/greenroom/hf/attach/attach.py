@@ -209,8 +209,9 @@ class Greenroom:
     def pin(self) -> None:
         """Apply `--pin`: never evict the experts of the task that a prompt resembles.
 
-        Without `--pin`, nothing happens. Raises BudgetError if some task's experts leave too few
-        slots for a step when the KV cache is full.
+        The tasks and their experts are those in the file of `--pin`. Without it, nothing happens.
+        Raises BudgetError if some task's experts leave too few slots for a step when the KV cache
+        is full.
         """
         setup = self.setup
         if setup.pins is not None:

@@ -38,7 +38,10 @@ class TaskPins:
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts that a prompt's tokens use: ids in the layer, [tokens, top_k]."""
+        """Count the experts that a prompt's tokens use.
+
+        `experts` are ids within the layer, of shape [tokens, top_k].
+        """
         if self._in_prompt:
             first, end = self._pins.offsets[layer : layer + 2]
             used = experts[(experts >= 0) & (experts < end - first)] + first

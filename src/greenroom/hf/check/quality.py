@@ -83,12 +83,12 @@ def quality(
     cache:   size of the expert cache of both models
     tokens:  number of the text's first tokens that are computed; None for all
     kv, kernels: options of the model; the original has the defaults
-    lesser:  options of approximate misses, by name; without `against` the original is then the same
-             checkpoint with exact misses
+    lesser:  options that approximate the experts missing from the cache, by name; without `against`
+             the original is then the same checkpoint without them
     say:     called with a line for each stage
 
     A forward pass has 512 tokens of the text; 64 if `kv` is not dynamic, so that later passes use
-    quantised keys; and one with `lesser`, as in decoding. With `lesser` nothing is prefetched.
+    quantised keys; and a single one with `lesser`, as in decoding; then nothing is prefetched.
 
     Raises UsageError if there is no original or the two models do not match, and OutputError if the
     temporary file for the original's logits cannot be written.

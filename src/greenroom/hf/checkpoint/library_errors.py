@@ -73,8 +73,8 @@ def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
 def bounded_construction(tensors: int, where: str) -> Iterator[None]:
     """Context manager that stops the construction of a far too large model.
 
-    Raises CheckpointError once the modules and parameters constructed in this thread exceed 2048 +
-    16 for each of the checkpoint's `tensors`. `where` is the message's prefix.
+    Raises CheckpointError once the modules and parameters constructed in this thread exceed 2048
+    plus 16 for each of the checkpoint's `tensors`. `where` is the message's prefix.
     """
     left, thread = FREE + PARTS * tensors, threading.get_ident()
 

@@ -112,7 +112,10 @@ class SplitCounts:
         self._in_prompt = prompt
 
     def on_routing(self, layer: int, experts: Ids) -> None:
-        """Count the experts that decoded tokens use: ids in the layer, [tokens, top_k]."""
+        """Count the experts that decoded tokens use.
+
+        `experts` are ids within the layer, of shape [tokens, top_k].
+        """
         if self._in_prompt:
             return
         expected = self._expected.pop(layer, None)

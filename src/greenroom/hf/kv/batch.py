@@ -93,7 +93,7 @@ class BatchedCache(Cache):
         return key_states, value_states
 
     def split_states(self, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a layer's keys and values of each sequence, old and new tokens.
+        """Return each sequence's keys and values in a layer, of old and new tokens.
 
         `key` and `value` are the arguments of the layer's attention function.
         """

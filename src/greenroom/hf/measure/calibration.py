@@ -47,9 +47,11 @@ class Calibration:
     latency: TokenLatency | None
 
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
-        """Set a benchmark entry's `calibrated_options` from the warm-up prompt's routing.
+        """Set the options that a benchmark entry calibrates, from a warm-up prompt's routing.
 
-        capacity: expert slots that cache sizes and splits divide
+        `calibrated_options` of the entry names these options.
+
+        capacity: expert slots that are divided among the layers
         least:    expert slots that remain with a full context; pinned experts leave enough of them
                   free for one token, or BudgetError is raised
         """

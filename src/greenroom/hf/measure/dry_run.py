@@ -93,8 +93,8 @@ def compute_seconds(session: Measurement) -> float:
 def wait_seconds(session: Measurement) -> float:
     """Return the mean seconds that a token waits for experts.
 
-    The sum of waits counts at most COOLED seconds (greenroom.core.cost) for each miss: after that
-    time, a longer wait does not make the next computation slower.
+    The sum of waits counts at most 4 ms (COOLED) for each miss: a longer wait does not make the
+    next computation any slower.
     """
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 

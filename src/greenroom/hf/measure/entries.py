@@ -68,8 +68,8 @@ class Entry:
     def observed(self, expert_bytes: int) -> list[RunMeasurement]:
         """Return a benchmark entry's rounds as measurements that plans are fitted to.
 
-        The list is empty if the entry prefetches with the guard, which may turn prefetching off
-        unnoticed.
+        The list is empty if the entry prefetches without `--no-guard`, since prefetching may then
+        be turned off during a round unnoticed.
         """
         ahead = self.config.prefetch != "off"
         if ahead and not self.config.no_guard:

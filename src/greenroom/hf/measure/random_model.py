@@ -23,7 +23,7 @@ from greenroom.interrupts import undo_on_interrupt
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a small random Qwen3-MoE model that measures a machine."""
+    """Sizes of the small random Qwen3-MoE model with which a machine is measured."""
 
     hidden: int = 1024
     inner: int = 512

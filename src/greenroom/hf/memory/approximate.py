@@ -44,7 +44,7 @@ def check_copies(catalog: Catalog, at: Approximation | None) -> None:
 def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int) -> Copies | None:
     """Return the sizes of a pack's low-precision expert copies, and the number of their slots.
 
-    The slots take the share of `--low-share` of the memory of `room` experts, but hold at least the
+    The slots take `--low-share` of the memory of `room` experts, but hold at least the
     `top_k` copies that a token may need. The result is None if no copies are used.
     """
     if at is None or not at.low:

@@ -138,7 +138,7 @@ class DeviceBudget:
         if self.nbytes > self.free:
             raise BudgetError(
                 f"--memory {memory} is more than the GPU has free: {show_bytes(self.free)} of"
-                f" {show_bytes(total)}; with a GPU, --memory limits the GPU's memory and"
+                f" {show_bytes(total)}: give less; with a GPU, --memory limits the GPU's memory and"
                 " --host-memory the process's memory on the host"
             )
 

@@ -85,16 +85,17 @@ class SlotBudget:
         return replace(self, budget=self.full_context_needs().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
-        """Take control of the number of expert slots of a model's driver.
+        """Take control of the number of expert slots of a model.
 
-        The number becomes `initial_slots` now, and follows the KV cache from then on.
+        `driver` reads experts into these slots. Their number becomes `initial_slots` now, and
+        follows the KV cache from then on.
         """
         self._driver = driver
         driver.resize(self.initial_slots())
         self._resized_for = self.first_block_needs().total
 
     def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
-        """Resize the expert slots so that a forward pass has room for its tokens.
+        """Remove or add expert slots, so that a forward pass has room for its tokens.
 
         caches:  KV caches of the pass; None stands for a cache that the pass will make
         lengths: new tokens for each cache
@@ -125,7 +126,7 @@ class SlotBudget:
             self._last_pass = this_pass
 
     def reserve(self, nbytes: int) -> None:
-        """Shrink the expert slots to make room for `nbytes` further bytes of KV cache."""
+        """Remove expert slots to make room for `nbytes` further bytes of KV cache."""
         with self._lock:
             nbytes += self._other_caches(())
             self._resize_slots(self._needs(nbytes, 1, self._block, self.context))

@@ -42,7 +42,7 @@ def split_experts(
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """Return the number of first segments whose share of an expert's bytes is nearest."""
+    """Return how many of an expert's first segments are nearest to this share of it."""
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))

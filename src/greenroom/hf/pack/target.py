@@ -88,7 +88,7 @@ def _block_side(length: int, unit: int) -> int:
 def low_copy_of(
     precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
 ) -> LowPrecisionCopy:
-    """Plan the low-precision copies of a layer's experts in a pack.
+    """Return the form of the low-precision copies of a layer's experts in a pack.
 
     precision: of the copies, int8 or int4
     kind:      the encoding of the packed experts, and `exact` their layout
