@@ -92,10 +92,10 @@ DAMAGE = {
     changed("links", 0, "latency", to="1s"): "latency must be a number from 0, got '1s'",
     changed(
         "processors", 0, "expert", "seconds", to=[[1]]
-    ): "seconds must have 2 rows (as nbytes) of 2 numbers",
+    ): "seconds must have 2 rows, one for each of nbytes, of 2 numbers",
     changed(
         "processors", 0, "expert", "tokens", to=[10, 1]
-    ): "tokens must be a list of ascending numbers",
+    ): "tokens must be a list of whole numbers of at least 1",
     changed("processors", 0, "expert", to=3): "damaged",
 }
 

@@ -1,8 +1,8 @@
 """The cost model: durations of transfers and computation on a machine, in seconds and bytes.
 
-Time is simulated: nothing sleeps. Links and processors are queues. A link carries one chunk after
-another, a processor computes one expert after another, and links and processors work at the same
-time.
+Time is simulated: nothing waits in real time. Links and processors are queues. A link carries one
+chunk after another, a processor computes one expert after another, and links and processors work at
+the same time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ COOLED = 4e-3  # seconds; longer waits slow the processor down no further
 class Link:
     """A simulated link between memories, which carries one chunk of bytes after another.
 
-    bandwidth: bytes a second
+    bandwidth: bytes per second
     latency:   seconds
-    lanes:     how many chunks may be under way at once
+    lanes:     how many chunks may be on the link at once
 
     A chunk occupies the link for its bytes / bandwidth, and arrives `latency` after that. With a
-    single lane each chunk waits for the latency of the one before; with enough lanes the link
+    single lane each chunk waits until the chunk before has arrived; with enough lanes the link
     reaches its bandwidth. In a chain of links a chunk is passed on when all of it has arrived.
     """
 
@@ -51,11 +51,11 @@ class Work:
         return cls(((1, seconds), (1 << 62, seconds)))
 
     def plus(self, seconds: float) -> Work:
-        """Copy a computation's durations, with seconds added at every number of tokens."""
+        """Copy a computation's durations, with seconds added to each of them."""
         return Work(tuple((tokens, duration + seconds) for tokens, duration in self.points))
 
     def seconds(self, tokens: int) -> float:
-        """Return the duration of a computation over a number of tokens."""
+        """Return the duration of a computation for a number of tokens."""
         above = bisect_left(self.points, (tokens, 0.0))
         if above == 0:
             return self.points[0][1]
@@ -72,12 +72,12 @@ class Costs:
 
     links:    from the disk to the slots, in order: one (disk to memory) or a chain (disk to host to
               device)
-    expert:   one expert of one step, by the tokens that chose it
-    dense:    the rest of one layer, by the tokens of the pass
+    expert:   the computation of one expert, for the number of tokens that chose it
+    dense:    the computation of the rest of one layer, for the number of tokens of the pass
     handling: processor time for each fetched expert: the same cores copy its bytes, and it is
               computed in a call of its own
     ahead:    additional time of a layer while a predictor of experts runs
-    host:     one expert, by its tokens, on the host's processor; None if the host computes nothing
+    host:     the same as `expert`, on the host's processor; None if the host computes nothing
     wake:     slowdown after a wait of the processor, per second of the wait up to COOLED: threads
               have fallen asleep, and caches and clock rates have dropped
     """

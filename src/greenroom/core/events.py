@@ -1,7 +1,7 @@
 """The scheduler's events and actions, in a run and in a simulation alike.
 
 Events and actions are never modified. They are not frozen dataclasses, because the constructor of a
-frozen dataclass makes one call for each field.
+frozen dataclass makes a call for each field.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Routed:
 
     step:         the number of the forward pass
     experts:      dense ids (layer offset + expert number), ascending, distinct, [n]
-    request:      the prompt and its answer that the pass belongs to
+    request:      the number of the prompt and its answer that the pass belongs to
     rows:         how many tokens chose each expert, [n]; None if the policy does not need it
     weights:      the sums of these tokens' gate weights, [n]; None if the policy does not need them
     prefill:      the pass reads (a block of) a prompt
-    tail_weights: share of gate weight from each expert's rank down (see `core.gates`), [n]; None
-                  unless misses may be approximated
+    tail_weights: for each expert, its share of a token's gate weights and those of all lower-ranked
+                  experts (see `core.gates`), [n]; None unless misses may be approximated
     device_only:  the host's processor may compute none of the experts
     """
 
@@ -100,7 +100,7 @@ class Resized:
     """Event: the expert cache gets another number of slots.
 
     capacity: the new number of slots, counted in unsplit experts
-    ahead:    how many slots prefetches may borrow at a time; None leaves the number as it is
+    ahead:    how many slots prefetches may borrow at a time; None keeps the present number
     """
 
     capacity: int
@@ -109,7 +109,7 @@ class Resized:
 
 @dataclass(slots=True)
 class Pinned:
-    """Event: the set of experts that are never evicted once resident is replaced by `pieces`."""
+    """Event: the experts in `pieces` replace those that are never evicted once resident."""
 
     pieces: Ints
 
@@ -129,8 +129,8 @@ class StartChunk:
     host_slot:      the piece's slot in the cache of host memory, between two links; -1: none
     demand:         a step waits for the piece; False for a prefetch
     first_of_piece: this is the first chunk of the transfer
-    copy_slot:      slot of the low-precision copy that the piece completes, to be copied to `slot`
-                    at once; -1: none
+    copy_slot:      slot of the low-precision copy that is copied to `slot` at once, if the piece is
+                    the remainder that the copy lacks; -1: none
     """
 
     lane: int
@@ -153,9 +153,9 @@ class ComputeGroup:
     slots:   the slot of each expert in memory, [n]
     device:  the device that holds all of them; `HOST`: the host's processor computes them from
              slots of host memory
-    part:    of split experts 0 is the top segment, 1 the bottom one, which continues the top's
-             result; if misses may be approximated, 0 stands for exact weights, 1 for low-precision
-             copies, 2 for skipped experts, which have no slots
+    part:    for split experts, 0 is the top segment, and 1 the bottom segment, which continues the
+             top's result; if misses may be approximated, 0 stands for exact weights, 1 for
+             low-precision copies, 2 for skipped experts, which have no slots
     """
 
     experts: Ints
@@ -166,7 +166,7 @@ class ComputeGroup:
 
 @dataclass(slots=True)
 class Move:
-    """Action: copy a resident expert to another slot of its memory before later actions."""
+    """Action: copy a resident expert to another slot of its memory, before any later action."""
 
     piece: int
     source: int
@@ -177,7 +177,8 @@ class Move:
 class Trim:
     """Action: change the number of expert slots in a memory.
 
-    `capacity` is the new number, counted in unsplit experts. The memory of slots above it is free.
+    `capacity` is the new number, counted in unsplit experts. The memory of slots beyond it becomes
+    free.
     """
 
     capacity: int
@@ -187,7 +188,7 @@ class Trim:
 class Finish:
     """Action: end the current step; the step may have failed on an unreadable expert.
 
-    `failed` is the piece of an expert that could not be read; -1 for none.
+    `failed` is the id of the expert, segment or copy that could not be read; -1 if there is none.
     """
 
     failed: int = -1

@@ -1,9 +1,9 @@
-"""Home devices: the device that each expert belongs to, and the slots of each device.
+"""Home devices: the device that each expert is assigned to, and the slots of each device.
 
 An expert's home device is a hash of its ids (MoE-Infinity, appendix B.2), so no table is needed
-where the ids are known. The hash is (layer + expert) mod devices. It spreads every layer evenly,
-where a mixing hash would be even over the whole model only. An expert number that is popular in
-many layers is not always on the same device.
+where the ids are known. The hash is (layer + expert) mod devices. It spreads every layer evenly;
+a mixing hash would be even only over the whole model. An expert number that is popular in many
+layers is not always on the same device.
 
 If a memory is spread over several devices, its slots are numbered `local * devices + device`.
 """
@@ -57,7 +57,7 @@ def slots_per_device(capacity: int, experts_per_device: Sequence[int]) -> list[i
 
 
 def spread(chain: Sequence[T], devices: int) -> tuple[T, ...]:
-    """Repeat the last link of a chain of links for each of several devices.
+    """Repeat the last of a chain of links once for each device.
 
     For two devices, (disk, bus) becomes (disk, bus, bus).
     """

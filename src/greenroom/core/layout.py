@@ -5,10 +5,10 @@ which files hold the expert (its *extents*), and how these bytes are laid out in
 *layout*). This module has no tensors: dtypes are names, as safetensors headers spell torch's
 ("bfloat16").
 
-A matrix may be stored in its slot in an *encoding*: the bytes of the checkpoint, which kernels
-expand. Such a matrix consists of the tensor of its codes and of *companions*, which are tensors of
-the same slot called `<matrix>.scale`. runtime/encodings defines the meaning of the bytes, one file
-for each family of encodings.
+A matrix may be stored in its slot in an *encoding*: the quantised bytes of the checkpoint, which
+kernels decode. Such a matrix consists of the tensor of its codes and of *companions*, which are
+tensors of the same slot called `<matrix>.scale`. runtime/encodings defines the meaning of the
+bytes, one file for each family of encodings.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WeightSpec:
 
     shape: of a plain matrix the tensor's, which is [inputs, outputs] if the module has
            `is_transposed`; of an encoded one always [outputs, inputs]
-    dtype: of a plain matrix the tensor's; of an encoded one the dtype to which kernels expand it
+    dtype: of a plain matrix the tensor's; of an encoded one the dtype to which kernels decode it
     parts: the tensor of the codes, then its companions (scales)
     """
 
@@ -107,7 +107,7 @@ class SlotLayout:
     """The layout of an expert's tensors in its memory slot, and their bytes.
 
     encodings: encoding of each matrix that is not plain, by the parameter's name
-    dtype:     the dtype to which kernels expand encoded matrices
+    dtype:     the dtype to which kernels decode encoded matrices
     segments:  the segments of a split expert, one after another; `tensors` then describe the
                unsplit expert, and `nbytes` counts all segments
     """
@@ -170,7 +170,7 @@ class Copy:
 
     @property
     def contiguous(self) -> bool:
-        """Tell whether a copy's source and target are single runs in one dtype."""
+        """Tell whether a copy's source and target are contiguous, and of the same dtype."""
         size, n = ITEMSIZE[self.source_dtype], self.shape[1]
         return (
             self.source_dtype == self.target_dtype
@@ -208,8 +208,9 @@ class Catalog:
     files:   the paths of the checkpoint's files
     layers:  the name of each layer's experts module
     offsets: `offsets[layer] + expert` is an expert's dense id, [layers + 1]
-    layouts: the layout of an expert in its memory slot, for each layer
-    locate:  takes a layer and an expert's number; returns the expert's extents, in file order
+    layouts: for each layer, the layout of an expert in its memory slot
+    locate:  a function of a layer and an expert's number that returns the expert's extents in file
+             order
     """
 
     files: tuple[str, ...]

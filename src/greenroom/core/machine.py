@@ -43,7 +43,7 @@ NUMBERS = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, besides
 class Table:
     """Measured computation times of a processor, by bytes of weights and tokens.
 
-    `seconds[i][j]` is the time for `nbytes[i]` and `tokens[j]`; both are ascending.
+    `seconds[i][j]` is the time for `nbytes[i]` and `tokens[j]`; both lists are ascending.
     """
 
     nbytes: tuple[int, ...]
@@ -80,12 +80,12 @@ class Route:
 class Processor:
     """A processor of a machine, which computes experts from slots in one memory.
 
-    expert, dense: times of experts and of the dense weights of a layer, by bytes and tokens
+    expert, dense: times of an expert and of a layer's dense weights, by bytes and tokens
 
     Further times of a running model, in seconds (0 if they were not measured):
 
-    layer: of each layer of a pass (attention, norms, router, Python)
-    ahead: of each layer while a predictor of experts runs, in addition
+    layer: other time of each layer of a pass (attention, norms, router, Python)
+    ahead: additional time of each layer while a predictor of experts runs
     fetch: for each fetched expert
     copy:  for each byte of a fetched expert
     wake:  slowdown after a wait, per second of the wait (see `Costs`)
@@ -275,11 +275,14 @@ def _table(entry: JsonObject, where: str) -> Table:
     seconds = entry.list_of("seconds", list_of(number))
     for name, values in (("nbytes", nbytes), ("tokens", tokens)):
         if not values or list(values) != sorted(set(values)):
-            raise Malformed(f"{where}: {name} must be a list of ascending numbers from 1")
+            raise Malformed(
+                f"{where}: {name} must be a list of whole numbers of at least 1, each larger than"
+                " the one before"
+            )
     if [len(row) for row in seconds] != [len(tokens)] * len(nbytes):
         raise Malformed(
-            f"{where}: seconds must have {len(nbytes)} rows (as nbytes) of {len(tokens)} numbers"
-            " (as tokens)"
+            f"{where}: seconds must have {len(nbytes)} rows, one for each of nbytes, of"
+            f" {len(tokens)} numbers, one for each of tokens"
         )
     return Table(nbytes, tokens, seconds)
 

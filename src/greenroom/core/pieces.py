@@ -30,7 +30,7 @@ class Split:
 
     tops, bottoms:   the bytes of each expert's top and bottom segment, by layer; a layer whose
                      bottom segments have 0 bytes is not split
-    secondary_slots: the number of slots for bottom segments, each as large as the largest of them
+    secondary_slots: the number of slots for bottom segments, each as large as the largest segment
 
     UsageError if no layer is split, or a number is too small.
     """
@@ -97,8 +97,8 @@ class Copies:
 
     exact, low:      the bytes of an expert and of its copy, by layer
     remainder:       the bytes of an expert that its copy lacks, by layer; empty unless copies are
-                     nested: parts of their experts' own bytes
-    secondary_slots: the number of slots for copies, each as large as the largest of them
+                     nested: each copy is a part of its expert's own bytes
+    secondary_slots: the number of slots for copies, each as large as the largest copy
 
     UsageError if a copy is not smaller than its expert, or there are no slots.
     """
@@ -142,7 +142,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of all of a model's experts: layer, bytes and chunks of each.
+    """All pieces of a model's experts (experts, segments, copies): layer, bytes, chunks of each.
 
     offsets:     the dense id of each layer's first expert, and the number of experts, [layers + 1]
     layer:       the layer of each piece
@@ -172,7 +172,7 @@ class Pieces:
         chunks: Sequence[int] | None = None,
         devices: int = 1,
     ) -> Pieces:
-        """Make the pieces of unsplit experts: one piece for each expert.
+        """Make the pieces of a model whose experts are not split: one piece for each expert.
 
         offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
         nbytes:  the size of an expert, by layer
@@ -186,7 +186,7 @@ class Pieces:
     def with_split(
         cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """Make the pieces of split experts on one device: top and bottom segments.
+        """Make the pieces of a model with split experts, on one device: top and bottom segments.
 
         offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
         chunks:  the number of transfers of each piece (default: 1)
@@ -197,7 +197,7 @@ class Pieces:
     def with_copies(
         cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """Make the pieces of exact experts and low-precision copies, on one device.
+        """Make the pieces of a model with low-precision copies, on one device: experts and copies.
 
         offsets: the dense id of each layer's first expert, and the number of experts, [layers + 1]
         chunks:  the number of transfers of each piece (default: 1)
@@ -235,9 +235,9 @@ class Pieces:
 
     @property
     def primary(self) -> Pieces:
-        """Return the pieces that an eviction policy manages, one for each expert.
+        """Return the ids that an eviction policy manages: one piece of each expert.
 
-        These are the unsplit or exact experts, or the top segments of split experts.
+        A piece is here an unsplit or exact expert, or the top segment of a split expert.
         """
         n = self.experts
         return replace(
@@ -251,7 +251,7 @@ class Pieces:
         return piece if piece < len(self) and self.nbytes[piece] else -1
 
     def slots_per_device(self, capacity: int) -> list[int]:
-        """Divide a number of cache slots among devices, in proportion to each device's pieces.
+        """Divide a number of cache slots among devices, in proportion to each device's experts.
 
         BudgetError if one of several devices would have no slot.
         """

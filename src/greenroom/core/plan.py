@@ -2,7 +2,7 @@
 
 A step is one layer of one forward pass. If all its experts are computed as stored, on their home
 devices, it has no plan. Options decide which weights are used, in which form, on which processor.
-The scheduler decides about slots, sources of transfers, and expert groups.
+The scheduler decides which slots, sources of transfers and expert groups are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepPlan(NamedTuple):
     All arrays are [n], one element for each expert of the step (one pass at one layer).
 
     request: index into the experts that the router chose
-    weights: the expert whose weights are used; another one than the chosen expert is a substitute
+    weights: the expert whose weights are used; if it is not the chosen expert, it is a substitute
     form:    EXACT, LOW (the low-precision copy) or SKIP (not computed)
     place:   the device's number, or HOST for the host's processor
     """
@@ -92,7 +92,7 @@ class ComputedGroup(NamedTuple):
 
 
 class TransferStatus(NamedTuple):
-    """The state of the transfer of an expert's piece.
+    """The state of the transfer of an expert, segment or copy.
 
     `sure`: all of its chunks have started, and it was not dropped.
     """
@@ -101,12 +101,12 @@ class TransferStatus(NamedTuple):
 
 
 class View(Protocol):
-    """The scheduler's state as its options see it, valid during one call."""
+    """The scheduler's state as its options see it; valid only during the call that gets it."""
 
     pieces: Pieces
 
     def resident(self, experts: Ints) -> Flags:
-        """Tell for each expert whether it has a cache slot of its own, flags [n]."""
+        """Return a flag for each expert: it has a cache slot that is not borrowed, [n]."""
 
     def borrowed(self, expert: int) -> bool:
         """Tell whether an expert has a borrowed cache slot, for a prefetch or a promotion.
@@ -123,20 +123,21 @@ class View(Protocol):
     def room(self, expert: int) -> int:
         """Count the slots in an expert's slot group that a step may fill.
 
-        These are the group's slots less those for the pinned set of experts, and less the borrowed
-        slots of all groups.
+        These are the group's slots without those for pinned experts, and without the borrowed slots
+        of all groups.
         """
 
     def promotions(self) -> int:
         """Return how many promotion candidates may wait for a transfer.
 
-        0 if none can be fetched: no slots may be borrowed, or the policy never inserts.
+        The number is 0 if none can be fetched: no slots may be borrowed, or the policy never
+        inserts.
         """
 
     def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
         """Return the chunks that a new demand for an expert must wait for.
 
-        step_pieces: pieces of the step that are on their way already
+        step_pieces: ids of the step's experts (or segments, copies) that are on their way already
 
         Returns (link, piece, chunks): the chunks that these pieces still lack on the first and on
         the last link of their path, and one for each other chunk that a link carries now.
@@ -156,7 +157,7 @@ class Option:
     uses_host = False
 
     def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
-        """Return a step's plan, changed by the option or as it was; None is the default plan.
+        """Return a step's plan, changed by the option or unchanged; None is the default plan.
 
         The method may not change the scheduler's state.
         """
@@ -179,10 +180,10 @@ class Option:
         return ()
 
     def dismiss(self, expert: int) -> None:
-        """Remove an expert from the candidates: it is being fetched, or needs no transfer."""
+        """Remove an expert from the candidates: its transfer has begun, or is not needed."""
 
     def calibrated(self, costs: Costs) -> None:
-        """Replace the expected costs of transfers and computations by measured ones."""
+        """Replace the expected costs of transfers and computations by newly measured ones."""
 
 
 def overrides(option: Option, method: str) -> bool:

@@ -3,7 +3,8 @@
 A policy observes prompts, steps, hits, inserts and evictions, and chooses a victim among the
 residents that are not pinned. It does not count requests or read a clock: each call passes a
 `LogicalTime`. Its functions are `compiled`, so that the cache and the simulator can compile them
-into one loop. Its state is a NamedTuple of arrays, which `build_state` makes.
+into one loop. Its state is a NamedTuple of arrays, which `build_state` makes. A piece is what has a
+slot: an unsplit expert, or the top segment of a split one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CacheState(NamedTuple):
     """The arrays of a cache that an eviction policy reads: pieces, slots, slot groups.
 
     A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
-    device. There are P pieces of experts, S slots and G slot groups.
+    device. There are P pieces (unsplit experts, segments or copies), S slots and G slot groups.
     """
 
     slot_of: Ints  # [P] slot of a resident or arriving piece, else -1
@@ -111,7 +112,7 @@ class PolicySetup:
     """Facts for an eviction policy before the first request: model, slots, trace.
 
     A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
-    device. There are P pieces of experts.
+    device. There are P pieces (unsplit experts, segments or copies).
     """
 
     layer: Ints  # [P] the layer of each piece
@@ -124,7 +125,7 @@ class PolicySetup:
 
     @property
     def pieces(self) -> int:
-        """Return the number of pieces of experts."""
+        """Return the number of pieces: unsplit experts, or segments or copies of experts."""
         return self.layer.size
 
     @property
@@ -235,6 +236,8 @@ class Policy:
         trace: Stream | None,
     ) -> PolicySetup:
         """Collect what an eviction policy needs to build its initial state.
+
+        A piece is an unsplit expert, or a segment or copy of one.
 
         layer:    the layer of each piece, [pieces]
         group_of: the slot group of each piece, [pieces]

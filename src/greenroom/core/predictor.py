@@ -1,11 +1,11 @@
 """The interface of predictors: they observe routing and predict which experts come next.
 
-A predictor has no tensors, clocks or slots. Its drivers (a run, a simulation, a recording) call
+A predictor has no tensors, clocks or slots. Its callers (a run, a simulation, a recording) call
 `begin` when a pass begins. For every layer they call `observe` with the choices of the layer's
 router, and then `predict` for the layers ahead.
 
-Layers are counted on beyond the end of a pass: layer `layers + j` is layer j of the next pass. So
-the first layers of a token are predicted from the last layers of the token before.
+The numbers of layers continue beyond the end of a pass: layer `layers + j` is layer j of the next
+pass. So the first layers of a token are predicted from the last layers of the token before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Inputs = NDArray[np.float32]
 class PassStart(NamedTuple):
     """The start of a forward pass over tokens of one request, for expert predictors.
 
-    request:   the prompt and its answer that the pass belongs to
+    request:   the number of the prompt and its answer that the pass belongs to
     first:     the position of its first token among all tokens since the start of the run or of the
                trace; predictors that read a trace find their place by it
     tokens:    the number of tokens
@@ -77,9 +77,9 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return how many experts a prediction contains: twice a token's top-k.
+        """Return how many experts a prediction contains: twice a token's number of experts.
 
-        It is at most the number of experts of the smallest layer.
+        The result is at most the number of experts of the smallest layer.
         """
         return min(2 * self.top_k, *self.experts_per_layer)
 

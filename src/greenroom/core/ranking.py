@@ -1,4 +1,4 @@
-"""Top-k: the highest scores of each row, in order."""
+"""Top-k: the highest scores of each row, in descending order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.
     width:  how many columns are returned for each row, at most E
     above:  only scores greater than this count
 
-    Returns [T, width]. Equal scores are in the order of their columns. -1 fills a row with fewer
-    scores.
+    Returns [T, width]. Equal scores are in the order of their columns. If a row has fewer scores
+    than `width`, the rest of it is -1.
     """
     rows, columns = scores.shape
     best = np.full((rows, width), -1, np.int64)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 class Stream(NamedTuple):
     """A sequence of expert requests, grouped in steps of one layer each.
 
-    There are N requests in S steps; the pieces of a step are distinct. A step depends on the order
-    of the trace's requests: in `runtime`, a step is a pass at a layer, ids ascending; in `natural`,
-    a token at a layer, experts as stored; in `rounds`, one request, for each token, each rank, each
-    layer.
+    There are N requests in S steps; the experts (or segments) of a step are distinct. What a step
+    is depends on the order of the trace's requests: in `runtime`, one pass at one layer, ids
+    ascending; in `natural`, one token at one layer, experts in the trace's order; in `rounds`, a
+    single request, ordered by token, then rank, then layer.
     """
 
     pieces: NDArray[np.int32]  # [N] dense ids, offsets[layer] + expert

@@ -1,6 +1,7 @@
 """The base class of scheduler options' settings, and thresholds for approximating missing experts.
 
-Nothing heavy is imported here: the command line builds its options from these classes."""
+Nothing heavy is imported here, so that the command line can build its options from these classes
+quickly."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ VALUE, TOP_K, ALL = PREFETCH_RULES = ("value", "top-k", "all")
 class Approximation:
     """Thresholds of gate weight below which a missing expert is approximated; 0: never.
 
-    They are compared with the expert's tail weight: the share of a token's gate weights that the
-    expert and all lower-ranked experts have together (HOBBIT, section 3.2; see `core.gates`).
+    A threshold is compared with the expert's tail weight: the share of a token's gate weights that
+    the expert and all lower-ranked experts have together (HOBBIT, section 3.2; see `core.gates`).
 
-    skip:       the expert is not computed
-    substitute: the expert is computed with a resident expert's weights
-    low:        the expert is computed from its low-precision copy, which is stored in `precision`
+    skip:       below this threshold, the expert is not computed
+    substitute: below this threshold, the expert is computed with a resident expert's weights
+    low:        below this threshold, the expert is computed from its low-precision copy
+    precision:  the precision of the low-precision copies
     promote:    the exact expert is fetched while the link is idle, after its copy was computed
     share:      the share of the cache's memory for copies
     other:      rules without a threshold that serve misses inexactly, as the start-up line
@@ -46,11 +48,11 @@ class Approximation:
     def highest(self) -> float:
         """Return the highest gate-weight threshold below which misses may be approximated.
 
-        Misses with this tail weight or more are exact."""
+        A missing expert with this tail weight or more is computed exactly."""
         return max(self.low, self.skip, self.substitute)
 
     def merge(self, further: Approximation) -> Approximation:
-        """Merge with another option's thresholds: of each kind the higher one."""
+        """Merge with another option's thresholds; the higher threshold of each kind applies."""
         copies = self if self.precision != "off" else further
         return replace(
             copies,
@@ -64,10 +66,10 @@ class Approximation:
 
 @dataclass(frozen=True)
 class OptionConfig:
-    """Base class of the settings of one scheduler option; subclasses have the fields.
+    """Base class of the settings of one scheduler option; subclasses add the fields.
 
     `SchedulerConfig` inherits from all subclasses and calls the methods of each, in the order of
-    its bases. With the defaults of its fields an option is off."""
+    its bases. An option is off if its fields have their default values."""
 
     def check(self) -> None:
         """Check a scheduler option's settings; UsageError for fields that exclude each other."""
@@ -86,7 +88,7 @@ class OptionConfig:
     def proposes(self) -> bool:
         """Tell whether an option proposes experts to fetch while a link is idle.
 
-        If it does, cache slots may be borrowed for these experts, with or without prefetching."""
+        If it does, the proposed experts may borrow cache slots, with or without prefetching."""
         return False
 
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:

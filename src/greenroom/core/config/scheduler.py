@@ -81,7 +81,8 @@ class SchedulerConfig(
     ) -> list[Option]:
         """Build the scheduler options that are on, in the order of this class's bases.
 
-        In this order they change a step's plan. The arguments are those of `OptionConfig.build`.
+        The scheduler calls them in this order to change a step's plan. The arguments are those of
+        `OptionConfig.build`.
         """
         options = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
         return [each for each in options if each is not None]
@@ -105,7 +106,7 @@ def option_names() -> list[str]:
 def with_options(config: Config, **values: Any) -> Config:
     """Copy a scheduler configuration with other values of its fields.
 
-    UsageError for a name that is no field of the configuration.
+    UsageError if the configuration has no field of a given name.
     """
     for name in values:
         if name not in type(config).__dataclass_fields__:

@@ -1,4 +1,4 @@
-"""Parsers of `--scope` and `--split`: cache slots and split shares, one number a layer."""
+"""Parsers of `--scope` and `--split`: cache slots and split shares, one number for each layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SCOPES = ("shared", "per-layer")
 def scope_of(scope: str) -> str | tuple[float, ...]:
     """Parse `--scope`: a name, or one number of cache slots (or share) for each layer.
 
-    Numbers are written as `12,8,8,4`, or read from `slots` of a JSON file that `greenroom trace
-    budgets` writes. UnknownName or UsageError for any other text.
+    Numbers are written as `12,8,8,4`, or read from the entry `slots` of a JSON file that `greenroom
+    trace budgets` writes. UnknownName or UsageError for any other text.
     """
     if scope in SCOPES:
         return scope
@@ -31,9 +31,9 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
 def split_of(split: str) -> float | tuple[float, ...] | str | None:
     """Parse `--split`: the share of an expert's bytes that is its top segment.
 
-    Returns one share, or one for each layer; None for "off"; "auto" as it is. Shares are written as
-    `0.5` or `0.5,0.4,1`, or read from `split` of a JSON file that `greenroom trace budgets` writes.
-    UsageError for any other text.
+    Returns one share, or one for each layer; None for "off"; "auto" unchanged. Shares are written
+    as `0.5` or `0.5,0.4,1`, or read from the entry `split` of a JSON file that `greenroom trace
+    budgets` writes. UsageError for any other text.
     """
     if split in ("off", "auto"):
         return None if split == "off" else split

@@ -1,1 +1,1 @@
-"""Options that change how the scheduler has experts computed: their settings and rules."""
+"""Scheduler options that change how missing experts are computed: settings and rules."""

@@ -1,4 +1,4 @@
-"""Settings of which missing experts are approximated, and how.
+"""Settings that say which missing experts are approximated, and how.
 
 The rules themselves are in `core.options.rules.precision`.
 """
@@ -24,14 +24,14 @@ PRECISIONS = ("off", "int8", "int4")
 
 
 def check_gate_share(value: float, name: str) -> None:
-    """Check that an option's threshold is a share from 0 to 1; UsageError otherwise."""
+    """Check that a threshold is a share of gate weights, from 0 to 1; UsageError otherwise."""
     if not 0 <= value <= 1:
         raise UsageError(f"{name} must be a share of the gate weights, from 0 to 1, got {value}")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig(OptionConfig):
-    """Settings of which missing experts are approximated, and how.
+    """Settings that say which missing experts are approximated, and how.
 
     If several thresholds are set, a miss is served by the first rule in the order skip, substitute,
     low precision whose threshold is above the expert's tail weight. So each threshold must be less

@@ -2,8 +2,8 @@
 
 Papers prefetch this way: the nearest layer first, the likeliest expert first, and as many experts
 of a layer as a token uses (ProMoE, learning-based predictor), or all predicted ones (MoEpic,
-section 3.2). Ranks and evicted experts are not counted, and no prefetch is left out because it may
-not pay.
+section 3.2). Ranks and evicted experts are not counted, and every candidate is fetched, whether or
+not the time that it saves is worth its transfer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankedLookahead(Lookahead):
         self._depth = self._limit = depth
 
     def expect(self, layer: int, pieces: Ints) -> None:
-        """Set a layer's predicted experts; the likeliest ones, up to the depth, are candidates."""
+        """Set a layer's predicted experts; the likeliest ones, up to `depth`, are candidates."""
         ranked: list[int] = pieces.tolist()
         self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
         likeliest = ranked[: self._limit]
@@ -47,7 +47,7 @@ class RankedLookahead(Lookahead):
         return super().routed(layer, pieces, prefill, now, slot_of)
 
     def evicted(self, piece: int) -> None:
-        """Ignore an expert that a prefetch evicted: no rule depends on it."""
+        """Ignore that a prefetch has evicted an expert; prefetching by rank does not use it."""
 
     def value(self, chunks: int, chance: float, layers: int) -> float:
         """Return a positive value: every prefetch candidate is worth its transfer."""
@@ -65,7 +65,7 @@ def lookahead_of(pieces: Pieces, rule: str, top_k: int = 0) -> Lookahead:
     """Build the prefetch candidates of a run or a simulation for a prefetch rule.
 
     rule:  value (only what is expected to save time), top-k or all (see the module)
-    top_k: experts that a token uses in a layer, which the rule top-k needs
+    top_k: the number of experts that a token uses in a layer, which the rule top-k needs
 
     UsageError if the rule is top-k, and top_k is 0.
     """

@@ -17,8 +17,8 @@ class Foresight:
     While `on` is False the predictor observes, and makes no predictions.
 
     Predictions for the tokens of a prompt are dropped: a prompt uses nearly all experts, and the
-    scheduler has its own estimate. The last layers of a prompt predict the first layers of the
-    first answer token.
+    scheduler has its own estimate for prompts. The last layers of a prompt predict the first layers
+    of the first answer token.
     """
 
     def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:
@@ -27,13 +27,13 @@ class Foresight:
         self._prefill = False
 
     def begin(self, at: PassStart) -> list[Predicted]:
-        """Begin a forward pass; returns predictions of its first layers' experts."""
+        """Begin a forward pass; return predictions of its first layers' experts."""
         self._prefill = at.prefill
         self.predictor.begin(at)
         return self._predict(-1)
 
     def routed(self, routing: LayerRouting) -> list[Predicted]:
-        """Observe the experts that a router chose; returns predictions for later layers.
+        """Observe the experts that a router chose; return predictions for later layers.
 
         PredictorError if the predictor names an expert that the layer does not have.
         """
@@ -66,7 +66,8 @@ def ranked(rows: Ids) -> Ids:
     """Combine the expert rankings of several tokens into one by Borda count.
 
     `rows` [T, width] has each token's experts, likeliest first; -1 stands for no expert. Returns
-    the experts with any points, those with the most points first; ties go to the smaller id.
+    the experts with at least one point, those with the most points first; ties go to the smaller
+    id.
     """
     if len(rows) == 1:
         row: Ids = rows[0]

@@ -1,19 +1,19 @@
-"""The prefetch guard: switches prefetching off where decode passes are not faster with it.
+"""The prefetch guard: switches prefetching off if decode passes are not faster with it.
 
 A trial alternates blocks of passes with and without prefetching (A B B A ..., so that a drift
 affects both sides alike). Two neighbouring blocks are a pair; its ratio is that of their mean
-times. A trial ends
+times, with / without. A trial ends
  - when one side is clearly slower: at least three pairs, all of one sign, and together `LOSS`
    passes lost; a block that is much slower is cut short;
  - when, after 8, 16 or 32 pairs, the bootstrap interval of the trimmed mean of the pairs' log
    ratios excludes 0;
  - undecided after the last pair. The first trial then decides by the trimmed mean, later ones
    change nothing.
-The next trial follows after 512 passes, then 1024 and so on, or sooner where the share of stalls
+The next trial follows after 512 passes, then 1024 and so on, or sooner if the share of stalls
 shifts or the caller reports a change.
 
 Cost: of n passes, whatever their times, at most FIRST + SHARE * n belong to trials, and in a trial
-each side has half of the blocks. Where one side always takes r times as long as the other, a trial
+each side has half of the blocks. If one side always takes r times as long as the other, a trial
 loses at most the time of max(20, 8 (r - 1)) passes of the faster side.
 """
 
@@ -129,9 +129,9 @@ class Guard:
 
 
 class TrialResult:
-    """The result of a trial of prefetching: ratio of times with and without it.
+    """The result of a trial of prefetching: the time with it / the time without it.
 
-    ratio:     the trimmed mean of the pairs' ratios
+    ratio:     the trimmed mean of the ratios (with / without) of pairs of blocks of passes
     low, high: the bounds of its bootstrap interval; in a clear case the lowest and highest ratio
     pairs:     the number of pairs of blocks
     decided:   the interval excludes 1
@@ -176,7 +176,7 @@ class Trial:
         self._lost = 0.0  # passes lost by the slower side of each pair
 
     def passed(self, seconds: float, last: bool = False) -> TrialResult | None:
-        """Record a forward pass's time; returns the trial's result if the pass ends it.
+        """Record a forward pass's time; return the trial's result if the pass ends it.
 
         `last` ends the trial with the current pair of blocks.
         """

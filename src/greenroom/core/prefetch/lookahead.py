@@ -2,9 +2,9 @@
 
 A predictor ranks experts. How often the expert at each rank is used is counted while a model runs
 (by layer, with all layers as the prior). So each rank has a chance of use, whatever the predictor's
-own scores mean. A prefetch candidate is a predicted piece that is not resident. With the times of a
-`chunk`, of its `transfer` (all its chunks), and of the `gap` between two layers in which the link
-has no demands, for a candidate `layers` ahead:
+own scores mean. A prefetch candidate is a predicted expert (or segment of one) that is not
+resident. The inputs are the times of a `chunk`, of its `transfer` (all its chunks), and of the
+`gap` between two layers in which the link has no demands. For a candidate `layers` ahead:
 
     over  = max(0, 1 - gap / chunk)
     saved = min((1 - over) * transfer, layers * gap)
@@ -19,7 +19,7 @@ are prefetched. A transfer on an idle link has a cost, too: it slows computation
 by a share CARRY of its time. Candidates for nearer layers go first.
 
 In prefill nearly every expert is used. There the candidates are the next layer's experts, by how
-often prompts have used them; predictions for single tokens are of no use.
+often prompts have used them; predictions for single tokens are not used.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerForecast(NamedTuple):
 
 
 class Ranks:
-    """Decayed counts of predicted and used experts, by rank in the prediction."""
+    """Counts of predicted and of used experts, by rank in the prediction; old counts decay."""
 
     def __init__(self) -> None:
         self.predicted: list[float] = []
@@ -76,9 +76,9 @@ class Ranks:
 class Accuracy:
     """The accuracy of expert predictions by layer: used, correctly predicted, and in time.
 
-    used:     experts that the layers' routers chose
-    right:    of these, experts among as many likeliest predicted ones as the step used
-    in_time:  of the right ones, experts that were in their slots when the step began
+    used:     how many experts the layers' routers chose
+    right:    how many of these were among the likeliest predicted experts, as many as the step used
+    in_time:  how many of the right ones were in their slots when the step began
     distance: how many layers ahead the latest prediction was made
     """
 
@@ -89,7 +89,7 @@ class Accuracy:
         self.distance = [0] * layers  # of the latest prediction
 
     def reset(self) -> None:
-        """Set the counts of used, right and timely predicted experts to 0."""
+        """Set all counts of the accuracy to 0: used, right and timely predicted experts."""
         for counts in (self.used, self.right, self.in_time):
             counts[:] = [0] * len(counts)
 
@@ -118,8 +118,8 @@ class Lookahead:
 
     After the last layer comes the next pass's first layer.
 
-    The class has plain Python over about a dozen numbers, which runs once a layer under a lock: an
-    operation of NumPy takes as long as ten of Python.
+    The class is plain Python over about a dozen numbers, and runs once for each layer under a lock:
+    a NumPy operation takes as long as ten Python operations.
 
     displaces: whether a likelier candidate takes the slot of a complete prefetch if no slot is left
     """
@@ -144,13 +144,13 @@ class Lookahead:
         self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used each piece
 
     def expect(self, layer: int, pieces: Ints) -> None:
-        """Set the predicted experts of a layer, the likeliest first, for an earlier prediction."""
+        """Set a layer's predicted experts, likeliest first; they replace an earlier prediction."""
         ranked: list[int] = pieces.tolist()
         self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
         self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
 
     def expect_certain(self, layer: int, pieces: Ints) -> None:
-        """Set the experts that a layer's router has already chosen as prefetch candidates.
+        """Set as a layer's prefetch candidates the experts that its router has already chosen.
 
         The accuracy of the layer's prediction is still checked when the layer is routed.
         """
@@ -169,9 +169,9 @@ class Lookahead:
     def routed(
         self, layer: int, pieces: Ints, prefill: bool, now: float, slot_of: Ints
     ) -> LayerForecast | None:
-        """Compare a layer's prediction with its router's choice; returns the prediction.
+        """Compare a layer's prediction with its router's choice; return the prediction.
 
-        pieces:  the experts that the router chose
+        pieces:  the ids of the experts (or top segments) that the router chose
         slot_of: for each piece its cache slot before this step; negative if it had none
 
         In prefill nothing is compared; the next layer's candidates are set, and None is returned.
@@ -225,7 +225,7 @@ class Lookahead:
         accuracy.distance[layer] = expected.distance
 
     def evicted(self, piece: int) -> None:
-        """Record that a prefetch evicted an expert, to count whether the expert is needed soon."""
+        """Record an expert that a prefetch evicted, to count whether it is used soon after."""
         self._victims[self._layer_of[piece]].add(piece)
 
     def _regret(self, layer: int, pieces: Ints) -> None:
@@ -261,14 +261,16 @@ class Lookahead:
     ) -> PrefetchCandidate | None:
         """Find the prefetch candidate for the nearest layer that is worth its transfer.
 
+        A piece is an unsplit expert, or a segment of a split one.
+
         slot_of:   for each piece its cache slot; negative if it has none
         borrowed:  the pieces in borrowed slots
         can_start: tells whether the transfer of a piece can start now; other candidates are passed
                    over
         chunks:    returns the number of chunks of a piece that are to be transferred
 
-        Candidates that are not worth their transfer, or have a slot already, are dropped on the
-        way. None if no candidate is left that can start.
+        Candidates that are not worth their transfer, or have a slot already, are dropped during the
+        search. None if no candidate is left that can start.
         """
         count = chunks or self._chunks.__getitem__
         for layer in sorted(self.candidates, key=self.ahead):

@@ -31,7 +31,7 @@ class Prefetcher:
     # ---- predictions and their outcome
 
     def predicted(self, event: Predicted) -> None:
-        """Replace a layer's prefetch candidates by its predicted, or already chosen, experts."""
+        """Replace a layer's prefetch candidates by newly predicted, or already chosen, experts."""
         if event.certain:
             self.lookahead.expect_certain(event.layer, event.experts)
         else:
@@ -78,7 +78,7 @@ class Prefetcher:
             placement.buffer.complete(piece)
 
     def count_in_time(self, layer: int, k: int, present: set[int], expected: LayerForecast) -> None:
-        """Count a layer's predicted experts that were present when its step began.
+        """Count a layer's correctly predicted experts that were in their slots when its step began.
 
         present: the step's experts that are in their slots; of these, experts among the `k`
                  likeliest predicted ones count
@@ -89,7 +89,7 @@ class Prefetcher:
     # ---- starting prefetches
 
     def begin_next(self, excluded: Collection[int]) -> bool:
-        """Begin the next prefetch of an expert that is worth its transfer; False if none begins.
+        """Begin the next prefetch that is worth its transfer; return False if there is none.
 
         `excluded` experts are not prefetched now.
         """
@@ -148,9 +148,9 @@ class Prefetcher:
         return slot
 
     def promote(self, options: Sequence[Option], view: View) -> bool:
-        """Begin to fetch an expert that becomes resident in the cache on arrival.
+        """Begin to fetch an expert that an option proposes, to become resident on arrival.
 
-        False if no option proposes one, or no slot or link is available.
+        Returns False if no option proposes one, or no slot or link is available.
         """
         placement, queue = self._placement, self._transfers.queue
         for option in options:
@@ -215,7 +215,7 @@ class Prefetcher:
                 self._transfers.drop_prefetch(placement.secondary_of(expert))
 
     def retire(self, now: float) -> None:
-        """Count the prefetches that end with an emptied cache, and drop all prefetch candidates."""
+        """Count the prefetches that end because the cache is emptied; drop all candidates."""
         for borrowed in self._placement.buffer.borrowed.values():
             self._counts.dropped += borrowed.state is BorrowState.MOVING
             self._counts.displaced += borrowed.state is BorrowState.COMPLETE

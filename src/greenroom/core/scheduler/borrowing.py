@@ -1,6 +1,6 @@
 """A step's use of borrowed cache slots: prefetched experts, and experts never cached.
 
-Experts that the cache does not insert pass through borrowed slots one after another.
+Experts that the cache does not insert are fetched into borrowed slots one after another.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Borrowing:
     def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
         """Reclaim the borrowed cache slots that a step needs at its start.
 
-        Returns the borrowed slots of the step's own experts, some of which the cache has back
-        already; and how many misses the cache may insert while the others pass through borrowed
-        slots, -1: all.
+        Returns the borrowed slots of the step's own experts, by expert (some may be returned to the
+        cache already); and how many misses the cache may insert while the others pass through
+        borrowed slots, -1: all.
         """
         placement = self._placement
         prefetched = placement.borrowed(experts.tolist())
@@ -88,7 +88,7 @@ class Borrowing:
     def stream(self, step: Step) -> None:
         """Give borrowed cache slots to a step's experts that wait for a slot.
 
-        On each device the experts get slots in their order, as long as there are any.
+        On each device the experts get slots in their order, until no slot is left.
         """
         full: set[int] = set()  # devices without a slot now
         for request in step.waiting[::-1]:

@@ -133,7 +133,7 @@ class Scheduler:
         return self.placement.cache.residents()
 
     def empty(self, now: float) -> None:
-        """Empty the cache and end prefetches; another scheduler continues the counts."""
+        """Empty the cache and end its prefetches, before another scheduler continues the counts."""
         self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:

@@ -101,9 +101,9 @@ class Step:
     # ---- the start of a step
 
     def choose(self, event: Routed, requests: Ints) -> None:
-        """Restrict a step's exact experts to some of the experts that the router chose.
+        """Restrict a step's exact experts to a part of those that the router chose.
 
-        `requests` are the indices of these experts.
+        `requests` are the indices of the remaining experts.
         """
         if requests.size < event.experts.size:
             self.array = event.experts[requests]
@@ -141,7 +141,7 @@ class Step:
     def approximate(self, event: Routed, plan: StepPlan) -> None:
         """Add the experts that a step computes approximately, or skips, to its requests.
 
-        `plan` has only these experts.
+        `plan` contains only these experts.
         """
         placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
         self.array = np.concatenate([self.array, event.experts[plan.request]])
@@ -230,7 +230,7 @@ class Step:
             self.ready.append(request)
 
     def stream(self, request: int, slot: int) -> None:
-        """Fetch a step's expert into a borrowed slot, without making it resident."""
+        """Fetch one of a step's experts into a borrowed slot; it does not become resident."""
         piece = self.experts[request]
         self.waiting.remove(request)
         self._placement.buffer.occupy(piece, slot)
@@ -244,8 +244,8 @@ class Step:
     def next_groups(self, now: float) -> Iterable[ComputeGroup]:
         """Start the computation of ready experts on each idle device and on the host.
 
-        Each of these processors gets one expert group. The groups of one time compute the same part
-        of their experts: bottom segments if no top segment is ready.
+        Each of these processors gets one expert group. Groups that start together compute the same
+        part of their experts: bottom segments if no top segment is ready.
         """
         if self._one_place and not (self.next_part or self.on_host):
             if self.expert_groups:
@@ -345,7 +345,7 @@ class Step:
 
     @property
     def landing(self) -> bool:
-        """Tell whether experts of a step are still being computed or transferred."""
+        """Tell whether a step's experts are still being computed or transferred."""
         return bool(self.expert_groups) or any(p in self._transfers.entries for p in self.missing)
 
     def abort(self) -> None:

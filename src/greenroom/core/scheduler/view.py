@@ -23,9 +23,9 @@ class StateView:
     It is the `View` that options get, with further properties for drivers (runtime and simulator).
 
     accuracy:      the accuracy of predictions
-    lanes:         transfers at a time, on each link
+    lanes:         how many transfers each link carries at a time
     staging_slots: the number of staging slots, which hold chunks between two links
-    sources:       the number of the first link of each path to a device
+    sources:       for each device, the number of the first link of its path
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StateView:
     def check_capacity(self, capacity: int, pinned_set: Ints | None = None) -> None:
         """Check that a cache capacity leaves each slot group an unpinned slot.
 
-        capacity:   cache slots, counted in unsplit experts
+        capacity:   the number of cache slots, counted in unsplit experts
         pinned_set: the experts that are never evicted; None: the present set
 
         BudgetError if a slot group would have only pinned experts.

@@ -1,16 +1,16 @@
 """The transfer queue: the order in which links carry the chunks of experts.
 
-A piece of an expert crosses one link (disk to slots) or a chain of links (disk to host to device).
-Every link has lanes, a queue of demands (a step waits for them) and a queue of prefetches. Demands
-go first; each queue is first in, first out. A piece has one entry; upgrading a prefetch to a demand
-keeps the chunks that were moved. A lane completes the chunk that it has started, so a new demand
-waits for at most one chunk a lane.
+A piece is an unsplit expert, or a segment or copy of one. It crosses one link (disk to slots) or a
+chain of links (disk to host to device). Every link has lanes, a queue of demands (a step waits for
+them) and a queue of prefetches. Demands go first; each queue is first in, first out. A piece has
+one entry; upgrading a prefetch to a demand keeps the chunks that were moved. A lane completes the
+chunk that it has started, so a new demand waits for at most one chunk in each lane.
 
 In a chain a chunk occupies a staging slot from the start of its first transfer to the end of its
 last. Prefetches leave a staging slot free for every lane, so that a demand never waits for one that
-a prefetch holds. If host memory between two links caches pieces (`tiers`), a piece with a slot
-there passes through this slot instead, and a piece that is there already crosses the last link
-only.
+a prefetch holds. If host memory between two links caches pieces (see `tiers`), a piece with a slot
+in host memory passes through this slot instead, and a piece that is complete in host memory crosses
+the last link only.
 
 Each of several devices has its own last link; the links before it are shared.
 """
@@ -36,16 +36,16 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True)
 class Entry:
-    """The queued transfer of an expert's piece, until its last chunk has arrived.
+    """The queued transfer of an expert, segment or copy, until its last chunk has arrived.
 
     A dropped transfer stays in the queue while chunks of it move.
 
     path:          the links that lead to the piece's device
-    staged:        for each link of the path, the (chunk, staging slot) that wait for it
-    started:       chunks given to the first link
-    read:          chunks that have crossed the first link
-    landed:        chunks that have crossed the last link
-    moving:        chunks on lanes now
+    staged:        for each link of the path, the (chunk, staging slot) that wait for the link
+    started:       the number of chunks given to the first link
+    read:          the number of chunks that have crossed the first link
+    landed:        the number of chunks that have crossed the last link
+    moving:        the number of chunks on lanes now
     dropped:       no more chunks start
     failed:        a chunk could not be delivered
     upgraded:      the transfer began as a prefetch, and is a demand now
@@ -75,12 +75,12 @@ class Entry:
 
     @property
     def arrived(self) -> bool:
-        """Tell whether all chunks of an expert's piece have been delivered."""
+        """Tell whether all chunks of a transfer have been delivered."""
         return self.landed == self.chunks and not self.failed
 
 
 class TransferQueue:
-    """The queue of experts' transfers, and of the chunks that each link can start."""
+    """The queue of experts' transfers; it says which chunks each link can start."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TransferQueue:
     ) -> Entry:
         """Request an expert's transfer; a demand upgrades a prefetch that is under way.
 
-        Returns the entry of the piece. A transfer that is under way keeps its slot.
+        Returns the transfer's entry in the queue. A transfer that is under way keeps its slot.
         """
         if piece not in self.entries:
             path = self.paths[device]
@@ -160,7 +160,7 @@ class TransferQueue:
     def add_to_host(self, piece: int, host_slot: int, chunks: int, device: int = 0) -> Entry:
         """Request an expert's transfer to a slot in host memory, where the host computes it.
 
-        The piece may not be on its way already. The caller releases the slot later.
+        The expert may not be on its way already. The caller releases the slot later.
         """
         path = self.paths[device][:1]
         entry = self.entries[piece] = Entry(
@@ -171,9 +171,9 @@ class TransferQueue:
         return entry
 
     def backlog(self, step_pieces: Collection[int]) -> Iterator[tuple[int, int, int]]:
-        """Return the chunks that a newly demanded expert must wait for.
+        """Yield the chunks that a newly demanded expert must wait for.
 
-        step_pieces: pieces of the current step
+        step_pieces: ids of the current step's experts (or segments, copies)
 
         Yields (link, piece, chunks): the chunks that these pieces still lack on the first and on
         the last link of their path, and one for each other chunk that a link carries now.
@@ -187,7 +187,7 @@ class TransferQueue:
                 yield link, entry.piece, 1
 
     def start(self) -> Iterator[StartChunk]:
-        """Start transfers of chunks on idle lanes, as long as one may start.
+        """Start transfers of chunks on idle lanes, as long as any can start.
 
         The last links go first. Yields an action for each chunk.
         """
@@ -242,10 +242,11 @@ class TransferQueue:
         return len(self._free_staging) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
 
     def land(self, link: int, lane: int, ok: bool = True) -> Entry:
-        """Record that a link has delivered a chunk, or failed to deliver it; returns the entry.
+        """Record that a link has delivered a chunk, or failed to deliver it; return the entry.
 
-        After a failure (`ok` is False) the entry is dropped. The entry leaves the queue,
-        `finished`, with its last chunk, or if it is dropped as soon as none of its chunks moves.
+        After a failure (`ok` is False) the transfer is dropped. The entry of a transfer leaves the
+        queue, `finished`, with its last chunk; a dropped one leaves as soon as none of its chunks
+        moves.
         """
         entry, action = self._on_lanes.pop((link, lane))
         self._idle[link].append(lane)
@@ -272,8 +273,8 @@ class TransferQueue:
     def drop(self, piece: int) -> bool:
         """Drop an expert's transfer, so that no more of its chunks start.
 
-        True if none of its chunks is moving: its slot is free. Otherwise the entry stays in the
-        queue until these chunks have landed.
+        Returns True if none of its chunks is moving: its slot is free. Otherwise the entry stays in
+        the queue until these chunks have landed.
         """
         entry = self.entries[piece]
         entry.dropped = True
@@ -303,6 +304,6 @@ class TransferQueue:
 def count_staging_slots(lanes: Sequence[int]) -> int:
     """Count the staging slots that a chain of links needs: two for every lane.
 
-    One holds the chunk that the lane carries, and one a chunk that waits.
+    One holds the chunk that the lane carries, the other a chunk that waits.
     """
     return 2 * sum(lanes)

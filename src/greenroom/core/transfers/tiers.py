@@ -2,11 +2,12 @@
 
 In a chain of links (disk to host to device), an expert that is in host memory needs the last link
 only. The host tier has its own slots and eviction policy. Its requests are the device's misses and
-prefetches, so experts that stay on the device for long become old here and are evicted. Nothing is
-ever written back: an expert that leaves the device is still here, or is read from disk again.
+prefetches, so experts that stay on the device for long become old in host memory and are evicted
+from it. Nothing is ever written back: an expert that leaves the device is still in host memory, or
+is read from disk again.
 
-Experts of a prompt are inserted into free slots only, so the experts that decoding has left here
-stay.
+Experts of a prompt are inserted into free slots only, so that those that decoding has left in host
+memory stay.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from greenroom.core.policy import Policy
 class HostTier:
     """A cache of experts in host memory, between disk and device.
 
-    The pieces in its slots are complete or on their way from disk. A piece that is on its way to
-    the device has a pinned slot, from `request` to `release`. A piece without a slot passes through
+    Experts in its slots are complete or on their way from disk. An expert that is on its way to the
+    device has a pinned slot, from `request` to `release`. An expert without a slot passes through
     staging slots, and is not cached. Each of several devices has its own part of the slots, one
     after another.
     """
@@ -48,7 +49,7 @@ class HostTier:
 
     @property
     def holds_all(self) -> bool:
-        """Tell whether host memory has a slot for every expert, once read."""
+        """Tell whether host memory has enough slots for all experts at the same time."""
         return self.capacity >= len(self.pieces)
 
     def routed(self, event: Routed) -> None:
@@ -57,9 +58,9 @@ class HostTier:
         self._request, self._prefill = event.request, event.prefill
 
     def request(self, piece: int) -> tuple[int, bool]:
-        """Request an expert's piece in host memory, for its transfer to the device.
+        """Request an expert in host memory, for its transfer to the device.
 
-        Returns (its slot, whether its bytes are in the slot). The slot is -1 if the piece is not
+        Returns (its slot, whether its bytes are in the slot). The slot is -1 if the expert is not
         cached: all slots are pinned, or none is free for a prompt.
         """
         self.requests += 1
@@ -83,13 +84,13 @@ class HostTier:
         return slot, resident
 
     def has(self, piece: int) -> bool:
-        """Tell whether an expert's piece has a slot in host memory."""
+        """Tell whether an expert has a slot in host memory."""
         return bool(self.cache.state.slot_of[piece] >= 0)
 
     def release(self, piece: int, complete: bool) -> None:
         """Unpin an expert in host memory once its transfer to the device has ended.
 
-        If its bytes are not `complete`, it is removed from host memory.
+        Unless its bytes are `complete`, the expert is removed from host memory.
         """
         self._under_way.remove(piece)
         self._pinned[int(self.cache.state.group_of[piece])] -= 1

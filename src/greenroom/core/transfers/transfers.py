@@ -18,8 +18,8 @@ class Transfers:
     """Transfers of experts to their memory slots, by a queue for the links.
 
     A nested low-precision copy is a part of its expert's own bytes. If the copy is in memory and
-    the exact expert is needed, only the remainder is transferred. The copy keeps its slot until the
-    transfer starts, and is copied to the expert's slot then.
+    the exact expert is needed, only the rest of its bytes (the remainder) is transferred. The copy
+    keeps its slot until the transfer starts, and is copied to the expert's slot then.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Transfers:
     # ---- requests for pieces
 
     def demand(self, expert: int, slot: int) -> int:
-        """Request an expert that a step needs now; returns the piece to transfer.
+        """Request an expert that a step needs now; return the id of what is transferred.
 
-        The piece is the expert, or the remainder that its low-precision copy in memory lacks.
+        This is the expert, or the remainder that its low-precision copy in memory lacks.
         """
         secondary = self._placement.secondary
         piece = expert
@@ -64,9 +64,9 @@ class Transfers:
         return piece
 
     def add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        """Request the transfer of an expert's piece to a slot; returns its entry in the queue.
+        """Request the transfer of an expert (or segment, copy) to a slot; return its queue entry.
 
-        If the piece is on its way already, the transfer keeps its slot.
+        A transfer that is on its way already keeps its slot.
         """
         self.busy = True
         return self.queue.add(piece, slot, self._chunks[piece], urgency, self._home[piece])
@@ -82,7 +82,7 @@ class Transfers:
         self._counts.prefetches += 1
 
     def drop_prefetch(self, piece: int) -> None:
-        """Drop the prefetch of an expert; chunks under way land before its slot is free."""
+        """Drop the prefetch of an expert; its slot is free once chunks on their way have landed."""
         if not self.entries[piece].dropped:
             self._counts.dropped += 1
             if self.queue.drop(piece):

@@ -1,4 +1,4 @@
 """Rules by which scheduler options choose how missing experts are computed.
 
-The rules do not know slots or transfers.
+The rules have no access to slots or transfers.
 """

@@ -22,7 +22,7 @@ from greenroom.core.plan import EXACT, ComputedGroup, Option, PromotionCandidate
 class CoCompute(Option):
     """A scheduler option that chooses device or host for each missing expert.
 
-    It expects the times of links and processors from their measured rates.
+    The choice uses the measured rates of links and processors.
     """
 
     uses_host = True

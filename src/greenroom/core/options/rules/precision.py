@@ -105,7 +105,7 @@ class Precision(Option):
 
 
 class PromotingPrecision(Precision):
-    """An option that approximates missing experts, and fetches the exact experts later."""
+    """A scheduler option that approximates missing experts, and fetches the exact experts later."""
 
     def computed(self, group: ComputedGroup, seconds: float, view: View) -> None:
         if group.form == LOW and not group.prefill:

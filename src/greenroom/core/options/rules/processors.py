@@ -1,15 +1,15 @@
 """Co-compute's choice of a processor for each missing expert: device or host.
 
-Fiddler computes a miss on the host if that is sooner than to move it, each miss by itself.
-HybriMoE, as we read it, looks at the queues instead: experts with few tokens are computed on the
-host and experts with many are moved, so that both queues end at about the same time. Greenroom does
-the latter. Misses are in order of their tokens; the host takes the miss with the fewest tokens or
-the link takes the one with the most, whichever would end sooner. Misses whose bytes are not in host
+Fiddler computes a miss on the host if that is sooner than moving it, each miss by itself. HybriMoE,
+as we read it, looks at the queues instead: experts with few tokens are computed on the host and
+experts with many are moved, so that both queues end at about the same time. Greenroom does the
+latter. Misses are in order of their tokens; the host takes the miss with the fewest tokens or the
+link takes the one with the most, whichever would end sooner. Misses whose bytes are not in host
 memory come last, since both ways begin with reading them.
 
-This greedy choice can take longer than a uniform one. So its end is compared with those of moving
-every miss and of moving none, and the soonest of the three is taken: under the cost model a step
-never ends later than with either.
+This greedy choice can take longer than sending all misses the same way. So its end is compared with
+those of moving every miss and of moving none, and the soonest of the three is taken: under the cost
+model a step never ends later than with either.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Miss(NamedTuple):
 
     request:   the index of the expert in its step
     rows:      the number of tokens that chose the expert
-    read:      its read from disk into host memory; 0 if it is there
+    read:      its read from disk into host memory; 0 if it is in host memory already
     move:      its transfer from host memory to the device
-    on_device, on_host: its computation there
-    device:    the device that the expert belongs to
+    on_device, on_host: its computation on the device, or on the host
+    device:    the device that the expert is assigned to
     """
 
     request: int
@@ -56,7 +56,7 @@ class Queues:
 
     @classmethod
     def empty(cls, devices: int = 1) -> Queues:
-        """Make queues of links and processors without any work."""
+        """Make empty queues of links and processors."""
         return cls(0.0, [0.0] * devices, [0.0] * devices)
 
     def copy(self) -> Queues:
@@ -86,7 +86,8 @@ class Queues:
     def compute_on_host(self, miss: Miss) -> float:
         """Queue a missing expert's computation on the host, after its read from disk.
 
-        An expert in host memory needs no read. Returns the seconds until the expert is computed.
+        An expert that is in host memory already is not read. Returns the seconds until the expert
+        is computed.
         """
         self.host = max(self._read(miss), self.host) + miss.on_host
         return self.host
@@ -131,7 +132,7 @@ def end_with(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -
 
     on_host: the indices of these experts in their step
 
-    Experts that are in host memory go first.
+    Experts that are in host memory already go first.
     """
     return _end(_ordered(misses), on_host, queues)
 

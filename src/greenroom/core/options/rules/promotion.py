@@ -1,8 +1,8 @@
 """Promotion: experts that were computed without a cache slot are fetched to become residents.
 
 An expert that is computed on the host, or from a low-precision copy, would never become resident,
-though it is often requested. The experts of the last tokens that were computed in these ways are
-fetched into borrowed slots while the link is idle, after all demands and prefetches. A fetch is
+though it is often requested. Promotion fetches the experts that the last tokens used in one of
+these ways into borrowed slots, while the link is idle, after all demands and prefetches. A fetch is
 dropped when the next step of the expert's layer does not request the expert.
 """
 
@@ -25,7 +25,7 @@ class PromotionQueue:
     def add(self, layer: int, experts: Iterable[int], most: int) -> None:
         """Add a layer's computed experts to the candidates for a cache slot.
 
-        most: the most candidates; the oldest are dropped beyond it, and 0 adds none
+        most: the largest number of candidates; beyond it, the oldest are dropped; 0 adds none
         """
         for expert in experts if most else ():
             self._layers.pop(expert, None)
@@ -34,7 +34,7 @@ class PromotionQueue:
                 del self._layers[next(iter(self._layers))]
 
     def remove(self, expert: int) -> None:
-        """Remove an expert from the queue of promotions, since it needs none now."""
+        """Remove an expert from the queue, since it needs no promotion now."""
         self._layers.pop(expert, None)
 
     def latest(self) -> list[PromotionCandidate]:

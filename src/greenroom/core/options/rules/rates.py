@@ -1,9 +1,9 @@
 """Rates of links and processors: a cost model, corrected by measurements during a run.
 
 Times are in seconds, sizes in bytes. The cost model is a machine's profile, or what was measured
-when the model was loaded. Each link and processor has a correction: a moving average of measured
-over expected times. While the host's processor is not used, its correction moves back towards 1:
-one slow moment must not exclude it for good.
+when the model was loaded. Each link and processor has a correction: a moving average of the ratio
+of measured to expected times. While the host's processor is not used, its correction moves back
+towards 1, so that one slow moment does not exclude it for good.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FADE = 0.99  # of a correction at each step that does not use the processor
 
 
 class Correction:
-    """A correction of the cost model: a moving average of measured over expected times."""
+    """A correction of the cost model: a moving average of measured / expected times."""
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def add(self, expected: float, seconds: float) -> None:
-        """Add a measured time, and the expected one, to a correction of the cost model."""
+        """Add the ratio of a measured time to the expected one to the moving average."""
         if expected > 0 and seconds > 0:
             ratio = min(max(seconds / expected, self.value / LIMIT), self.value * LIMIT)
             self.value = DECAY * self.value + (1 - DECAY) * ratio
@@ -40,7 +40,8 @@ class Correction:
 class Rates:
     """Expected times of links, devices and the host, corrected by measurements.
 
-    costs:        the cost model of the links from disk to host to device and of both processors
+    costs:        the cost model of the links from disk to host to device, and of the processors of
+                  device and host
     expert_bytes: the size of the experts that `costs` describes
     learn:        whether measurements correct the cost model
 
@@ -113,8 +114,8 @@ class Rates:
     def chunk_landed(self, link: int, lane: int, nbytes: float, now: float) -> None:
         """Correct a link's rate by the time that a chunk took.
 
-        The time counts from the chunk's start, or from the arrival of the chunk before if that is
-        later.
+        The time is measured from the chunk's start, or from the arrival of the chunk before if that
+        is later.
         """
         since = max(self._began.pop((link, lane)), self._landed[link])
         self._landed[link] = now
@@ -133,5 +134,5 @@ class Rates:
             self._processors[device].add(self._expected(device, rows, nbytes), seconds)
 
     def host_unused(self) -> None:
-        """Fade the correction of the host's rate after a step without host computation."""
+        """Move the host's correction towards 1 after a step without host computation."""
         self._processors[HOST].fade()

@@ -4,8 +4,8 @@ The substitute is the resident expert that was most often chosen together with t
 
 BuddyMoE (Wang et al., 2025, section 3) assumes that experts which tokens choose together are alike,
 and replaces a miss by a cached *buddy*. The paper profiles a text beforehand; Greenroom counts
-choices while decoding, so nothing need be prepared. In place of the paper's gates by entropy and
-margin, Greenroom replaces only experts of a low tail weight (see `core.gates`).
+choices while decoding, without preparation. The paper decides by entropy and margin of the gate
+weights; Greenroom replaces only experts of a low tail weight (see `core.gates`).
 """
 
 from __future__ import annotations
