@@ -1,1 +1,1 @@
-"""GPU support: slots for experts, host memory behind a GPU, and several devices."""
+"""GPU support: slots for experts, host memory that serves a GPU, and several devices."""

@@ -237,8 +237,8 @@ class Driver:
         """Compute consecutive MoE layers in one call, while all chosen experts are resident.
 
         `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
-        resident. Returns the number of layers computed; None, without a call of `find`, if the
-        scheduler must decide. The caller calls `step` for the next layer."""
+        resident; the caller calls `step` for that one. Returns the number of layers computed; None,
+        without a call of `find`, if the scheduler must decide, or for a timeline."""
         if self.timeline is not None:
             return None
         with self._step_lock:

@@ -50,7 +50,7 @@ class Meter:
     decode_s: seconds of all decode passes
     waited_s: seconds in which decode passes waited for experts
     computed_s: seconds in which decode passes computed expert groups; layers that bypass the
-        scheduler, because the cache has a slot for every expert, are not counted
+        scheduler, because all their experts are resident, are not counted
     """
 
     links: list[LinkMeter]

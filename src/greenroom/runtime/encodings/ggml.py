@@ -4,8 +4,8 @@ The codes are uint8 [rows, row bytes]; scales lie inside the blocks. Layouts and
 those of ggml's `dequantize_row_*` and of gguf's `quants.py`, which are the reference: everything
 in float32, one rounding after each product and each difference.
 
-Each entry has the bytes of a block in their order (| separates fields, f16 is a float16), and the
-value of a weight with the code q.
+Each entry has the fields of a block in their order, separated by | (f16 is a float16, u8 and i8 are
+bytes without and with a sign), and the value of a weight with the code q.
 
     q8_0        d f16 | 32 x i8                        d * q
     q4_0        d f16 | 16 bytes: q[i], q[i + 16]      d * (q - 8)

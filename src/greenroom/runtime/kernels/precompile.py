@@ -1,7 +1,8 @@
 """Compile the CPU kernels in a second process while the first imports torch and transformers.
 
-The first answer on a machine waits for both: 6 seconds each on two cores. If the weight type or the
-layout of the matrices was guessed wrong, the first process compiles the missing kernels itself.
+The first answer on a machine waits for the compilation and for the imports: 6 seconds each on two
+cores. If the weight type or the layout of the matrices was guessed wrong, the first process
+compiles the missing kernels itself.
 
     python -m greenroom.runtime.kernels.precompile bfloat16
 """

@@ -131,7 +131,7 @@ def disk_bandwidth(
             buffer = Staging(size).view
             for handle, offset in places[reader::threads]:
                 if os.preadv(handle, [buffer], offset) != size:
-                    raise OSError(errno.EIO, "a file is shorter than it was")
+                    raise OSError(errno.EIO, "a file became shorter during the measurement")
                 done[reader] += size
                 if time.perf_counter() > end:
                     return

@@ -1,1 +1,1 @@
-"""Slots: equal pieces of memory, each of which holds one expert for computation."""
+"""Slots: equal ranges of memory, each of which holds one expert for computation."""

@@ -30,7 +30,7 @@ class Cutting:
 
     @classmethod
     def of(cls, module: nn.Module, layout: SlotLayout) -> Cutting:
-        """Make the cutting of an experts module's experts, from the uncut slot layout."""
+        """Make the `Cutting` for an experts module, from the slot layout of its uncut experts."""
         return cls(bool(module.is_transposed), _runs(module), layout)
 
     @property
@@ -82,7 +82,7 @@ class Cutting:
         return unit >= self.channels or unit * per % self.channels == 0
 
     def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Cut intermediate channels `first` to `end` out of a tensor of an uncut expert."""
+        """Cut intermediate channels `first` to `end` - 1 out of a tensor of an uncut expert."""
         axis, runs = self._axis(spec), self._runs(spec)
         per = tensor.shape[axis] // runs
         a, b = (n * per // self.channels for n in (first, end))

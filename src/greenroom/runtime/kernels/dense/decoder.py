@@ -282,7 +282,8 @@ class FusedDecoderLayer:
         if len(views) < len(tokens):
             if views:
                 raise AssertionError(
-                    f"{len(views)} of {len(tokens)} KV caches can reserve a token: all or none must"
+                    f"{len(views)} of {len(tokens)} KV caches have room for a token: all or none"
+                    " must have it"
                 )
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)

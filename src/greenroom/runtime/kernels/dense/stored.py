@@ -36,7 +36,7 @@ class StoredMatrix:
     """
 
     def __init__(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """Describe an encoded matrix that expands to `dtype`.
+        """Describe an encoded matrix that decodes to `dtype`.
 
         It has no memory before `allocate` is called.
         """

@@ -1,7 +1,7 @@
 """Run several compiled kernels in one OpenMP parallel region, with barriers between them.
 
 Starting a region and returning to Python costs more than a small kernel's own work. A kernel may
-read what an earlier one has written, since all addresses are known beforehand.
+read what an earlier one has written: the address of that result is known before it is computed.
 """
 
 from __future__ import annotations

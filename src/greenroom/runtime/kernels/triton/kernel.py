@@ -1,4 +1,4 @@
-"""The default expert kernel on a GPU: two launches per expert group, one launch per step.
+"""The default expert kernel on a GPU: two launches per expert group, and one for the sum.
 
 Weights are read from slots in device memory. Every (token, expert) output is stored until the sum
 over a token's experts, which is taken by ascending expert id; so groups, slots and the order of

@@ -39,8 +39,7 @@ class IntegerProduct:
     shift:  a row has one float32 scale for 2^shift inputs
     order:  the iteration's inputs in the order of the codes' bytes, if inputs are stored as two
             int8; empty if inputs are int16
-    offset: code minus weight, in steps of the code
-    factor: weight of one step of the code
+    offset, factor: a weight is scale * factor * (code - offset), minus its minimum if there is one
     separate_halves: have the first and the last half of `order` different sums?
     minima: has the encoding minima, one for 32 inputs?
     paired: do the halves of a vector belong to two blocks of 64 inputs?

@@ -201,8 +201,8 @@ def microscaled(
 def e2m1(code: Value) -> Value:
     """Convert 4-bit floats (e2m1) in the low bits of lanes to float32.
 
-    With exponent bits e and mantissa bit m, the value in halves is m if e = 0, else (2 + m) * 2^(e
-    - 1).
+    With the exponent bits e and the mantissa bit m, twice the value is m if e = 0, and
+    (2 + m) * 2^(e - 1) otherwise.
     """
     e, m = (code >> 1) & 3, code & 1
     low = e.equals(0)
@@ -212,9 +212,9 @@ def e2m1(code: Value) -> Value:
 
 
 def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
-    """Find a row's inputs in GGUF blocks of 256 inputs and `width` bytes.
+    """Find the GGUF block of 256 inputs, and the block's quarter, with input `at`.
 
-    Return (address of the block with input `at`, which 64 inputs of the block begin there: 0 to 3).
+    Blocks have `width` bytes. Return (address of the block, number of the quarter: 0 to 3).
     """
     return row.codes + (at >> 8) * width, (at >> 6) & 3
 

@@ -79,7 +79,7 @@ def inverse(order: Sequence[int]) -> list[int]:
 def _expanded_parts(
     kind: Any, expander: Expander, x: Value, at: Value, left: Left
 ) -> Iterator[Part]:
-    """Yield parts of 32 expanded inputs."""
+    """Yield parts of 32 inputs, whose weights are decoded."""
     for half in range(2 if left is None else 1):
         first = x + ((at << 2) + 4 * GROUP * half)
         xs = [(first + 4 * start).load(F32, LANES).shuffle(expander.order) for start in STARTS]

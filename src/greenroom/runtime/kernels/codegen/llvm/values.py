@@ -37,7 +37,7 @@ class Value:
 
     @property
     def lanes(self) -> int | None:
-        """Return the number of lanes of an LLVM vector; None: a scalar."""
+        """Return the number of lanes of an LLVM vector, or None for a scalar."""
         return getattr(self.ir.type, "count", None)
 
     @property
@@ -306,7 +306,7 @@ def _width(element: Any) -> int:
 
 @contextmanager
 def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iterator[Value]:
-    """Emit an LLVM loop; the context is its body, given the int64 index."""
+    """Emit an LLVM loop whose body is the code of this context; yield the int64 index."""
     first, last, by = (v if isinstance(v, Value) else stop.constant(v) for v in (start, stop, step))
     with cgutils.for_range_slice(stop.b, first.ir, last.ir, by.ir, I64) as (at, _):
         yield Value(stop.b, at)
