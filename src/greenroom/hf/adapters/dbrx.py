@@ -22,7 +22,7 @@ from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, re
 
 
 class DbrxExperts(Experts):
-    """Experts of DBRX: gate and up projections (`w1`, `v1`) are multiplied separately."""
+    """Experts of DBRX, with separate matrix products for the gate and up projections."""
 
     own_arithmetic = True
 

@@ -225,7 +225,7 @@ class Greenroom:
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def warm_up(self) -> None:
-        """Read the experts that earlier runs used most into the cache, before the first prompt.
+        """Fill the cache with the experts that earlier runs used most, before any prompt.
 
         The statistics restart at 0 after these reads.
         """

@@ -62,7 +62,7 @@ class SharedModules:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
 
     def detach(self) -> None:
-        """Remove the hooks and replaced forwards for shared experts; a second call does nothing."""
+        """Remove hooks and restore forwards of shared experts; a second call does nothing."""
         for layer in self._layers:
             layer.detach()
 

@@ -29,7 +29,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 class Checkpoint:
     """A checkpoint on disk: its config, files, and the byte range of each tensor.
 
-    files:   absolute paths of the weight files; `StoredTensor.file` is an index of this tuple
+    files:   absolute paths of the weight files; `StoredTensor.file` is an index into this tuple
     tensors: the tensors by the names of an unquantised checkpoint; a quantised matrix is one
              encoded tensor, which includes its scales
     stored:  the tensors by their names in the files; codes and scales are separate tensors

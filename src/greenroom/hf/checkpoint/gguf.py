@@ -1,8 +1,9 @@
 """GGUF files as checkpoints: config and tokenizer by transformers' own GGUF mapping.
 
-Experts keep the quantised blocks of the GGUF file. All other tensors are dequantised by the gguf
-package, as transformers does. Config values that the mapping leaves out, such as the experts'
-intermediate size, are read from the GGUF file's metadata.
+Experts keep the quantised blocks of the GGUF file in memory, and so do other matrices that compiled
+kernels can read (hf/model/dense.py). All other tensors are dequantised when they are read. Config
+values that the mapping leaves out, such as the experts' intermediate size, are read from the GGUF
+file's metadata.
 """
 
 from __future__ import annotations

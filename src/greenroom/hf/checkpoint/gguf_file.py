@@ -45,7 +45,7 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
 
     `path` is any file of the model. The metadata are those of the first file; an array of strings
     is replaced by its length. The tensors have GGUF's names and shapes in torch's order;
-    `StoredTensor.file` is an index of the paths. Raises NotAModel if a file is no GGUF file,
+    `StoredTensor.file` is an index into the paths. Raises NotAModel if a file is no GGUF file,
     UnsupportedModel for another GGUF version or an unknown tensor type, CheckpointError if a file
     is missing or damaged.
     """

@@ -150,7 +150,7 @@ def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
 def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> StoredTensor:
     """Make the StoredTensor of one JSON entry of a safetensors header.
 
-    `data` is the file offset of the tensor data, `file` the number of the file. Raises
+    `data` is the file offset of the tensor data, `file` the index of the file in a list. Raises
     CheckpointError if the entry's dtype, shape and byte range are invalid or do not agree.
     """
     check_name(path, name)

@@ -30,7 +30,7 @@ def read_tensor(
 ) -> Tensor:
     """Read a tensor of a checkpoint into memory, dequantised and cast to a dtype.
 
-    files:  the checkpoint's weight files; `stored.file` is an index of them
+    files:  the checkpoint's weight files; `stored.file` is an index into them
     name:   the tensor's name, for error messages
     dtype:  the dtype of the result; None keeps the stored dtype, if the tensor is not quantised
     empty:  `empty(*shape, dtype=...)` allocates the result, except for stacks of quantised matrices

@@ -2,8 +2,8 @@
 
 A chain of transformers' weight conversions (merge, concatenate, chunk, transpose, interleave) only
 moves rows and columns. This module runs the chain on matrices whose elements are consecutive
-numbers, so the result shows where each element came from, and finds the two-dimensional strided
-blocks in these numbers. Rows of a quantised matrix must stay complete: a conversion may move its
+numbers, so the result shows where each element came from. Two-dimensional strided blocks are then
+found in these numbers. Rows of a quantised matrix must stay complete: a conversion may move its
 rows (outputs), but not its columns (inputs).
 """
 

@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):
     """KV cache layer, a `DynamicLayer` of transformers, that appends tokens without a copy.
 
     `keys` and `values` are views of larger tensors, until other tensors are assigned to them. The
-    views are made when they are read, since making them costs a compiled decode pass as much time
+    views are made only when they are read: making them in every decode pass would take as much time
     as computing one more layer.
     """
 

@@ -39,7 +39,7 @@ class LayerSize:
     shape: tuple[int, int, int] = (1, 1, 1)
 
     def held_bytes(self, tokens: int) -> int:
-        """Return the bytes of a layer's KV cache with `tokens` tokens, not rounded to pages."""
+        """Return how many bytes `tokens` tokens take in a layer, not rounded to pages."""
         return (
             self.token * (tokens if self.max_tokens is None else min(tokens, self.max_tokens))
             + self.fixed
@@ -64,7 +64,10 @@ class KVBytes:
     room: int = 4096
 
     def held_bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return a KV cache's bytes between passes, with `tokens` tokens in each sequence."""
+        """Return how many bytes a KV cache takes with `tokens` tokens in each sequence.
+
+        During a forward pass it may take more: see `update_bytes`.
+        """
         if self.kind.quantised:
             stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
             residual = RESIDUAL * sum(layer.token for layer in self.layers)

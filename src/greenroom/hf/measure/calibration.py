@@ -167,7 +167,7 @@ def calibrate(
 ) -> None:
     """Answer a warm-up prompt, and calibrate benchmark entries from its expert routing.
 
-    The answer is not measured. Its expert cache has the config that the model was loaded with. An
+    The answer is not measured. It is generated with the config that the model was loaded with. An
     entry that cannot be calibrated gets a `skip_reason`.
     """
     attached = harness.attach(harness.config)

@@ -133,7 +133,7 @@ ALL_RESIDENT, PART, AHEAD = Case(all_resident=True), Case(), Case(prefetch="next
 def measure(
     model: str, shape: Shape, device: str, cases: Sequence[Case] = (ALL_RESIDENT, PART, AHEAD)
 ) -> list[Measurement]:
-    """Measure one prompt's answer by a small random model in each setting (`Case`)."""
+    """Measure a small random model's answer to a prompt, in each setting (`Case`)."""
     harness = Harness(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     slots, measurements = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []

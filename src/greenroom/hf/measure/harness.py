@@ -89,7 +89,7 @@ class Harness:
         self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     def learn(self) -> None:
-        """Make expert caches that are attached later start with the experts used most so far."""
+        """Let later expert caches start with the experts that were used most so far."""
         self.request_counts += self._pending
         self._pending[:] = 0
 

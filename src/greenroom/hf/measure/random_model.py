@@ -66,7 +66,7 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
 
 
 def write(folder: Path, shape: Shape) -> None:
-    """Write the config, the word tokenizer and the weights of a random Qwen3-MoE model.
+    """Write the config, a word-level tokenizer and the weights of a random Qwen3-MoE model.
 
     All experts of a layer have equal weights.
     """

@@ -113,7 +113,7 @@ def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
-    """Return the mean bytes of an expert, and of a layer's dense weights, for simulations.
+    """Return the mean bytes of an expert, and of a layer's other weights, for simulations.
 
     The input embedding does not count, since a token reads one row of it.
     """

@@ -1,8 +1,8 @@
 """Compute how many expert slots a memory budget leaves besides everything else.
 
-Without a GPU, `--memory M` covers the entire process: Python and its libraries, dense weights, KV
-cache, activations and staging slots. The remainder becomes slots of the expert cache. With a GPU,
-`--memory` covers the GPU's memory, and `--host-memory` covers the process: Python, CUDA's own
+Without a GPU, `--memory M` covers the entire process: Python and its libraries, non-expert weights,
+KV cache, activations and staging slots. The remainder becomes slots of the expert cache. With a
+GPU, `--memory` covers the GPU's memory, and `--host-memory` covers the process: Python, CUDA's own
 memory and staging slots. The remainder of host memory caches further experts.
 """
 
@@ -145,7 +145,7 @@ class DeviceBudget:
     def after(self, slots: int) -> MemoryNeeds:
         """Return a loaded run's memory needs on the GPU besides `slots` bytes of expert slots.
 
-        All other memory that became used since the start counts as dense weights and libraries.
+        All GPU memory that became used since the start counts, except the slots.
         """
         return MemoryNeeds(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def engine_for(setup: ModelSetup, number: int) -> Engine:
     """Open one of a run's GPUs by its index in the run's devices.
 
-    The first GPU has the dense weights.
+    The first GPU has all weights that are not experts.
     """
     return Cuda(setup.devices[number])
 

@@ -90,9 +90,10 @@ def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
 
 
 def file_chunks(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """Yield the bytes of a safetensors or GGUF file of some of a checkpoint's tensors.
+    """Yield the bytes of a file that holds some of a checkpoint's tensors.
 
-    The file is GGUF if the checkpoint is. `names` are the stored names of the tensors.
+    It is a GGUF file if the checkpoint is, else a safetensors file. `names` are the stored names of
+    the tensors.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         return _gguf_of(checkpoint, names)

@@ -199,7 +199,7 @@ class Dialogue:
 
 
 class ReplyParser:
-    """Parses an answer's tokens into text, reasoning and tool calls, token by token.
+    """Parser of an answer's tokens into text, reasoning and tool calls, token by token.
 
     Without a transformers `parser`, the entire answer is text. If the parser fails, as on a tool
     call that is not JSON, the remaining answer is text.
