@@ -58,7 +58,10 @@ class LayerExperts:
 
     @cached_property
     def fallback_reason(self) -> str:
-        """Return why the CPU kernel cannot compute an MoE layer, or "" if it can."""
+        """Return why the CPU kernel cannot compute an MoE layer, or "" if it can.
+
+        The reason is a noun, such as "fp8 with 100 inputs", which can follow "eager for".
+        """
         from greenroom.runtime.kernels.matrix import fallback_reason
 
         if getattr(self.module, "eager_only", False):

@@ -97,7 +97,10 @@ def _name(weight: WeightSpec) -> str:
 
 
 def fallback_reason(layer: LayerExperts) -> str:
-    """Return why the CPU kernel cannot compute an MoE layer, or "" if it can."""
+    """Return why the CPU kernel cannot compute an MoE layer, or "" if it can.
+
+    The reason is a noun, such as "fp8 with 100 inputs", which can follow "eager for".
+    """
     weights = layer.up_weight, layer.down_weight
     encodings = {weight.encoding for weight in weights}
     if encodings == {PLAIN}:
@@ -110,7 +113,8 @@ def fallback_reason(layer: LayerExperts) -> str:
 def unsupported_reason(weight: WeightSpec) -> str:
     """Return why no compiled product reads a weight matrix, or "" if one does.
 
-    The reason names the encoding and, if the encoding is known, the size that does not fit.
+    The reason is the encoding, with the size that does not fit if the encoding is known, such as
+    "fp8 with 100 inputs".
     """
     name, (rows, columns) = _name(weight), weight.shape
     if name not in NAMES:

@@ -82,7 +82,10 @@ class Cutting:
         return unit >= self.channels or unit * per % self.channels == 0
 
     def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Cut intermediate channels `first` to `end` - 1 out of a tensor of an uncut expert."""
+        """Cut intermediate channels out of a tensor of an uncut expert.
+
+        The channels are `first` to `end` - 1.
+        """
         axis, runs = self._axis(spec), self._runs(spec)
         per = tensor.shape[axis] // runs
         a, b = (n * per // self.channels for n in (first, end))

@@ -40,7 +40,10 @@ GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
-    """Return why Triton cannot compute an MoE layer's experts, or None if it can."""
+    """Return why Triton cannot compute an MoE layer's experts, or None if it can.
+
+    The reason is a noun, such as "experts in q2_k".
+    """
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:
