@@ -136,7 +136,7 @@ papers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic moepic_start \
-		promoe_skew prediction; do \
+		promoe_skew prediction task_sets consistency batches; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	for figure in docs/figures/*.svg; do cp bench-data/papers/$${figure##*/} $$figure || exit 1; done

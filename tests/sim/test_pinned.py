@@ -9,7 +9,8 @@ from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.errors import BudgetError, UnknownName, UsageError
 from greenroom.policies import policy
-from greenroom.sim.pinned import hot_experts, pinned_by_step
+from greenroom.sim import pinned
+from greenroom.sim.pinned import expert_scores, hot_experts, pinned_by_step
 from greenroom.sim.replay import replay
 from greenroom.trace import stream
 from tests.sim import small
@@ -28,6 +29,30 @@ def test_hot_experts_are_those_that_a_task_uses_most():
     assert hot.tasks["a"].experts.tolist() == [0]
     assert hot.tasks["b"].experts.tolist() == [2]
     assert hot.tasks["a"].pattern.tolist() == [1.0, 0.5, 0.5, 0.0]
+
+
+def weighted():
+    """Expert 1 has a quarter of two tokens' weights, 0 and 2 have the rest; the third has none."""
+    trace = small.of([[[1, 0]], [[1, 2]], [[3, 1]]], [[1, 1, 1]])
+    weights = np.array([[[1, 3]], [[0.25, 0.75]], [[0, 0]]], np.float16)
+    return dataclasses.replace(trace, labels=("a",), weights=weights)
+
+
+def test_tcess_is_the_mean_share_of_a_tokens_gate_weights():
+    trace = weighted()
+    assert expert_scores(trace, "tcess").tolist() == [0.75 / 3, 0.5 / 3, 0.75 / 3, 0]
+    assert expert_scores(trace, "counts").tolist() == [1 / 3, 1, 1 / 3, 1 / 3]
+    assert hot_experts(trace, ["a"], 0.25).tasks["a"].experts.tolist() == [1]
+    by_weight = hot_experts(trace, ["a"], 0.25, "tcess").tasks["a"]
+    assert by_weight.experts.tolist() == [0]  # of equal scores the lower id
+    assert by_weight.pattern.tolist() == expert_scores(trace, "counts").tolist()
+    assert hot_experts(trace, ["a"], 0.5, "tcess").tasks["a"].experts.tolist() == [0, 2]
+
+
+def test_tcess_is_counted_in_blocks(monkeypatch):
+    expected = expert_scores(weighted(), "tcess")
+    monkeypatch.setattr(pinned, "BLOCK", 2)
+    assert expert_scores(weighted(), "tcess").tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("tasks", [["a"], ["a", "b"]])
@@ -74,6 +99,10 @@ def test_impossible_pins_are_errors():
         hot_experts(trace, ["c"], 0.1)
     with pytest.raises(UsageError, match="is 1: it must be above 0 and below 1"):
         hot_experts(trace, ["a"], 1.0)
+    with pytest.raises(UnknownName, match="unknown score 'norm': choose one of counts, tcess"):
+        hot_experts(trace, ["a"], 0.1, "norm")
+    with pytest.raises(UsageError, match="tcess needs gate weights, which the trace does not have"):
+        hot_experts(trace, ["a"], 0.1, "tcess")
     stay = pinned_by_step(trace, requests, hot_experts(trace, ["a"], 0.5))
     with pytest.raises(BudgetError, match="the 8 experts of --pin leave no slot"):
         replay(requests, trace.offsets, 8, policy("lru"), pinned=stay)

@@ -7,22 +7,69 @@ from itertools import pairwise
 
 import numpy as np
 
-from greenroom.core.cache.pins import Pins, Task
+from greenroom.core.cache.pins import Floats, Pins, Task
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName, UsageError
 from greenroom.trace import Trace
 
 WINDOW = 16  # passes that replace the prompt in a trace without prompts
+SCORES = ("counts", "tcess")
+BLOCK = 1 << 14  # tokens that are scored at a time
 
 
-def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
-    """Find the experts that each task's tokens use most, to pin them in the cache.
+def expert_scores(trace: Trace, score: str) -> Floats:
+    """Score how much a trace's tokens need each expert: [experts of all layers], by dense id.
+
+    counts: the share of the tokens that use the expert
+    tcess:  PreMoe's task-conditioned expected selection score: the mean over the tokens of the
+            expert's share of the token's gate weights, 0 where the token did not choose it
+
+    Raises UnknownName for another score, and UsageError if the trace lacks gate weights.
+    """
+    if score not in SCORES:
+        raise UnknownName("score", score, SCORES)
+    if score == "counts":
+        return trace.uses() / trace.tokens
+    if trace.weights is None:
+        raise UsageError(
+            "the score tcess needs gate weights, which the trace does not have: record it with"
+            " --weights, or use the score counts"
+        )
+    sizes = trace.experts_per_layer.tolist()
+    totals = [np.zeros(n) for n in sizes]
+    for start in range(0, trace.tokens, BLOCK):
+        weights = np.abs(trace.weights[start : start + BLOCK].astype(np.float64))
+        sums = weights.sum(-1, keepdims=True)
+        shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+        for layer, experts in enumerate(sizes):
+            ids = trace.experts[start : start + BLOCK, layer].ravel()
+            totals[layer] += np.bincount(ids, shares[:, layer].ravel(), experts)
+    return np.concatenate(totals) / trace.tokens
+
+
+def best_experts(scores: Floats, offsets: Sequence[int], share: float) -> Ints:
+    """Choose the experts with the highest scores of each layer: dense ids, ascending.
+
+    `share` of each layer's experts are chosen, at least one. Of equal scores, lower ids win.
+    """
+    ids = [
+        a + np.argsort(-scores[a:b], kind="stable")[: max(1, round(share * (b - a)))]
+        for a, b in pairwise(offsets)
+    ]
+    return np.sort(np.concatenate(ids))
+
+
+def hot_experts(trace: Trace, tasks: Sequence[str], share: float, score: str = "counts") -> Pins:
+    """Find the experts that each task's tokens need most, to pin them in the cache.
 
     tasks: labels of the trace's requests
     share: share of each layer's experts to pin, above 0 and below 1; at least one expert per layer
+    score: by which experts are chosen (see `expert_scores`)
 
-    Raises UsageError for another share, and UnknownName for a label that no request has.
+    A task's pattern has counts, whatever the score: a run compares it with a prompt's counts.
+    Raises UsageError for another share, UnknownName for a label that no request has, and the errors
+    of `expert_scores`.
     """
     if not 0 < share < 1:
         raise UsageError(
@@ -35,12 +82,9 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
             raise UnknownName("task", task, sorted(set(trace.labels)))
         chosen = [r for r, label in enumerate(trace.labels) if label == task]
         part = trace.select(chosen)
-        pattern = part.uses() / part.tokens
-        ids = [
-            a + np.argsort(-pattern[a:b], kind="stable")[: max(1, round(share * (b - a)))]
-            for a, b in pairwise(offsets)
-        ]
-        tasks_by_name[task] = Task(np.sort(np.concatenate(ids)), pattern)
+        pattern = expert_scores(part, "counts")
+        scores = pattern if score == "counts" else expert_scores(part, score)
+        tasks_by_name[task] = Task(best_experts(scores, offsets, share), pattern)
     return Pins(tasks_by_name, tuple(offsets))
 
 

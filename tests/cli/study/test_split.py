@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from greenroom.core.cache.pins import Pins
@@ -13,9 +15,10 @@ from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.pinned import pinned_by_step
 from greenroom.sim.replay import replay
-from greenroom.trace import load, stream
+from greenroom.trace import load, save, stream
 from tests.cli.conftest import Run
 from tests.models import cached_tiny
+from tests.sim import small
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 512, "intermediate_size": 512}
 COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
@@ -142,6 +145,8 @@ def test_mistakes_of_simulate(
             "--share must be a share of every layer's experts, as 10%",
         ),
         (("--task", "all", "--share", "100%"), "is 1: it must be above 0 and below 1"),
+        (("--task", "all", "--score", "tcess"), "the score tcess needs gate weights"),
+        (("--task", "all", "--score", "norms"), "invalid choice: 'norms'"),
     ],
 )
 def test_mistakes_of_hot(cli: Run, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
@@ -152,6 +157,17 @@ def test_mistakes_of_hot(cli: Run, tmp_path: Path, options: tuple[str, ...], sai
     assert made.code == 0, made.err
     ran = cli("trace", "hot", tmp_path / "t", "-o", tmp_path / "pins.json", *options)
     assert said in ran.mistake
+
+
+def test_hot_experts_by_gate_weights(cli: Run, tmp_path: Path) -> None:
+    """Expert 1 is used twice, and has a tenth of the gate weights of both tokens."""
+    trace = small.of([[[1, 0]], [[1, 2]]], [[1, 1]])
+    weights = np.array([[[0.1, 0.9]], [[0.1, 0.9]]], np.float16)
+    save(dataclasses.replace(trace, labels=("a",), weights=weights), tmp_path / "t")
+    for score, experts in (("counts", [0, 1]), ("tcess", [0, 2])):
+        options = ("--task", "a", "--share", "50%", "--score", score)
+        assert cli("trace", "hot", tmp_path / "t", "-o", tmp_path / "p", *options).code == 0
+        assert json.loads((tmp_path / "p").read_text())["tasks"]["a"]["experts"] == [experts]
 
 
 def test_a_pinned_run_says_so_and_refuses_too_many(

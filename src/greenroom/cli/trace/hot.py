@@ -33,6 +33,10 @@ def add_to(parser: Parser) -> None:
         " prompt's")  # fmt: skip
     add("--share", metavar="SHARE", default="10%",
         help="share of every layer's experts to list (default: 10%%)")  # fmt: skip
+    add("--score", choices=("counts", "tcess"), default="counts",
+        help="by which experts are chosen: how many tokens use them (counts, the default), or their"
+        " mean share of a token's gate weights (tcess, PreMoe's score; the trace must have gate"
+        " weights)")  # fmt: skip
     add_out(parser, "the JSON file to write")
 
 
@@ -49,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
         trace = load(args.trace)
         named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
-        result = hot_experts(trace, named, share)
+        result = hot_experts(trace, named, share, args.score)
     content = {**result.as_json(), "model": trace.meta.get("model")}
     write_file(args.out, json.dumps(content) + "\n")
     counts = ", ".join(f"{name} {task.experts.size}" for name, task in result.tasks.items())

@@ -1,4 +1,4 @@
-"""Pinned sets: a task's most used experts, which the cache never evicts (PreMoe, section 3).
+"""Pinned sets: a task's most needed experts, which the cache never evicts (PreMoe, section 3).
 
 A file has one or several tasks. With a single task, its experts are pinned from the start. With
 several tasks, each request's prompt selects one: the task whose pattern has the smallest angle to
