@@ -146,6 +146,8 @@ ROWS = (
     _paper("eamc_cover", ("recording", "EAMs", "needed for 75 %")),
     _paper("eamc_shift", ("recording", "policy", "excess of the first")),
     _paper("moepic_lcp", ("recording", "LRU", "LFU", "LCP at its best")),
+    _paper("learned_state", ("recording", "policy", "cold, 25 %", "change"),
+           "--models olmoe-1b-7b --requests 1 2", drawn=False),
     _paper("promoe_skew", ("recording", "uses by the top 10 %", "50 %")),
     _paper("task_sets", ("recording", "set of a", "counts: covered", "tcess: weight"),
            "--tokens 8 --shots 1", drawn=False),

@@ -25,6 +25,7 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int32]
 Weights = NDArray[np.float32]
 Ids = NDArray[np.integer[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 # Only compiled code calls these functions: without Python wrappers they compile in a third less
 # time. They are inlined, since a call would pass every array of the states, seven values each.
@@ -157,6 +158,22 @@ def ignore_step(
     """Ignore the start of a step: the default handler of an eviction policy."""
 
 
+class Learning(NamedTuple):
+    """How later runs get what an eviction policy has learned. The functions are plain Python.
+
+    version: of the arrays; arrays of another version are not restored
+    export:  returns copies of the arrays that a policy's state has learned
+    restore: makes a state one that has learned these arrays, but has seen no request; ValueError,
+             before anything changes, if they do not fit the model. Options may differ
+
+    Cache contents and logical times are not learned.
+    """
+
+    version: int
+    export: Callable[[Any], Arrays]
+    restore: Callable[[Any, Arrays], None]
+
+
 @dataclass(frozen=True)
 class Policy:
     """An eviction policy: its name, its compiled functions and its options.
@@ -176,6 +193,7 @@ class Policy:
     weighs: the policy reads rows and weights; other policies may get empty ones
     needs_trace: the policy must know future requests, and runs in simulations only
     preload: returns the pieces that are resident from the start; no other piece is inserted then
+    learning: exports and restores what the policy learns for later runs; None: nothing
     """
 
     name: str
@@ -191,6 +209,7 @@ class Policy:
     needs_trace: bool = False
     weighs: bool = False
     preload: Callable[[PolicySetup], Ints] | None = None
+    learning: Learning | None = None
 
     def check_online(self) -> None:
         """Check that an eviction policy can run online, without knowing future requests.
@@ -225,6 +244,25 @@ class Policy:
                 raise UsageError(f"options of {self.name} are given once, as name=value: {item!r}")
             values[name] = options[name].parse(self.name, value)
         return replace(self, name=f"{self.name}:{text}", values=values)
+
+    def export_learned(self, state: Any) -> Arrays:
+        """Export what an eviction policy's state has learned; empty if it learns nothing."""
+        if self.learning is None:
+            return {}
+        return {"version": np.array(self.learning.version), **self.learning.export(state)}
+
+    def restore_learned(self, state: Any, arrays: Arrays) -> None:
+        """Restore what an eviction policy has learned in an earlier run.
+
+        ValueError if the arrays are of another version or do not fit the model.
+        """
+        if self.learning is None:
+            raise ValueError(f"policy {self.name} stores nothing for later runs")
+        version = arrays.get("version")
+        if version is None or version.shape != () or version != self.learning.version:
+            text = "no version" if version is None else f"version {version}"
+            raise ValueError(f"the arrays have {text}, not version {self.learning.version}")
+        self.learning.restore(state, arrays)
 
     def setup(
         self,

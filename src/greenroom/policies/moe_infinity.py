@@ -22,9 +22,11 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import (
+    Arrays,
     CacheState,
     Floats,
     Ids,
+    Learning,
     LogicalTime,
     Policy,
     PolicyOption,
@@ -34,8 +36,10 @@ from greenroom.core.policy import (
     compiled,
 )
 from greenroom.policies.helpers import scan
+from greenroom.policies.helpers.learned import array_of
 
 EPS = 1e-3
+MOST_TOKENS = 1 << 24  # of a stored prompt: squares of EAMs must fit into 64 bits
 SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
 
 
@@ -214,6 +218,40 @@ def victim(
     return int(scan.lowest_unpinned(cache, group, scores, state.index))
 
 
+def export(state: MoeInfinityState) -> Arrays:
+    """Export the collection of EAMs, with the current prompt's: its run is over (B.2)."""
+    size, capacity = int(state.numbers[SIZE]), state.squares.size
+    eams = list(state.counts[:, :size].T)
+    if state.numbers[FIRST] == 0 and state.prompt.any():
+        if size == capacity:
+            dots = (state.prompt @ state.counts).astype(np.float64)
+            eams[int((dots * dots / state.squares).argmax())] = state.prompt
+        else:
+            eams.append(state.prompt)
+    collection = np.array(eams, np.int64).reshape(len(eams), state.prompt.size)
+    return {"collection": collection.clip(max=MOST_TOKENS).astype(np.int32)}
+
+
+def restore(state: MoeInfinityState, arrays: Arrays) -> None:
+    """Restore the collection of EAMs; the last ones if it is larger than the capacity.
+
+    ValueError if the collection does not fit the model.
+    """
+    shape = (None, state.prompt.size)
+    eams = array_of(arrays, "collection", shape, np.int32, 0, MOST_TOKENS).astype(np.int64)
+    eams = eams[eams.any(axis=1)][-state.squares.size :]
+    size, layers = len(eams), state.begin.size - 1
+    state.counts[:, :size] = eams.T
+    state.squares[:size] = (eams * eams).sum(axis=1)
+    sizes = np.diff(state.begin)
+    totals = np.add.reduceat(eams, state.begin[:-1], axis=1).repeat(sizes, axis=1)
+    proximity = (1 - np.arange(layers) / layers).repeat(sizes)
+    state.scores[:size] = np.where(totals > 0, (eams + EPS) * proximity / totals.clip(min=1), EPS)
+    for unlearned in (state.prompt, state.current, state.dots):
+        unlearned[:] = 0
+    state.numbers[[SIZE, TOKEN, SCORED, FIRST]] = size, -1, -2, 1
+
+
 moe_infinity = Policy(
     "moe-infinity",
     build_state,
@@ -232,4 +270,5 @@ moe_infinity = Policy(
         ),
         PolicyOption("capacity", 100, "EAMs in the collection", 1, 1_000_000),
     ),
+    learning=Learning(1, export, restore),
 )

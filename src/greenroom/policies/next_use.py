@@ -40,6 +40,7 @@ from greenroom.core.policy import (
     CacheState,
     Floats,
     Ids,
+    Learning,
     LogicalTime,
     Policy,
     PolicyOption,
@@ -48,6 +49,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
+from greenroom.policies.helpers import next_use_learned
 
 SHORT, LONG, PROMPT, CONSTANT = range(4)
 FEATURES = 3
@@ -375,4 +377,5 @@ next_use = Policy(
         PolicyOption("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
         PolicyOption("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
     ),
+    learning=Learning(1, next_use_learned.export, next_use_learned.restore),
 )

@@ -19,7 +19,7 @@ from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.cache.state import empty_state, preload
 from greenroom.core.compiling.compile_cache import jit, with_parts
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import CacheState, LogicalTime, Policy
+from greenroom.core.policy import Arrays, CacheState, LogicalTime, Policy
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UsageError
 
@@ -29,12 +29,14 @@ class ReplayResult:
     """Result of a replay: numbers of expert requests and of cache misses.
 
     A request is for one expert in one step. `missed` says for each request whether it was a miss;
-    it is None unless the replay was called with `detail`.
+    it is None unless the replay was called with `detail`. `learned` is what the policy has learned;
+    it is None unless the replay was called with `learned`.
     """
 
     requests: int
     misses: int
     missed: NDArray[np.bool_] | None = None
+    learned: Arrays | None = None
 
     @property
     def miss_ratio(self) -> float:
@@ -53,6 +55,7 @@ def replay(
     reset: bool = False,
     detail: bool = False,
     pinned: Sequence[tuple[int, Ints]] = (),
+    learned: Arrays | None = None,
 ) -> ReplayResult:
     """Replay expert requests through an initially empty cache, and count misses.
 
@@ -66,9 +69,11 @@ def replay(
     detail:   return `missed` too
     pinned:   (step, experts) in ascending order: from that step on, these experts are never evicted
               once they are in the cache, and those of the entry before may be; not with `reset`
+    learned:  what the policy has learned in an earlier replay; empty: nothing; None: nothing, and
+              the result has no `learned` either; not with `reset`
 
-    Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, and BudgetError if
-    pinned experts leave no slot for others.
+    Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, BudgetError if
+    pinned experts leave no slot for others, and ValueError if `learned` does not fit.
     """
     check_pin(pin)
     layer = layer_of_ids(offsets)
@@ -77,30 +82,26 @@ def replay(
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0
-    if reset and pinned:
-        raise UsageError(
-            "--pin FILE and --reset exclude each other, since --reset empties the cache before each"
-            " request: leave one out"
-        )
+    if reset:
+        _check_reset(pinned, learned)
+    exported = None
     for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         memory = policy.build_state(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
+        if learned:
+            policy.restore_learned(memory, learned)
         for first, last, stay in _pinned_ranges(pinned, begin, end):
             state.pinned[:] = 0
             state.pinned[stay] = 1
-            open_to = np.array(sizes) - np.bincount(state.group_of[stay], minlength=len(sizes))
-            if open_to.min() < 1:
-                raise BudgetError(
-                    f"the {stay.size} experts of --pin leave no slot for other experts: give a"
-                    " larger --capacity, or pin fewer experts"
-                )
+            open_to = _open_to_others(state, sizes, stay)
             misses += loop(
                 state, memory, stream, first, last, pin == "step", missed, open_to, first == begin
             )
-    return ReplayResult(stream.pieces.size, misses, missed if detail else None)
+        exported = None if learned is None else policy.export_learned(memory)
+    return ReplayResult(stream.pieces.size, misses, missed if detail else None, exported)
 
 
 def check_capacity(capacity: int, experts: int) -> None:
@@ -140,6 +141,28 @@ def _pinned_ranges(
     changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in pinned if s < end)]
     ends = [*(s for s, _ in changes[1:]), end]
     return [(s, e, pieces) for (s, pieces), e in zip(changes, ends, strict=True) if s < e]
+
+
+def _check_reset(pinned: Sequence[tuple[int, Ints]], learned: Arrays | None) -> None:
+    """Check that nothing is pinned or learned before requests that start with an empty cache."""
+    if learned is not None:
+        raise ValueError("`reset` and `learned` exclude each other: leave one out")
+    if pinned:
+        raise UsageError(
+            "--pin FILE and --reset exclude each other, since --reset empties the cache before each"
+            " request: leave one out"
+        )
+
+
+def _open_to_others(state: CacheState, sizes: Sequence[int], pinned: Ints) -> Ints:
+    """Count the slots of each group that pinned experts leave; BudgetError if one has none."""
+    open_to = np.array(sizes) - np.bincount(state.group_of[pinned], minlength=len(sizes))
+    if open_to.min() < 1:
+        raise BudgetError(
+            f"the {pinned.size} experts of --pin leave no slot for other experts: give a larger"
+            " --capacity, or pin fewer experts"
+        )
+    return open_to
 
 
 def _bound_loop(policy: Policy) -> Any:

@@ -101,7 +101,7 @@ def test_a_predictor_continues_from_its_saved_state(folder, caplog):
     model.greenroom.detach()
     answer(folder, prefetch="token")  # keeps what it has no use for
     found = load_routing(kept().stem)
-    assert set(found.states) == {"markov", "token", "recent"}
+    assert set(found.states) == {"markov", "token", "recent", "policy next-use"}
     assert warnings(caplog) == []
 
 
@@ -114,6 +114,46 @@ def test_a_state_that_does_not_fit_is_ignored_with_one_warning(folder, caplog):
     answer(folder, 3, prefetch="markov")
     assert len(warnings(caplog)) == 1
     assert warnings(caplog)[0].startswith("predictor markov cannot use its state of the last run")
+
+
+@pytest.mark.parametrize("policy", ["next-use:short=2", "moe-infinity:capacity=3", "lru"])
+def test_a_run_continues_from_what_the_policy_has_learned(folder, policy, caplog):
+    first, _, before, _ = answer(folder, policy=policy)
+    learned = before.driver.scheduler.view.export_learned()
+    assert bool(learned) == (policy != "lru")
+    model, _ = greenroom.load(folder, cache="40%", policy=policy, kernels="eager", prefetch="off")
+    scheduler = model.greenroom.driver.scheduler
+    assert model.greenroom.warm_experts > 0  # these reads taught the policy nothing
+    assert scheduler.view.export_learned().keys() == learned.keys()
+    for name, array in scheduler.view.export_learned().items():
+        np.testing.assert_array_equal(array, learned[name])
+    model.greenroom.detach()
+    again, *_ = answer(folder, policy=policy.partition(":")[0])  # with other options
+    assert torch.equal(again, first)
+    assert warnings(caplog) == []
+
+
+def test_reads_of_a_first_warm_start_teach_a_policy_nothing(folder):
+    answer(folder, policy="lru")
+    model, _ = greenroom.load(folder, cache="40%", policy="moe-infinity", kernels="eager")
+    assert model.greenroom.warm_experts > 0
+    scheduler = model.greenroom.driver.scheduler
+    assert scheduler.view.export_learned()["0/collection"].shape == (0, EXPERTS)
+    model.greenroom.detach()
+
+
+def test_what_a_policy_cannot_use_is_ignored_with_one_warning(folder, caplog):
+    first, *_ = answer(folder)
+    found = load_routing(kept().stem)
+    states = {"policy next-use": {"0/version": np.array(99)}}
+    save_routing(kept().stem, RoutingHistory(found.hot, found.popularity, states))
+    again, *_ = answer(folder)
+    assert torch.equal(again, first)
+    assert warnings(caplog) == [
+        "policy next-use cannot use what it learned in earlier runs, and learns anew: the arrays"
+        " have version 99, not version 1"
+    ]
+    assert "0/links" in load_routing(kept().stem).states["policy next-use"]
 
 
 def test_a_run_of_a_few_tokens_is_not_saved(folder):

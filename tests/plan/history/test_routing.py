@@ -184,9 +184,7 @@ def test_the_largest_states_are_left_out(monkeypatch, caplog):
     stored_arrays = load(KEY)
     assert stored_arrays is not None
     assert sorted(stored_arrays.states) == ["p15", "p3", "p9"]
-    assert warnings(caplog) == [
-        "the counts of predictor p20 are too large to be stored for later runs"
-    ]
+    assert warnings(caplog) == ["what p20 has learned is too large to be stored for later runs"]
     assert path_of(KEY).stat().st_size < 4000 + files._OVERHEAD
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
+from greenroom.core.policy import Arrays
 from greenroom.core.prefetch.lookahead import Accuracy
 from greenroom.core.transfers.transfers import Transfers
 
@@ -21,6 +23,7 @@ class StateView:
     """Read-only access to the scheduler's state, for its options and for drivers.
 
     It is the `View` that options get, with further properties for drivers (runtime and simulator).
+    Only `restore_learned` changes anything.
 
     accuracy:      the accuracy of predictions
     lanes:         how many transfers each link carries at a time
@@ -80,6 +83,14 @@ class StateView:
         BudgetError if a slot group would have only pinned experts.
         """
         self._placement.cache.sizes_for(capacity, pinned_set)
+
+    def export_learned(self) -> Arrays:
+        """Export what the eviction policy has learned; empty if it learns nothing."""
+        return export_learned(self._placement.cache)
+
+    def restore_learned(self, arrays: Arrays) -> None:
+        """Restore what the eviction policy has learned; ValueError if it does not fit."""
+        restore_learned(self._placement.cache, arrays)
 
     # ---- for options
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,14 +37,16 @@ class WarmStart:
         name: str,
         predictor: Predictor | None,
     ) -> None:
-        """Start from the expert usage of earlier runs (`before`), and restore the predictor.
+        """Start from the expert usage of earlier runs (`before`), and restore learned state.
 
         `name` is the predictor's name as the user wrote it; its state is stored under that name.
+        What the eviction policy has learned is stored under the policy's name without options.
         """
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
-        self._before = before
         self._passes = 0  # that warming up took
+        self._policy = f"policy {driver.scheduler.policy.name.partition(':')[0]}"
+        self._before = self._restore_policy(before)
         if predictor is not None and before is not None and name in before.states:
             try:
                 predictor.restore(before.states[name])
@@ -53,6 +56,21 @@ class WarmStart:
                     name,
                     error,
                 )
+
+    def _restore_policy(self, before: RoutingHistory | None) -> RoutingHistory | None:
+        """Restore what the eviction policy has learned; return the history without it."""
+        if before is None or self._policy not in before.states:
+            return before
+        states = dict(before.states)
+        try:
+            self._driver.scheduler.view.restore_learned(states.pop(self._policy))
+        except ValueError as error:
+            log.warning(
+                "%s cannot use what it learned in earlier runs, and learns anew: %s",
+                self._policy,
+                error,
+            )
+        return replace(before, states=states)
 
     def warm_up(self) -> int:
         """Read the most used experts into an empty cache, in at most 2 seconds.
@@ -82,7 +100,7 @@ class WarmStart:
             self._driver.miss_counts[:] = 0
 
     def save(self, extra_states: Mapping[str, Arrays | None]) -> None:
-        """Save this run's expert usage, the predictor's state and `extra_states` for later runs.
+        """Save this run's expert usage, learned state and `extra_states` for later runs.
 
         A run of fewer than 16 forward passes is not saved.
         """
@@ -98,6 +116,8 @@ class WarmStart:
                 popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
+        if learned := driver.scheduler.view.export_learned():
+            states[self._policy] = learned
         states |= {name: each for name, each in extra_states.items() if each is not None}
         residents = driver.scheduler.residents()
         hot = residents[np.argsort(-popularity[residents], kind="stable")]
@@ -111,8 +131,18 @@ def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
     """Read experts (`hot`, most used first) into an empty cache, for at most `limit_s` seconds.
 
     Returns the number of experts read. Each layer has an equal share of the remaining time. It
-    reads as many of its experts as fit into that time at the speed of the reads so far.
+    reads as many of its experts as fit into that time at the speed of the reads so far. The
+    eviction policy learns nothing from these reads.
     """
+    learned = driver.scheduler.view.export_learned()
+    try:
+        return _read(driver, hot, limit_s)
+    finally:
+        if learned:
+            driver.scheduler.view.restore_learned(learned)
+
+
+def _read(driver: Driver, hot: Ids, limit_s: float) -> int:
     pieces, policy = driver.pieces, driver.scheduler.policy
     layer_of = pieces.layer[hot]
     layers = np.unique(layer_of).tolist()

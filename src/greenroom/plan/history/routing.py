@@ -1,4 +1,4 @@
-"""Routing of a model's earlier runs: resident experts, popularity and predictors' states.
+"""Routing of a model's earlier runs: resident experts, popularity and learned states.
 
 MoE-Infinity stores its collection of activation matrices for the same purpose (appendix, failure
 recovery).
@@ -28,7 +28,8 @@ class RoutingHistory:
 
     hot:        experts that were in the cache at the end of the last run, most valuable first
     popularity: number of requests for each expert, [experts]
-    states:     arrays of predictors and other observers of routing, by the observer's name
+    states:     arrays of predictors and other observers of routing, by the observer's name; arrays
+                of eviction policies are named `policy NAME`
     """
 
     hot: Ids
@@ -71,7 +72,7 @@ class RoutingHistory:
         stored = sorted(sizes, key=sizes.__getitem__)
         while stored and sum(sizes[name] for name in stored) > left:
             log.warning(
-                "the counts of predictor %s are too large to be stored for later runs", stored.pop()
+                "what %s has learned is too large to be stored for later runs", stored.pop()
             )
         for name in stored:
             if "/" in name:
