@@ -12,7 +12,7 @@ GreenroomError            base class: a message of one line, which commands prin
 |   +-- NotMoE            a dense model: there are no experts to stream
 |   +-- UnsupportedModel  an architecture, layout or file format that is not supported, and why
 |   +-- CheckpointError   a damaged checkpoint: a shard, header, shape or type is wrong
-+-- TraceError            a trace that is damaged, of another version, or impossible
++-- TraceError            a trace that is damaged, of another version, or has impossible routing
 +-- PredictorError        a predictor that is damaged, or made for another model
 +-- StoreError            reading an expert failed while answering (its cause is the disk's error)
 |   +-- CheckpointChanged  a file of the checkpoint changed while the model was in use
@@ -21,7 +21,7 @@ GreenroomError            base class: a message of one line, which commands prin
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (disk full, no permission)
 +-- VersionError          a library is missing, or of an unsupported version
-+-- VerifyError           outputs differ that must be equal
++-- VerifyError           outputs that must be equal differ
 +-- PlatformError         the operating system is not Linux
 +-- ClosedError           the model was detached, or its threads have ended
 """
@@ -49,7 +49,7 @@ class UnknownName(UsageError):
 
 
 class UnknownOption(UnknownName, TypeError):
-    """A keyword that a Python function does not take; the message suggests valid ones."""
+    """A keyword argument that a function does not take; the message suggests valid ones."""
 
     def __init__(self, function: str, name: str, options: Iterable[str]) -> None:
         options = list(options)
@@ -130,7 +130,7 @@ class VersionError(GreenroomError):
 
 
 class VerifyError(GreenroomError):
-    """Outputs differ that `greenroom verify` expects to be equal."""
+    """Outputs that `greenroom verify` expects to be equal differ."""
 
 
 class PlatformError(GreenroomError):

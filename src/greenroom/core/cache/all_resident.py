@@ -1,4 +1,4 @@
-"""The all-resident path: steps whose experts all have slots bypass the scheduler's event machine.
+"""The all-resident path: steps whose experts are all loaded bypass the scheduler's event machine.
 
 A step is one layer of one forward pass. While an LRU cache evicts nothing, its state is the order
 in which experts were used. So this order is recorded here, and passed to the policy when the cache
@@ -18,7 +18,7 @@ from greenroom.core.pieces import Ints
 class AllResident:
     """The order in which cached experts were used, while steps bypass the event machine.
 
-    slot_of:    the cache slot of each expert; -1 if it has none
+    slot_of:    the cache slot of each expert; -1 if the expert is not loaded
     tier_slots: for each cache slot, the number of its slot in memory
     used:       for each expert, the number of the last step that used it; 0 if none has
     steps:      the number of steps so far; the first step has number 1

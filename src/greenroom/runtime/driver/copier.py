@@ -28,7 +28,7 @@ from greenroom.runtime.store.disk import Chunk, Staging
 class Store(Protocol):
     """Protocol of a read-only source of expert weights, such as a checkpoint on disk.
 
-    An expert is read as several chunks, each into a staging buffer of the calling thread.
+    An expert is read in one or more chunks, each into a staging buffer of the calling thread.
     """
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]: ...

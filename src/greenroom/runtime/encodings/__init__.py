@@ -2,8 +2,8 @@
 
 A decoder is the reference for every kernel that reads the same bytes in place. Each value equals
 that of transformers' (or gguf's) own dequantisation in the model's dtype, bit for bit. Decoders
-compute in float32, rounding after every operation (never fused), and round to the model's dtype
-once, at the end.
+compute in float32, rounding after every operation (never fused), and round to the model's dtype at
+the end (`ct_int4` first to the dtype of its scales).
 """
 
 from __future__ import annotations

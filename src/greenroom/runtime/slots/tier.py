@@ -59,7 +59,7 @@ class SlotPool(Slots):
         """
 
     def clear(self, slot: int) -> None:
-        """Discard what is noted about a slot's expert, before another expert is written."""
+        """Forget which bytes arrived in a slot, before another expert is written there."""
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot's bytes to another slot."""

@@ -99,9 +99,10 @@ class Staging:
 class DiskStore:
     """Reader of a checkpoint's experts in chunks; thread-safe with one buffer a thread.
 
-    If a file is overwritten while it is open, this and all later reads raise CheckpointChanged,
-    since an expert must not mix two states of a checkpoint. The file's size and modification time
-    are compared after each chunk, so no chunk is returned that was read after a change.
+    If a file is overwritten while it is open, its next read and every later read of any file raise
+    CheckpointChanged, since an expert must not mix two states of a checkpoint. The file's size and
+    modification time are compared after each chunk, so no chunk is returned that was read after a
+    change.
     """
 
     def __init__(

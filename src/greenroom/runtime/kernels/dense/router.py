@@ -4,11 +4,10 @@
 
 In the parallel region that computes its input (decoder.py) the router takes only as long as reading
 its weights; torch's five operations take ten times as long after a group of experts has evicted the
-CPU caches.
-The product is summed in another order than torch's and rounded to the model's type as torch's is,
-so a last bit may differ, as in other compiled layers. If the last chosen score equals the next one,
-the experts are chosen in torch's order (codegen/entries/ties.py). Whether a router is of this kind
-is tested by comparison with its own forward.
+CPU caches. The product is summed in another order than torch's and rounded to the model's type as
+torch's is, so a last bit may differ, as in other compiled layers. If the last chosen score equals
+the next one, the experts are chosen in torch's order (codegen/entries/ties.py). Whether a router is
+of this kind is tested by comparison with its own forward.
 
 The module gets the compiled choice as its own forward for one token. The forward is called wherever
 hooks observe the module, as those of predictors do, and hooks must not change the result.

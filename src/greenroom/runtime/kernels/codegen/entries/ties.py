@@ -28,9 +28,9 @@ def is_supported(number: int, top_k: int) -> bool:
 
 @njit(inline="always")
 def precedes(scores, order, i, j):
-    """Check that one score comes before another in a descending order.
+    """Check that one expert's score is larger than another's.
 
-    The scores of the experts at places i and j of `order` are compared.
+    The experts are those at the places i and j of `order`.
     """
     return get(F, scores, word(order, i)) > get(F, scores, word(order, j))
 

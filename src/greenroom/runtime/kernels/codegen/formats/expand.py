@@ -276,9 +276,9 @@ def sliced(codes: Value) -> list[Value]:
 def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode fp8 (e4m3) weights by way of float16.
 
-    Shifted to the place of float16's exponent and fraction, the bits are value / 2^8. Adding one to
-    the last bit carries into the exponent's highest bit for the NaN code, and only for that; with
-    the highest bit set the number is float16's NaN.
+    Shifted to the place of float16's exponent and fraction, the code's bits are the float16 number
+    weight / 2^8. Adding one to the last bit carries into the exponent's highest bit for the NaN
+    code, and only for that; with the highest bit set the number is float16's NaN.
     """
     scale = row.scale_at(at, 5, half)
     moved = ((row.codes + at + 32 * half).load(I8, GROUP).convert(I16, signed=True) << 7) & -0x4001
@@ -290,7 +290,7 @@ def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode compressed-tensors int4 weights: scale * (code - 8).
 
-    They are rounded to `first`, the type of the scales, and then to the model's type.
+    Weights are rounded to `first`, the type of the scales, and then to the model's type.
     """
     scale = row.scale_at(at, 5, half)
     return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)
