@@ -29,9 +29,9 @@ def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int)
     """Return a run's setup with the default settings for this model and machine.
 
     room: expert slots that the settings are for, about as many as the run will have
-    The settings are those that `greenroom tune` or `greenroom plan` stored, or else those that a
-    simulation of some seconds finds. The setup is returned unchanged if the user set one of these
-    options, or if the settings cannot work with the setup.
+    The settings (policy, scope, split, prefetch) are those that `greenroom tune` or `greenroom
+    plan` stored, or else those that a quick simulation finds. The setup is returned unchanged if
+    the user set one of these options, or if the settings cannot work with the setup.
     """
     if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
         return setup

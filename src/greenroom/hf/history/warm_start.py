@@ -130,8 +130,8 @@ class WarmStart:
 def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
     """Read experts (`hot`, most used first) into an empty cache, for at most `limit_s` seconds.
 
-    Returns the number of experts read. Each layer has an equal share of the remaining time. It
-    reads as many of its experts as fit into that time at the speed of the reads so far. The
+    Returns the number of experts read. Each layer has an equal share of the remaining time. As
+    many of its experts are read as fit into that time at the speed of the reads so far. The
     eviction policy learns nothing from these reads.
     """
     learned = driver.scheduler.view.export_learned()

@@ -54,7 +54,7 @@ class PackCatalog(Catalog):
         return [piece for piece in kinds if self._position_of(piece)[2][1]]
 
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the sizes in bytes of what is read as a unit, by [kind][layer].
+        """Return the bytes of an expert, expert segment or copy, by [kind][layer].
 
         The kinds are experts alone, or the top and bottom segments of split experts, or experts and
         low-precision copies of them.

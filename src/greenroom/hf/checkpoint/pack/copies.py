@@ -40,8 +40,8 @@ class LowPrecisionCopy:
     def stride(self) -> int:
         """Size in bytes of a low-precision copy, rounded up to blocks of 4096 bytes.
 
-        What follows the copy in the pack begins there: the exact expert, or only the low 4 bits of
-        its codes if the copy has their high bits.
+        At this offset the exact expert begins, or only the low 4 bits of its codes if the copy has
+        their high bits.
         """
         return -(-self.layout.nbytes // BLOCK) * BLOCK
 
@@ -56,8 +56,8 @@ class LowPrecisionCopy:
     def remainder_bytes(self, exact: SlotLayout) -> int:
         """Return how many bytes of the exact expert follow its low-precision copy.
 
-        All bytes of `exact`, the exact expert's layout; but only the low 4 bits of its codes if the
-        copy is nested, which means that it has their high bits.
+        `exact` is the layout of the exact expert, all of which follows. If the copy is nested (it
+        has the high 4 bits of the expert's codes), only the low 4 bits of the codes follow.
         """
         return self.remainder.nbytes if self.nested else exact.nbytes
 
