@@ -68,9 +68,9 @@ def main(args: argparse.Namespace) -> None:
 def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     """Return the config that loads the model, and a benchmark entry for each system.
 
-    Each of several systems takes those user options that it has. An entry whose system lacks
-    options has a `skip_reason`. A single system takes all options, and UsageError names the options
-    that are missing.
+    With several systems, each gets those of the user's options that it supports; an entry whose
+    system needs further options has a `skip_reason`. A single system gets all of the user's
+    options, and UsageError names the options that it still needs.
     """
     from greenroom.hf.measure.entries import Entry
     from greenroom.plan.systems.table import check_parts, system_options, systems

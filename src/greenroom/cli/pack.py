@@ -1,6 +1,7 @@
 """`greenroom pack MODEL -o OUT --experts int8`: makes a pack of a model.
 
-A pack is a checkpoint in which each expert is one aligned read.
+A pack is a checkpoint in which the bytes of each expert are contiguous and aligned, so that one
+read fetches an expert.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ def seconds(text: str) -> float:
 def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> str:
     """Return the command-line options of a run that a plan assumes besides its setting.
 
-    They are those of context, read limit, host memory and device that are not defaults.
+    They are --context, --read-limit and --host-memory if they are not the defaults, and --device if
+    the machine has several processors.
     """
     names = ("context", "read_limit", "host_memory")
     options = {name: value for name, value in changed_options(config).items() if name in names}
@@ -137,9 +138,10 @@ def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> s
 
 
 def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
-    """Return a run's default setting with a number of slots, and whether `tune` measured it.
+    """Return the default setting of a run for a number of cache slots.
 
-    A run without --policy, --prefetch and the like takes this setting.
+    Also returns whether `tune` measured the setting. A run without --policy, --prefetch and the
+    like takes this setting.
     """
     from greenroom.core.machine import machine_name
     from greenroom.plan.defaults import default_setting
@@ -157,7 +159,10 @@ def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tupl
 
 
 def store_setting(model: Model, machine: Machine, best: Plan, device: str) -> None:
-    """Store a plan's best setting as the default of a model's later runs here."""
+    """Store a plan's best setting as the default of the model's later runs.
+
+    The setting applies to runs on this machine.
+    """
     from datetime import date
 
     from greenroom.core.machine import machine_name

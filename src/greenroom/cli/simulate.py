@@ -1,6 +1,6 @@
 """`greenroom simulate TRACE`: simulates cache policies on recorded routing.
 
-The results are misses and, on a machine's profile, times.
+The results are misses and, with a machine's profile, times.
 """
 
 from __future__ import annotations

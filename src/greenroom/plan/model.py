@@ -83,7 +83,7 @@ class Model:
         """
         if memory < self.least_memory:
             raise BudgetError(
-                f"{self.name} needs {show_bytes(self.least_memory)}, more than"
+                f"{self.name} needs {show_bytes(self.least_memory)}, more than the budget of"
                 f" {show_bytes(memory)}: {show_bytes(self.dense_bytes)} for non-expert weights,"
                 f" {show_bytes(self.overhead_bytes)} for the process and its buffers,"
                 f" {show_bytes(self.kv_bytes + self.full_bytes)} for a KV cache and activations of"

@@ -1,8 +1,8 @@
 """Fate's eviction policy: ARC in each layer, with shares of the pool that favour shallow layers.
 
-The page of abstracts says that Fate's cache favours shallow layers, and public summaries of the
-paper (arXiv 2502.12224) say that it evicts by ARC: the layers whose experts are hardest to predict
-get more slots. Neither has the rule for the shares, so this rule is Greenroom's reading.
+Fate's abstract says that its cache favours shallow layers, and public summaries of the paper (arXiv
+2502.12224) say that it evicts by ARC: the layers whose experts are hardest to predict get more
+slots. Neither has the rule for the shares, so this rule is Greenroom's reading.
 
 Of a pool of S slots for L layers, layer l (from 0) has a share in proportion to
 1 + bias * (1 - l / L), in whole slots: the running sum of the shares is rounded down. A missing

@@ -86,8 +86,8 @@ def on_evict(cache: CacheState, state: S3FifoState, piece: int, now: LogicalTime
 def from_small(cache: CacheState, state: S3FifoState, group: int) -> int:
     """Choose a victim in S3-FIFO's small queue.
 
-    The victim is the oldest unpinned expert that was hit less than twice, or -1. Older unpinned
-    experts are moved to the main queue.
+    The victim is the oldest unpinned expert that was hit fewer than two times, or -1. Older
+    unpinned experts are moved to the main queue.
     """
     queues, head = state.queues, lists.head_of(state.queues, group, S)
     piece = queues.lists.before[head]

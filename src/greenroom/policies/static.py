@@ -2,7 +2,7 @@
 
 This is the baseline of ProMoE, section 5.1. Requests are counted in a named part of a trace. The
 experts requested most in that part are in the cache from the start, as many as each slot group has
-slots. All other experts are computed from scratch slots. Of equal experts, the one requested last
+slots. All other experts pass through temporary slots. Of equal experts, the one requested last
 is cached first, then the one with the lower id. All other policies insert every miss.
 """
 
@@ -90,7 +90,7 @@ def residents(setup: PolicySetup) -> Ints:
 
 @compiled
 def victim(cache: CacheState, state: StaticState, group: int, piece: int, now: LogicalTime) -> int:
-    """Choose the least requested expert as the victim, which happens if the cache shrinks."""
+    """Choose the least requested expert as the victim; called only when the cache shrinks."""
     return int(scan.lowest_unpinned(cache, group, state.score, state.rank))
 
 

@@ -8,8 +8,8 @@ model of L layers, expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
-Layers l + 1 .. l + distance are predicted, the layer with the likeliest expert first; layers are
-counted on into the next pass. While the collection is empty, the current EAM is used as pEAM.
+Layers l + 1 .. l + distance are predicted, the layer with the likeliest expert first; layer
+numbers go on into the next pass. While the collection is empty, the current EAM is used as pEAM.
 Prefill and decode have an EAM and a collection each (4.3). An EAM is added to the collection when
 the next request begins; in a full collection it replaces the nearest one (B.1). The policy in
 policies/moe_infinity.py evicts by the same pEAM, with one EAM a request.

@@ -4,7 +4,8 @@ The predictor counts how often expert f of layer l + d was used by a token that 
 layer l, at the distance d (beyond the last layer: how often by the next token). It combines the
 counts for the K experts that a token used in layer l as if these were independent (naive Bayes):
 
-    score[f] = sum over e of log(count[e][f] + PRIOR) - (K - 1) * log(sum over all e of the same)
+    score[f] = sum over the K experts e of log(count[e][f] + PRIOR)
+               - (K - 1) * log(sum over all e of (count[e][f] + PRIOR))
 
 The accuracy of this score was 13 points higher than that of the sum of shares
 count[e][f] / count[e] (OLMoE, d = 1: 58 % against 45 %). Counts do not decay: with a decay of a

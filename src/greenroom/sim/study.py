@@ -78,7 +78,10 @@ class Study(EventOptions):
 
     @classmethod
     def of(cls, trace: Trace, order: str, **options: Any) -> Study:
-        """Put a trace's requests in order (natural, rounds or runtime); else UnknownName."""
+        """Build a study of a trace, with its requests in an order: natural, rounds or runtime.
+
+        UnknownName for another order.
+        """
         return cls(trace, stream(trace, order), order, **options)
 
     def run(self, cell: Cell) -> Row:

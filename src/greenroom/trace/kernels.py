@@ -66,7 +66,7 @@ def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) 
 
     ids:    the experts of each token, [tokens, experts of a token], distinct in a row
     starts: the first token of each request, then the number of tokens
-    values: values[v] is increased by the (window, expert) pairs with v uses, [m + 1]
+    values: values[v] is increased by the number of (window, expert) pairs with v uses, [m + 1]
     ranks:  ranks[r] is increased by the uses of each window's r-th most used expert, from 0,
             [experts]
     """

@@ -1,6 +1,6 @@
 """Locality of expert routing in a trace: how often tokens reuse experts.
 
-The measures depend on the experts of each token and layer, but not on how tokens were grouped to
+The measures depend on the experts of each token and layer, but not on how tokens were grouped into
 forward passes. Means give each layer equal weight.
 """
 

@@ -20,7 +20,7 @@ _BLOCK = 1 << 16  # tokens checked at a time, which bounds the memory of a check
 
 @dataclass(frozen=True, eq=False)
 class GateInputs:
-    """Recorded hidden states that a sample of a trace's tokens gave to the gates.
+    """Recorded inputs of the gates (hidden states), for a sample of a trace's tokens.
 
     tokens: the sampled tokens, ascending
     values: the hidden states, [sampled tokens, layers, hidden size]

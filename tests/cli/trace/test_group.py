@@ -263,7 +263,7 @@ def test_mistakes(cli: Run, folder: Path, prompts: Path, tmp_path: Path) -> None
             tmp_path / "small",
             "--segments",
             "a",
-        ): "--segments must be whole numbers with commas",
+        ): "--segments must be whole numbers separated by commas",
         ("info", tmp_path / "small", "--segments", "0"): "--segments must be at least 1",
         ("info", tmp_path / "small", "--groups", "0"): "--groups must be at least 1",
         ("synth", "zipf", "-o", out, "--top-k", 9): "--top-k 9 is more than the 8 experts",

@@ -30,8 +30,8 @@ def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
 def workload_of(trace: Path | None, model: Model) -> Workload:
     """Return the routing with which a model's speed is estimated.
 
-    It is that of the file `trace`, or of earlier runs, or synthetic if there are too few.
-    TraceError if the file is of another model.
+    The routing comes from the file `trace`, else from earlier runs; it is synthetic if there are
+    too few runs. TraceError if the file is of another model.
     """
     from greenroom.plan.history.files import load_routing
     from greenroom.plan.history.recent import recent_trace

@@ -26,7 +26,7 @@ def profile(source: str) -> Machine: ...
 @overload
 def profile(source: None) -> None: ...
 def profile(source: str | None) -> Machine | None:
-    """Load a machine profile from a file; `auto` loads this machine's, None gives None.
+    """Load a machine profile from a file; `auto` is this machine's; None returns None.
 
     ProfileError if the file is missing or damaged.
     """
@@ -78,7 +78,7 @@ def measure(
 
 
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
-    """Load a machine profile: (the profile, whether it is of this machine).
+    """Load a machine profile; return it, and whether it describes this machine.
 
     `source` is a file or `auto`; with `auto` this machine is measured first if it has no profile.
     """

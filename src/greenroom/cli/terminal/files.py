@@ -16,7 +16,7 @@ def add_out(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
-    """Add the option --json to a command that then prints `what` only."""
+    """Add the option --json, with which a command prints only `what`, as JSON."""
     parser.add_argument("--json", action="store_true", help=f"print {what}, and nothing else")
 
 

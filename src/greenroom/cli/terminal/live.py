@@ -74,7 +74,7 @@ def status(stats: Stats) -> str:
 
 
 def prefetched(stats: Stats) -> list[str]:
-    """Return counts of prefetched experts as text; an empty list without any."""
+    """Return a list with one text that counts prefetches; empty if there were none."""
     counts = stats.prefetch
     if not counts["began"]:
         return []

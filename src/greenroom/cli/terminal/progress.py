@@ -36,7 +36,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self.say(first)
 
     def say(self, work: str, done: float = 0, of: float = 0) -> None:
-        """Show a command's present work; with `of`, also the share done and the remaining time."""
+        """Show what a command does now; with `of`, also the share done and the remaining time."""
         now = time.monotonic()
         if work != self._work:
             self._work, self._began = work, now

@@ -29,7 +29,7 @@ def summary(stats: dict[str, Any]) -> str:
 
 
 def inexact_line(counts: dict[str, Any]) -> str:
-    """Return the shares of expert evaluations that were approximated, in words."""
+    """Describe which shares of the expert evaluations were approximated, in words."""
     named = (("low", f"in {counts['precision']}"), ("left_out", "left out"),
              ("substituted", "replaced"))  # fmt: skip
     shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
@@ -37,7 +37,7 @@ def inexact_line(counts: dict[str, Any]) -> str:
 
 
 def co_compute_line(counts: dict[str, Any]) -> str:
-    """Return in words how many missing experts were computed by the host, and moved."""
+    """Describe how many missing experts the host computed or the device got."""
     return (
         f"{counts['on_host']:,} computed in host memory ({counts['on_host_share'] or 0:.1%}),"
         f" {counts['moved']:,} moved to the device"

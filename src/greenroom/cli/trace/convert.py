@@ -1,4 +1,4 @@
-"""`greenroom trace import FILE`: makes a trace of an npz file or an unfinished recording."""
+"""`greenroom trace import FILE`: makes a trace from an npz file or an unfinished recording."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _numbers(option: str, text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(
-            f"{option} must be whole numbers with commas, as 4,16, got {text!r}"
+            f"{option} must be whole numbers separated by commas, as 4,16, got {text!r}"
         ) from error
     if min(numbers) < 1:
         raise UsageError(f"{option} must be at least 1, got {min(numbers)}")

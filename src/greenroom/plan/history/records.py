@@ -173,7 +173,8 @@ class Records:
     def with_setting(self, setting: StoredSetting) -> Records:
         """Add a setting, in place of similar ones.
 
-        They are those with the same device and origin, and a capacity that differs by at most 15 %.
+        Similar settings have the same device and origin, and a capacity that differs by at most 15
+        %.
         """
         others = tuple(
             s for s in self.settings

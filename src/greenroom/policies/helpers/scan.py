@@ -1,4 +1,4 @@
-"""Scans of the cache for eviction policies that evict the piece with the smallest score."""
+"""Scans of the cache for eviction policies that evict the expert with the smallest score."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def predictions_of_pass(
 ) -> list[LayerPrediction]:
     """Return predictions for all layers of a pass, from scores [layers * tokens, experts].
 
-    Each token gets `width` experts, with the highest scores of those above `above`.
+    Each token gets the `width` experts with the highest scores, if the scores are above `above`.
     """
     experts = top(scores, width, above)
     return [LayerPrediction(i, rows) for i, rows in enumerate(experts.reshape(layers, -1, width))]
