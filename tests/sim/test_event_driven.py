@@ -146,7 +146,8 @@ def test_counts_and_times_are_consistent(name, links, capacity):
     assert spent.bytes_moved >= (spent.misses - counts.late) * NBYTES
     assert spent.bytes_moved <= (spent.misses - counts.late + counts.prefetches) * NBYTES
     if result.accuracy is not None:
-        assert result.goodpred <= result.accuracy <= 1.0
+        assert 0.0 <= result.accuracy <= 1.0
+        assert result.goodpred is None or 0.0 <= result.goodpred <= 1.0
     if name.startswith("oracle"):
         assert result.accuracy == 1.0
 

@@ -91,7 +91,7 @@ class EventRun:
     counts:   cache requests, hits and misses, prefetches and their fates
     ahead:    most slots of the cache that prefetched experts could take at a time
     accuracy: share of needed experts that were predicted; None if nothing was predicted
-    goodpred: share of needed experts that were predicted and loaded in time; None likewise
+    goodpred: mean of ProMoE's GOODPRED over layers (see `core.prefetch.accuracy`); None likewise
     """
 
     times: SimulatedTimes

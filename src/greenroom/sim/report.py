@@ -23,7 +23,8 @@ FLOOR = "OPT without pinning (lower bound)"
 PREFETCH_NOTE = (
     " A prefetch is useful (loaded before its expert was needed), late (still loading then), wasted"
     " (loaded, but not needed), or cancelled. Accuracy: the share of needed experts that were"
-    " predicted. GOODPRED: the share of needed experts that were predicted and loaded in time."
+    " predicted. GOODPRED: accuracy x the share of absent predicted experts that were loaded in"
+    " time, a mean over layers."
 )
 Facts = Sequence[tuple[str, str]]
 

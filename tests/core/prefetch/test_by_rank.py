@@ -79,7 +79,7 @@ def test_accuracy_is_that_of_the_other_rule_and_nothing_else_is_counted():
             ahead.expect(layer, predicted)
             ahead.routed(layer, np.sort(used), False, 0.0, ABSENT)
     assert by_rank.accuracy.by_layer() == by_value.accuracy.by_layer()
-    assert by_rank.accuracy.distance == by_value.accuracy.distance
+    assert by_rank.accuracy.counts == by_value.accuracy.counts
     assert by_rank.regret == 0.0 < by_value.regret
 
 

@@ -13,6 +13,7 @@ from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Computed, Finish, Landed, Predicted, Resized, Routed
 from greenroom.core.events import StartChunk as Start
 from greenroom.core.pieces import Pieces, Split
+from greenroom.core.prefetch.accuracy import PredictionCounts
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
@@ -110,6 +111,19 @@ def test_only_the_bottom_segment_of_a_hit_is_prefetched():
     assert groups(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
     assert (s.counts.prefetches, s.counts.useful) == (1, 1)
     assert s.counts.bottom_hits == 1
+    assert s.view.accuracy.counts == {(1, 1): PredictionCounts(1, 1, absent=1, fetched=1)}
+
+
+def test_a_split_expert_is_in_time_with_both_segments():
+    """Expert 7's top arrives, and its bottom does not; of 9 both are resident."""
+    s = scheduler(11, ahead=2)
+    serve(s, 0, 1, 9)
+    serve(s, 1, 0, 0)
+    started = [a for a in s.on(Predicted(1, ids(9, 7))) if isinstance(a, Start)]
+    assert [a.piece for a in started] == [7]
+    s.on(Landed(0, 7))
+    s.on(Routed(2, 1, ids(7, 9)))
+    assert s.view.accuracy.counts == {(1, 1): PredictionCounts(2, 2, absent=1, fetched=0)}
 
 
 def serve(s: Scheduler, number: int, layer: int, *experts: int) -> list[tuple[list[int], int]]:

@@ -47,6 +47,7 @@ STATS: dict[str, Any] = {
     "prefetch": {
         "predictor": "markov", "distance": 1, "on": True, "verdict": None, "began": 9, "useful": 5,
         "late": 1, "wasted": 3, "accuracy": 0.5, "goodpred": 0.4, "accuracy_by_layer": [0.5],
+        "fetch_rate": 0.8, "goodpred_by_layer": [{"layer": 1, "distance": 1, "goodpred": 0.4}],
     },
     "stalls": {"demand": 1.5},
     "stall_s": 1.5,

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints, Pieces
+from greenroom.core.prefetch.accuracy import Accuracy
 from greenroom.core.prefetch.pace import Pace
 
 KEEP = 0.98  # decay of a rank's counts at each prediction: about the last fifty count
@@ -71,46 +72,6 @@ class Ranks:
     def count(self, rank: int, used: bool) -> None:
         self.predicted[rank] = self.predicted[rank] * KEEP + 1.0
         self.used[rank] = self.used[rank] * KEEP + used
-
-
-class Accuracy:
-    """The accuracy of expert predictions by layer: used, correctly predicted, and in time.
-
-    used:     how many experts the layers' routers chose
-    right:    how many of these were among the likeliest predicted experts, as many as the step used
-    in_time:  how many of the right ones were in their slots when the step began
-    distance: how many layers ahead the latest prediction was made
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.used = [0] * layers
-        self.right = [0] * layers
-        self.in_time = [0] * layers
-        self.distance = [0] * layers  # of the latest prediction
-
-    def reset(self) -> None:
-        """Set all counts of the accuracy to 0: used, right and timely predicted experts."""
-        for counts in (self.used, self.right, self.in_time):
-            counts[:] = [0] * len(counts)
-
-    def by_layer(self) -> list[float | None]:
-        """Return the accuracy of expert predictions for each layer; None without predictions."""
-        pairs = zip(self.right, self.used, strict=True)
-        return [right / used if used else None for right, used in pairs]
-
-    def share(self) -> float | None:
-        """Return the accuracy of expert predictions over all layers; None without predictions."""
-        used = sum(self.used)
-        return sum(self.right) / used if used else None
-
-    def good(self) -> float | None:
-        """Return ProMoE's GOODPRED (section 4.1): accuracy x share of predictions in time.
-
-        This is the share of the used experts that were predicted, and were in their slots when the
-        step began. None without predictions.
-        """
-        used = sum(self.used)
-        return sum(self.in_time) / used if used else None
 
 
 class Lookahead:
@@ -219,10 +180,9 @@ class Lookahead:
         self._count_accuracy(layer, expected, k, right)
 
     def _count_accuracy(self, layer: int, expected: LayerForecast, used: int, right: int) -> None:
-        accuracy = self.accuracy
-        accuracy.used[layer] += used
-        accuracy.right[layer] += right
-        accuracy.distance[layer] = expected.distance
+        counts = self.accuracy.of(layer, expected.distance)
+        counts.used += used
+        counts.right += right
 
     def evicted(self, piece: int) -> None:
         """Record an expert that a prefetch evicted, to count whether it is used soon after."""

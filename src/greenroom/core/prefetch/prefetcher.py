@@ -37,15 +37,14 @@ class Prefetcher:
         else:
             self.lookahead.expect(event.layer, event.experts)
 
-    def routed(self, event: Routed, now: float) -> LayerForecast | None:
-        """End a layer's prefetches of experts that its router did not choose.
-
-        Returns the earlier prediction for the layer; None if there was none, or in prefill.
-        """
+    def routed(self, event: Routed, now: float) -> None:
+        """Judge a layer's prediction; end its prefetches of experts that its router rejected."""
         placement = self._placement
         expected = self.lookahead.routed(
             event.layer, event.experts, event.prefill, now, placement.cache.state.slot_of
         )
+        if expected is not None:
+            self._count_fetched(event.layer, expected, event.experts.size)
         used = set(event.experts.tolist())
         for borrowed in placement.buffer.unused_prefetches(event.layer, used):
             if borrowed.state is BorrowState.MOVING:
@@ -63,7 +62,27 @@ class Prefetcher:
                 self._counts.wasted += 1
             else:
                 self._transfers.drop_prefetch(placement.secondary_of(expert))
-        return expected
+
+    def _count_fetched(self, layer: int, expected: LayerForecast, k: int) -> None:
+        """Count a prediction's `k` likeliest experts that were absent, and those prefetched."""
+        placement = self._placement
+        borrowed, secondary = placement.buffer.borrowed, placement.secondary
+        slots = placement.cache.state.slot_of[expected.pieces[:k]].tolist()
+        absent = fetched = 0
+        for expert, slot in zip(expected.ranked, slots, strict=False):
+            resident = complete = slot >= 0
+            if not resident and expert in borrowed:
+                complete = borrowed[expert].state is BorrowState.COMPLETE
+            if self._split and placement.secondary_of(expert) >= 0:  # both segments are needed
+                bottom = secondary.is_complete(expert)
+                resident = resident and bottom and not secondary.is_prefetched(expert)
+                complete = complete and bottom
+            if not resident:
+                absent += 1
+                fetched += complete
+        counts = self.lookahead.accuracy.of(layer, expected.distance)
+        counts.absent += absent
+        counts.fetched += fetched
 
     def landed(self, piece: int) -> None:
         """Handle the end of a prefetch that no step has requested yet.
@@ -76,15 +95,6 @@ class Prefetcher:
             self._counts.adopted += 1
         else:
             placement.buffer.complete(piece)
-
-    def count_in_time(self, layer: int, k: int, present: set[int], expected: LayerForecast) -> None:
-        """Count a layer's correctly predicted experts that were in their slots when its step began.
-
-        present: the step's experts that are in their slots; of these, experts among the `k`
-                 likeliest predicted ones count
-        """
-        likely = expected.ranked[:k]
-        self.lookahead.accuracy.in_time[layer] += len(present.intersection(likely))
 
     # ---- starting prefetches
 

@@ -158,7 +158,8 @@ class Scheduler:
         if transfers.host is not None:
             transfers.host.routed(event)
         borrows = placement.buffer.size > 0 or bool(placement.buffer.borrowed)
-        expected = self.prefetcher.routed(event, self._now) if borrows else None
+        if borrows:
+            self.prefetcher.routed(event, self._now)
         plan: StepPlan | None = None
         for option in self._planners:
             plan = option(event, plan, self.view)
@@ -194,8 +195,6 @@ class Scheduler:
                 step.approximate(event, approximated)
             if step.awaiting_secondary:
                 step.claim_secondary()
-        if expected is not None:
-            self.prefetcher.count_in_time(step.layer, step.array.size, step.present(), expected)
         pump = served.misses or placement.secondary.capacity
         if pump or transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)

@@ -176,15 +176,6 @@ class Step:
                 self._transfers.bring_to_host(piece, slot)
         self._counts.on_host += len(self.on_host)
 
-    def present(self) -> set[int]:
-        """Return a step's experts that are in the slots from which they are computed."""
-        experts = self.array.tolist()
-        if not (self.missing or self.waiting or self.awaiting_secondary or self.on_host):
-            return {*experts}
-        absent = {piece % self._placement.pieces.experts for piece in self.missing}
-        absent |= {experts[r] for r in (*self.waiting, *self.awaiting_secondary, *self.on_host)}
-        return {*experts} - absent
-
     # ---- slots
 
     def demand(self, request: int, slot: int) -> None:

@@ -15,7 +15,7 @@ from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.policy import Arrays
-from greenroom.core.prefetch.lookahead import Accuracy
+from greenroom.core.prefetch.accuracy import Accuracy
 from greenroom.core.transfers.transfers import Transfers
 
 

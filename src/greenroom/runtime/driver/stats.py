@@ -165,8 +165,9 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
     began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced` or
         `failed` (see `core.counts.Counts`), or has not ended yet
     accuracy, accuracy_by_layer: share of the used experts that were among the top-k predicted
-    goodpred: share of the used experts that were predicted, and were in their slots when the layer
-        began (ProMoE, section 4.1)
+    fetch_rate: of the predicted experts that were absent, share that was prefetched in time
+    goodpred: mean of ProMoE's GOODPRED, accuracy x fetch_rate of a layer and a distance (4.1)
+    goodpred_by_layer: these three for each layer and distance
     on: whether experts are prefetched now; the guard stops prefetching while it does not pay, and
         `verdict` is its reason
 
@@ -187,8 +188,10 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
         "displaced": counts.displaced,
         "failed": counts.failed,
         "accuracy": accuracy.share(),
+        "fetch_rate": accuracy.fetch_rate(),
         "goodpred": accuracy.good(),
         "accuracy_by_layer": accuracy.by_layer(),
+        "goodpred_by_layer": accuracy.by_distance(),
     }
 
 

@@ -186,5 +186,13 @@ APPROXIMATION_SETTINGS = (
 SHARE_FIELDS = ("low_share", "left_out_share", "substituted_share", "inexact_share")
 CO_COMPUTE_FIELDS = ("adopted", "host_s", "on_host_share")
 NOT_COUNTS = frozenset(
-    {"distance", "accuracy", "goodpred", *APPROXIMATION_SETTINGS, *SHARE_FIELDS, *CO_COMPUTE_FIELDS}
+    {
+        "distance",
+        "accuracy",
+        "fetch_rate",
+        "goodpred",
+        *APPROXIMATION_SETTINGS,
+        *SHARE_FIELDS,
+        *CO_COMPUTE_FIELDS,
+    }
 )
