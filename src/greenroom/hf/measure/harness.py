@@ -38,7 +38,7 @@ class Measurement:
     """Measurement of one benchmark setting on some prompts; times are in seconds.
 
     ttft:   time to the first token of each answer
-    gaps:   times between tokens, without the first `settle` ones of each answer
+    gaps:   times between tokens, without those of each answer's first tokens (`settle` of `play`)
     tokens: token ids of the answers, the same with every setting that does not change the output
     requests, misses, bytes_read: of the expert cache, in the decode passes of `gaps`
     stall_s: time in which these passes waited for experts

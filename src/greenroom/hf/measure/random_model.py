@@ -47,10 +47,10 @@ class Shape:
 
 @contextmanager
 def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
-    """Write a random Qwen3-MoE model for the duration of a context.
+    """Context manager that writes a random Qwen3-MoE model to a temporary folder.
 
-    The context gets the model's temporary folder, which is made in `folder`. Raises OutputError if
-    the model cannot be written.
+    Its value is the model's folder, which is made in `folder` and removed at the end. Raises
+    OutputError if the model cannot be written.
     """
     try:
         with (

@@ -107,7 +107,7 @@ def capacity_for(
     budget:  bytes; with several GPUs, of each of them
     label:   which memory the budget is of, for the error message; "" for the process's memory
     devices: number of GPUs, which all have the same number of slots
-    Raises BudgetError if fewer than `min_slots` are left. It names a sufficient budget.
+    Raises BudgetError, which names a sufficient budget, if fewer than `min_slots` are left.
     """
     slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < min_slots:

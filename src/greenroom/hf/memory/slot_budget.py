@@ -133,7 +133,7 @@ class SlotBudget:
             self._last_pass = ()
 
     def max_kv_bytes(self) -> int:
-        """Return the most bytes that KV caches can take, if expert slots are fewest."""
+        """Return the most bytes that KV caches can take, with the fewest expert slots."""
         need = self._needs(0, 1, self._block, self.context)
         return max(0, self.budget - need.total - self._nbytes(self.min_slots))
 

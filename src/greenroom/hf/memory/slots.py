@@ -54,8 +54,7 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     """Return the sizes and home devices of all experts, expert segments and copies.
 
     Each of these pieces is loaded into a slot of its own. `chunks` has the number of file chunks of
-    each piece. Raises UsageError if the experts' format does not work with
-    this run's devices.
+    each piece. Raises UsageError if the experts' format does not work with this run's devices.
     """
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:

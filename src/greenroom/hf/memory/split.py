@@ -42,7 +42,10 @@ def split_experts(
 
 
 def nearest(layout: SlotLayout, share: float) -> int:
-    """Return how many of an expert's first segments are nearest to this share of it."""
+    """Return how many of an expert's first segments come nearest to a share of it.
+
+    `share` is the share of the expert's bytes, from 0 to 1.
+    """
     ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
     gaps = [abs(end / layout.nbytes - share) for end in ends]
     return 1 + gaps.index(min(gaps))

@@ -1,9 +1,9 @@
 """The table of supported architectures, from transformers' source code and the adapters.
 
 An architecture is a folder in transformers/models, such as `qwen3_moe`. It is supported natively if
-its experts classes have transformers' experts decorator. Some others need an adapter (hf/adapters),
-and some are not supported. A wrapper, such as `internvl`, is a vision model without experts of its
-own, whose config names a text model.
+its experts classes have transformers' decorator `use_experts_implementation`. Some others need an
+adapter (hf/adapters), and some are not supported. A wrapper, such as `internvl`, is a vision model
+without experts of its own, whose config names a text model.
 """
 
 from __future__ import annotations

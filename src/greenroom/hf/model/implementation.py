@@ -17,8 +17,8 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 def set_experts_implementation(implementation: str, *modules: nn.Module) -> None:
     """Set the experts implementation of modules, such as "eager" or "greenroom".
 
-    transformers' own method refuses models without its experts decorator, and models that wrap
-    another model.
+    transformers' own method refuses models without its decorator `use_experts_implementation`, and
+    models that wrap another model.
     """
     for module in modules:
         config: Any = module.config

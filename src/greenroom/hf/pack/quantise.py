@@ -92,8 +92,8 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
 
     w:      the weights [rows, columns]
     group:  the number of adjacent weights of a row that share a scale
-    codes:  filled, [rows, columns]
-    scales: filled, [rows, columns / group]
+    codes:  filled with the codes, [rows, columns]
+    scales: filled with the scales, [rows, columns / group]
 
     Returns False if a weight is infinite or NaN.
     """
@@ -170,9 +170,9 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
 
     w:      the weights [rows, columns]
     group:  the number of adjacent weights of a row that share a scale
-    codes:  filled, [rows, columns / 2]; a byte holds two codes, each plus 8, the first in the low
-            half
-    scales: filled, [rows, columns / group]
+    codes:  filled with the codes, [rows, columns / 2]; a byte holds two codes, each plus 8, the
+            first in the low half
+    scales: filled with the scales, [rows, columns / group]
 
     Returns False if a weight is infinite or NaN.
     """

@@ -273,7 +273,7 @@ class ReplyParser:
 
 
 class TextDecoder:
-    """Decodes tokens one by one, and returns text in complete characters."""
+    """Decoder of tokens, one by one, to text in complete characters."""
 
     def __init__(self, dialogue: Dialogue, special: bool) -> None:
         self._dialogue, self._special = dialogue, special

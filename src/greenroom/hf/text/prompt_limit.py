@@ -4,8 +4,8 @@
     limit.check_messages(messages, tools)  # before the chat template renders the messages
     limit.check_text(text)                 # before the tokenizer reads the entire text
 
-Both methods raise TooLong. They are upper limits that save work: the exact number of tokens is
-checked later.
+Both methods raise TooLong if the prompt is certainly too long. They are early checks that save
+work: the exact number of tokens is checked later.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ Messages = list[dict[str, Any]]
 
 
 class Templates:
-    """Renders chat templates in a separate process, to at most `most_chars` characters.
+    """Renderer of chat templates in a separate process, to at most `most_chars` characters.
 
     The object may be shared between threads. The process starts at the first rendering.
     """
