@@ -92,7 +92,7 @@ class Computed:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Event: the current step is abandoned, and its chunks not yet started are dropped."""
+    """Event: the current step (one layer of a pass) is abandoned; unstarted chunks are dropped."""
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class Trim:
 
 @dataclass(slots=True)
 class Finish:
-    """Action: end the current step; the step may have failed on an unreadable expert.
+    """Action: end the current step (one layer of a pass), which may have failed to read an expert.
 
     `failed` is the id of the expert, segment or copy that could not be read; -1 if there is none.
     """

@@ -43,13 +43,13 @@ def tail_weights(weights: Floats) -> NDArray[np.float32]:
 def expert_tail_weights(
     chosen: NDArray[np.integer[Any]], weights: Floats, experts: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the largest tail weight of each expert of a step over its tokens, [n].
+    """Return the largest tail weight of each expert over the tokens that chose it.
 
     chosen:  the experts of each of T tokens, [T, K]
     weights: their gate weights, [T, K]
-    experts: the experts of the step, ascending and distinct, [n]
+    experts: the experts to return tail weights for, ascending and distinct, [n]
 
-    Ids in `chosen` that are not in `experts` are ignored.
+    Returns [n]. Ids in `chosen` that are not in `experts` are ignored.
     """
     result = np.zeros(experts.size, np.float32)
     flat = chosen.ravel()

@@ -39,7 +39,7 @@ class StepPlan(NamedTuple):
 
     @classmethod
     def of(cls, event: Routed, pieces: Pieces) -> StepPlan:
-        """Build a step's default plan: every expert exact, on its home device."""
+        """Build the default plan of a layer's step: every expert exact, on its assigned device."""
         n = event.experts.size
         return cls(
             np.arange(n),
@@ -121,14 +121,14 @@ class View(Protocol):
         """Tell whether an expert has a slot of host memory; its bytes may still be on their way."""
 
     def room(self, expert: int) -> int:
-        """Count the slots in an expert's slot group that a step may fill.
+        """Count the slots in an expert's slot group that its layer's experts may fill.
 
-        These are the group's slots without those for pinned experts, and without the borrowed slots
-        of all groups.
+        These are the group's slots without those for pinned experts, and without the slots that
+        prefetches have borrowed from any group.
         """
 
     def promotions(self) -> int:
-        """Return how many promotion candidates may wait for a transfer.
+        """Return how many experts may wait to be fetched after their computation without a slot.
 
         The number is 0 if none can be fetched: no slots may be borrowed, or the policy never
         inserts.
@@ -145,7 +145,7 @@ class View(Protocol):
 
 
 class Option:
-    """Base class of scheduler options, which can change how a step's experts are computed.
+    """Base class of scheduler options, which can change how a layer's experts are computed.
 
     approximates: its plans may have forms other than EXACT
     uses_host:    its plans may leave experts to the host's processor
@@ -157,9 +157,9 @@ class Option:
     uses_host = False
 
     def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
-        """Return a step's plan, changed by the option or unchanged; None is the default plan.
+        """Return the plan of how a layer's experts are computed, changed or not.
 
-        The method may not change the scheduler's state.
+        None is the default plan. The method may not change the scheduler's state.
         """
         return plan
 

@@ -60,8 +60,8 @@ class CacheState(NamedTuple):
 class LogicalTime(NamedTuple):
     """The logical time of a cache request, which an eviction policy reads.
 
-    A request is one expert of one step. All fields but `index` are equal for the requests of a
-    step.
+    A request is one expert of one step (one layer of a pass). All fields but `index` are equal for
+    the requests of a step.
     """
 
     clock: int  # pass or token * layers + layer; in the order `rounds` the request's index
@@ -155,7 +155,7 @@ def ignore_request(cache: CacheState, state: Any, now: LogicalTime) -> None:
 def ignore_step(
     cache: CacheState, state: Any, pieces: Ids, rows: Rows, weights: Weights, now: LogicalTime
 ) -> None:
-    """Ignore the start of a step: the default handler of an eviction policy."""
+    """Ignore the start of a layer's step: the default handler of an eviction policy."""
 
 
 class Learning(NamedTuple):

@@ -53,7 +53,7 @@ class AllResident:
         return place
 
     def count(self, experts: int) -> None:
-        """Count a step whose experts are all cache hits.
+        """Count a step (one layer of a pass) whose experts are all cache hits.
 
         The caller writes the number of the step to `used` for each of its experts.
         """
@@ -65,7 +65,8 @@ class AllResident:
     def report(self) -> None:
         """Report the experts used so far to the eviction policy, in their order of use.
 
-        Experts of one step are reported by ascending id. Afterwards `used` and `steps` are 0.
+        Experts of one layer and pass are reported by ascending id. Afterwards `used` and `steps`
+        are 0.
         """
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 
 class BorrowState(IntEnum):
-    """The state of a borrowed cache slot: being filled, filled, or used by a step."""
+    """The state of a cache slot borrowed for a prefetch: loading, loaded, or in use."""
 
     MOVING = 0  # its prefetch is not complete
     COMPLETE = 1  # its prefetch is complete; its layer has not come yet
@@ -99,9 +99,9 @@ class PrefetchBuffer:
         return min(waiting, key=lambda e: (e.chance, e.piece), default=None)
 
     def occupy(self, piece: int, slot: int = -1) -> int:
-        """Mark the borrowed slot of an expert (or segment) as used by a step; return the slot.
+        """Mark the borrowed slot of an expert (or segment) as in use; return the slot.
 
-        If the expert has no borrowed slot yet, `slot` becomes its borrowed slot.
+        If the expert has no slot in the prefetch buffer yet, `slot` becomes its borrowed slot.
         """
         entry = self.borrowed.get(piece)
         if entry is None:
@@ -124,9 +124,8 @@ class PrefetchBuffer:
 
 
 def default_borrow_limit(top_k: int) -> int:
-    """Return the default limit of borrowed cache slots, for a number of experts per token.
+    """Return the default number of cache slots that prefetches may borrow at a time.
 
-    The limit is the number of experts that one token uses in four layers; docs/log/ compares other
-    limits.
+    The number is `top_k` (experts per token) times four layers; docs/log/ compares other limits.
     """
     return 4 * top_k

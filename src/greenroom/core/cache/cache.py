@@ -299,7 +299,7 @@ class Cache:
                 )
 
     def fits(self, pieces: Ints) -> bool:
-        """Tell whether all experts of a step can have cache slots at the same time."""
+        """Tell whether a layer's requested experts can all have cache slots at once."""
         if self.pieces.devices == 1 and not self.pinned_set.size and pieces.size:
             return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(
@@ -316,7 +316,7 @@ class Cache:
         )
 
     def slots_needed(self, pieces: Ints) -> dict[int, int]:
-        """Count the slots that a step's unpinned experts need in each slot group."""
+        """Count the slots that unpinned experts of a layer's step need in each slot group."""
         if self.pinned_set.size:
             pieces = pieces[~np.isin(pieces, self.pinned_set)]
         if not pieces.size:
@@ -326,7 +326,7 @@ class Cache:
         return Counter(self.state.group_of[pieces].tolist())
 
     def release(self, pieces: Ints) -> None:
-        """Unpin experts of a step that is over, so that they can be evicted again."""
+        """Unpin experts after a layer's step, so that they can be evicted again."""
         if pieces is self._unpinned:
             self._unpinned = NO_PIECES
             return
@@ -350,13 +350,13 @@ class Cache:
         return int(slot), int(evicted)
 
     def admit(self, piece: int, slot: int) -> None:
-        """Make an expert in a borrowed slot resident, and report its insertion to the policy."""
+        """Make a prefetched expert in a borrowed slot resident, and report it to the policy."""
         self.return_slot(slot)
         state, policy_state, at = self._at(piece)
         self._bound.admit(state, policy_state, piece, at)
 
     def return_slot(self, slot: int) -> None:
-        """Free a cache slot that was borrowed."""
+        """Free a cache slot that a prefetch has borrowed."""
         state = self.state
         slot_group = int(np.searchsorted(state.first, slot, side="right")) - 1
         state.free[state.first[slot_group] + state.free_count[slot_group]] = slot

@@ -1,4 +1,7 @@
-"""The placement of experts in memory slots: resident, borrowed and secondary slots."""
+"""The placement of experts in memory slots: resident, borrowed and secondary slots.
+
+Prefetches borrow cache slots. Secondary slots hold bottom segments or low-precision copies.
+"""
 
 from __future__ import annotations
 
@@ -96,14 +99,14 @@ class Placement:
             self.return_slot(piece)
 
     def borrowed(self, experts: Sequence[int]) -> dict[int, BorrowedSlot]:
-        """Return which of some experts have borrowed cache slots, with the slots."""
+        """Return the cache slots that the prefetches of given experts have borrowed, by expert."""
         slots = self.buffer.borrowed
         return {expert: slots[expert] for expert in experts if expert in slots} if slots else {}
 
     def slot_to_reclaim(
         self, experts: Ints, prefetched: Collection[int]
     ) -> BorrowedSlot | bool | None:
-        """Find a borrowed slot that must be reclaimed to make room for a step's experts.
+        """Find a prefetch's borrowed slot that the experts of a layer's step need.
 
         prefetched: those of the step's experts that have borrowed slots already
 

@@ -3,9 +3,10 @@
 An expert has at most one secondary piece: its bottom segment if the expert is split (MoEpic,
 section 2.3), or its low-precision copy.
 
-A secondary piece is fetched when a step needs it, or prefetched. It keeps its slot until it has
-been computed, and after that until the slot is needed: the least recently used piece loses its slot
-first. Prefetches may hold at most half of the slots, so that a step always gets some.
+A secondary piece is fetched when a step (one layer of a pass) needs it, or prefetched. It keeps its
+slot until it has been computed, and after that until the slot is needed: the least recently used
+piece loses its slot first. Prefetches may hold at most half of the slots, so that a step always
+gets some.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class SecondarySlots:
         return few and bool(self._free or self._idle)
 
     def is_prefetched(self, expert: int) -> bool:
-        """Tell whether an expert's bottom segment was prefetched for a step still to come."""
+        """Tell whether an expert's bottom segment was prefetched for a later step of its layer."""
         return expert in self._ahead
 
     def claim(self, expert: int) -> int:
-        """Give a step the slot of an expert's bottom segment or low-precision copy.
+        """Give a layer's step the slot of an expert's bottom segment or low-precision copy.
 
         Returns the slot; -1 if the segment or copy has no slot, and none is free or idle. If it had
         no slot before, it counts as on its way from now on: the caller starts its transfer.
@@ -92,16 +93,16 @@ class SecondarySlots:
             self._idle[expert] = None
 
     def release(self, expert: int) -> None:
-        """Record that a step no longer uses an expert's bottom segment or low-precision copy.
+        """Record that a layer's step no longer uses an expert's bottom segment or copy.
 
-        A complete segment or copy stays in its slot until the slot is needed.
+        A complete segment or low-precision copy stays in its slot until the slot is needed.
         """
         self._busy.discard(expert)
         if expert not in self._moving:
             self._idle[expert] = None
 
     def free(self, expert: int) -> None:
-        """Free the secondary slot of an expert whose transfer failed or was dropped."""
+        """Free the slot of a bottom segment or copy whose transfer failed or was dropped."""
         self._moving.discard(expert)
         self._busy.discard(expert)
         self._ahead.pop(expert, None)

@@ -16,7 +16,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Prefetcher:
-    """Prefetches of predicted experts into borrowed slots, which a step can reclaim.
+    """Prefetches predicted experts into borrowed slots, which a layer can reclaim.
 
     If experts are split, the segments that have no slot are fetched, the top segment first.
     """
@@ -85,7 +85,7 @@ class Prefetcher:
         counts.fetched += fetched
 
     def landed(self, piece: int) -> None:
-        """Handle the end of a prefetch that no step has requested yet.
+        """Handle the arrival of a prefetched expert that its layer has not requested yet.
 
         A promoted expert becomes resident; another one waits in its borrowed slot.
         """
@@ -181,9 +181,11 @@ class Prefetcher:
     # ---- reclaiming borrowed slots
 
     def make_room(self, experts: Ints, prefetched: Collection[int]) -> bool:
-        """Displace prefetched experts until a step's experts fit the cache; False if they cannot.
+        """Displace prefetched experts until those of a layer's step fit the cache.
 
         prefetched: those of the step's experts that have borrowed slots already
+
+        Returns False if they cannot fit.
         """
         if not self._placement.buffer.borrowed:
             return self._placement.cache.fits(experts)
@@ -195,7 +197,7 @@ class Prefetcher:
         return True
 
     def yield_slot(self) -> bool:
-        """Displace a prefetched expert for a step that cannot continue without a slot.
+        """Displace a prefetched expert for a layer's step that cannot continue without a slot.
 
         If no prefetch is complete, all of them are dropped. False if no slot is free yet.
         """

@@ -1,6 +1,7 @@
 """A step's use of borrowed cache slots: prefetched experts, and experts never cached.
 
-Experts that the cache does not insert are fetched into borrowed slots one after another.
+A step is one layer of one forward pass. Experts that the cache does not insert are fetched into
+borrowed slots one after another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from greenroom.core.transfers.transfers import Transfers
 
 
 class Borrowing:
-    """A step's use of borrowed cache slots, for prefetched experts and uncached ones."""
+    """A layer's use of borrowed cache slots, for prefetched experts and uncached ones."""
 
     def __init__(
         self, placement: Placement, transfers: Transfers, prefetcher: Prefetcher, counts: Counts
@@ -25,7 +26,7 @@ class Borrowing:
         self._prefetcher, self._counts = prefetcher, counts
 
     def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
-        """Reclaim the borrowed cache slots that a step needs at its start.
+        """Reclaim the cache slots, borrowed by prefetches, that a layer's step needs.
 
         Returns the borrowed slots of the step's own experts, by expert (some may be returned to the
         cache already); and how many misses the cache may insert while the others pass through
@@ -40,7 +41,7 @@ class Borrowing:
         return prefetched, -1
 
     def fetch(self, step: Step, misses: list[int], prefetched: dict[int, BorrowedSlot]) -> None:
-        """Use the prefetches of a step's experts, and request its other missing experts.
+        """Use the prefetches of a layer's experts, and request its other missing experts.
 
         misses:     the indices of the missing experts in the step
         prefetched: the borrowed slots of the step's experts, by expert
@@ -86,7 +87,7 @@ class Borrowing:
         return slot
 
     def stream(self, step: Step) -> None:
-        """Give borrowed cache slots to a step's experts that wait for a slot.
+        """Give borrowed cache slots to experts of a layer that wait for a slot.
 
         On each device the experts get slots in their order, until no slot is left.
         """

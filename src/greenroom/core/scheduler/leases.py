@@ -1,6 +1,7 @@
 """Leases of host slots, substitute experts and low-precision copies for a step.
 
-The step's plan decides which leases it needs.
+A step is one layer of one forward pass; its plan decides which leases it needs. What is leased is
+not evicted while the step needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from greenroom.core.transfers.transfers import Transfers
 def lease(
     step: Step, event: Routed, plan: StepPlan, placement: Placement, transfers: Transfers
 ) -> tuple[Flags, StepPlan | None]:
-    """Lease the host slots and pin the substitute experts that a step's plan needs.
+    """Reserve the host slots and substitute experts that a layer's step needs by its plan.
 
     Returns flags of the exact experts that get no slot on a device, and the plan of the
     approximated experts (None if there are none). An expert that the plan leaves to the host, but

@@ -1,4 +1,4 @@
-"""The current step of the scheduler: its requests for experts, and its leases."""
+"""The current step of the scheduler (one layer of a pass): its requests for experts, its leases."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Step:
     # ---- the start of a step
 
     def choose(self, event: Routed, requests: Ints) -> None:
-        """Restrict a step's exact experts to a part of those that the router chose.
+        """Restrict a layer's exactly computed experts to a part of those that the router chose.
 
         `requests` are the indices of the remaining experts.
         """
@@ -112,7 +112,7 @@ class Step:
             self.exact = self.uncomputed = requests.size
 
     def begin(self, served: ServedStep) -> None:
-        """Begin a step with the slots that the cache has given to its exact experts."""
+        """Begin a layer's step with the cache slots of its exactly computed experts."""
         self.served, self.pinned, self._served_pieces = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.tier_slots[served.slots]
@@ -120,7 +120,7 @@ class Step:
         self.ready = [request for request, hit in enumerate(self.hits) if hit]
 
     def begin_resident(self, served: ServedStep, now: float) -> ComputeGroup:
-        """Begin a step whose experts are all resident on one device.
+        """Begin a layer's step whose experts are all resident on one device.
 
         Returns the action that computes the step's only expert group.
         """
@@ -129,7 +129,7 @@ class Step:
         return ComputeGroup(self.array, self._placement.tier_slots[served.slots])
 
     def split(self) -> None:
-        """Add the bottom segments of split experts to a step's requests for top segments."""
+        """Add the bottom segments of split experts to a layer's requests for top segments."""
         secondary, secondary_of = self._placement.secondary, self._placement.secondary_of
         self.next_part = [EXACT] * len(self.experts)
         self.awaiting_secondary = [
@@ -139,7 +139,7 @@ class Step:
         self._counts.bottom_hits += sum(map(secondary.is_complete, self.experts))
 
     def approximate(self, event: Routed, plan: StepPlan) -> None:
-        """Add the experts that a step computes approximately, or skips, to its requests.
+        """Add the experts that are computed approximately, or skipped, to a layer's requests.
 
         `plan` contains only these experts.
         """
@@ -179,7 +179,7 @@ class Step:
     # ---- slots
 
     def demand(self, request: int, slot: int) -> None:
-        """Request the transfer of a step's missing expert to a memory slot."""
+        """Request the transfer of a layer's missing expert to a memory slot."""
         expert = self.experts[request]
         if expert in self.missing:  # it has waited for its slot
             del self.missing[expert]
@@ -221,7 +221,7 @@ class Step:
             self.ready.append(request)
 
     def stream(self, request: int, slot: int) -> None:
-        """Fetch one of a step's experts into a borrowed slot; it does not become resident."""
+        """Fetch one of a layer's experts into a borrowed slot; it does not become resident."""
         piece = self.experts[request]
         self.waiting.remove(request)
         self._placement.buffer.occupy(piece, slot)
@@ -290,7 +290,7 @@ class Step:
                 self.end_request(request)
 
     def experts_on_host(self) -> set[int]:
-        """Return the experts that the host computes for a step; they are not prefetched now."""
+        """Return the experts that the host computes for a layer; they are not prefetched now."""
         return {self.experts[request] for request in self.on_host}
 
     def has_next_part(self, request: int) -> bool:
@@ -340,7 +340,7 @@ class Step:
         return bool(self.expert_groups) or any(p in self._transfers.entries for p in self.missing)
 
     def abort(self) -> None:
-        """Abort a step: no more of its computations or transfers start."""
+        """Abort a layer's step: no more of its computations or transfers start."""
         self.aborted = True
         self.waiting.clear()
         self.awaiting_secondary.clear()
@@ -349,7 +349,7 @@ class Step:
                 self._transfers.queue.drop(piece)
 
     def close(self) -> None:
-        """Release all slots, pins and copies that a finished step has leased."""
+        """Release all slots, pins and copies that a finished layer's step has reserved."""
         placement, cache, secondary = (
             self._placement,
             self._placement.cache,

@@ -63,7 +63,7 @@ class StateView:
 
     @property
     def borrow_limit(self) -> int:
-        """The highest number of cache slots that may be borrowed at a time."""
+        """The largest number of cache slots that prefetches may borrow at a time."""
         return self._placement.buffer.size
 
     def group_sizes(self) -> list[int]:

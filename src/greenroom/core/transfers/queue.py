@@ -28,7 +28,7 @@ from greenroom.core.transfers.tiers import HostTier
 
 
 class Urgency(IntEnum):
-    """The urgency of an expert's transfer: demands go before prefetches."""
+    """The urgency of an expert's transfer: a layer waits for a demand, not for a prefetch."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -132,9 +132,10 @@ class TransferQueue:
         urgency: Urgency = Urgency.DEMAND,
         device: int = 0,
     ) -> Entry:
-        """Request an expert's transfer; a demand upgrades a prefetch that is under way.
+        """Request an expert's transfer; a demand turns its prefetch into a demand.
 
-        Returns the transfer's entry in the queue. A transfer that is under way keeps its slot.
+        A layer waits for a demand. Returns the transfer's entry in the queue. A transfer that is
+        under way keeps its slot.
         """
         if piece not in self.entries:
             path = self.paths[device]
@@ -302,8 +303,9 @@ class TransferQueue:
 
 
 def count_staging_slots(lanes: Sequence[int]) -> int:
-    """Count the staging slots that a chain of links needs: two for every lane.
+    """Count the staging slots (for chunks between links) that a chain of links needs.
 
-    One holds the chunk that the lane carries, the other a chunk that waits.
+    There are two for every lane: one for the chunk that the lane carries, one for a chunk that
+    waits.
     """
     return 2 * sum(lanes)

@@ -53,7 +53,7 @@ class HostTier:
         return self.capacity >= len(self.pieces)
 
     def routed(self, event: Routed) -> None:
-        """Set the logical time of requests to host memory to a device's current step."""
+        """Set the logical time of host-memory requests to the current layer and pass."""
         self._clock = event.step * self.pieces.layers + event.layer
         self._request, self._prefill = event.request, event.prefill
 

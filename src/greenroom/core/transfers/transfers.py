@@ -50,7 +50,7 @@ class Transfers:
     # ---- requests for pieces
 
     def demand(self, expert: int, slot: int) -> int:
-        """Request an expert that a step needs now; return the id of what is transferred.
+        """Request an expert that its layer needs now; return the id of what is transferred.
 
         This is the expert, or the remainder that its low-precision copy in memory lacks.
         """
@@ -77,7 +77,7 @@ class Transfers:
         self.queue.add_to_host(piece, slot, self._chunks[piece], self._home[piece])
 
     def prefetch(self, piece: int, slot: int) -> None:
-        """Request the transfer of a predicted expert before its step."""
+        """Request the transfer of a predicted expert before its layer is computed."""
         self.add(piece, slot, Urgency.PREFETCH)
         self._counts.prefetches += 1
 

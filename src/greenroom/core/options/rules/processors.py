@@ -65,7 +65,7 @@ class Queues:
 
     @property
     def end(self) -> float:
-        """Return the seconds until all queued experts of a step are computed."""
+        """Return the seconds until all queued experts of a layer's step are computed."""
         return max(self.host, *self.devices)
 
     def move(self, miss: Miss) -> float:
@@ -114,7 +114,7 @@ class Queues:
 
 
 def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
-    """Choose the missing experts that the host computes, so that the step ends soonest.
+    """Choose which missing experts the host computes, so that their layer ends soonest.
 
     Returns the indices of these experts in their step, ascending. If several choices end at the
     same time, the host computes as few experts as possible: an expert that is moved is resident the
@@ -128,7 +128,7 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
 
 
 def end_with(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
-    """Return the seconds until a step ends if the host computes given experts.
+    """Return the seconds until a layer's step ends if the host computes given experts.
 
     on_host: the indices of these experts in their step
 

@@ -2,8 +2,9 @@
 
 An expert that is computed on the host, or from a low-precision copy, would never become resident,
 though it is often requested. Promotion fetches the experts that the last tokens used in one of
-these ways into borrowed slots, while the link is idle, after all demands and prefetches. A fetch is
-dropped when the next step of the expert's layer does not request the expert.
+these ways into borrowed slots, while the link is idle: after everything that a layer waits for, and
+after prefetches. A fetch is dropped when the next step of the expert's layer does not request the
+expert.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PromotionQueue:
                 del self._layers[next(iter(self._layers))]
 
     def remove(self, expert: int) -> None:
-        """Remove an expert from the queue, since it needs no promotion now."""
+        """Remove an expert from the queue of experts to fetch, since it needs no slot."""
         self._layers.pop(expert, None)
 
     def latest(self) -> list[PromotionCandidate]:
