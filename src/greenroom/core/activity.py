@@ -105,8 +105,8 @@ class Activity:
     def hit_ratio(self, layer: int) -> Floats:
         """Return a layer's hit ratio H(C) for every number C of cached experts.
 
-        An array [experts of the layer + 1], for C = 0 and up. The cached experts are those of the
-        highest cache priority.
+        The result is an array [experts of the layer + 1], for C = 0 and up. The cached experts are
+        those of the highest cache priority.
         """
         share: Floats = np.cumsum(self._hits[layer]) / max(1, self.activated[layer])
         return share
@@ -114,8 +114,8 @@ class Activity:
     def accuracy(self, layer: int) -> Floats:
         """Return the accuracy of a layer's predictions at every rank.
 
-        An array [experts of the layer + 1]: element y is the share of the tokens that activated the
-        expert predicted at rank y, from 1; element 0 is 0.
+        The result is an array [experts of the layer + 1]: element y is the share of the tokens that
+        activated the expert predicted at rank y, from 1; element 0 is 0.
         """
         share: Floats = self._right[layer] / max(1, self.tokens[layer])
         return share
@@ -123,9 +123,9 @@ class Activity:
     def predicted_hits(self, layer: int) -> Floats:
         """Return how often an expert's prediction found it cached, by rank and cache size.
 
-        An array [experts of the layer + 1, experts of the layer + 1]: element (y, C) is the share
-        of the tokens whose expert predicted at rank y was among the C experts of the highest cache
-        priority, activated or not. It is 0 where y or C is 0.
+        The result is an array [experts of the layer + 1, experts of the layer + 1]: element (y, C)
+        is the share of the tokens whose expert predicted at rank y was among the C experts of the
+        highest cache priority, activated or not. It is 0 where y or C is 0.
         """
         share: Floats = np.cumsum(self._both[layer], axis=1) / max(1, self.tokens[layer])
         return share

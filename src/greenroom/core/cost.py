@@ -91,7 +91,10 @@ class Costs:
     wake: float = 0.0
 
     def seconds_after_wait(self, wait: float) -> float:
-        """Return the slowdown of a computation after the processor has waited, in seconds."""
+        """Return by how many seconds a computation is slower after the processor has waited.
+
+        wait: the seconds of the wait
+        """
         return self.wake * min(wait, COOLED)
 
     @property

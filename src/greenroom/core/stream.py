@@ -1,4 +1,4 @@
-"""Streams of expert requests: a routing trace in the order a cache sees it."""
+"""Streams of expert requests: a routing trace in the order in which a cache gets it."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_loaded_model_reports_its_approximation(of):
         assert 0 < approximated["inexact_share"] < 1
         model.greenroom.resize("50%")
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
-        with pytest.raises(BudgetError, match="for . low-precision copies; give the cache"):
+        with pytest.raises(BudgetError, match=r"for . low-precision copies; give the cache"):
             model.greenroom.resize(model.greenroom.setup.catalog.slot_bytes)
     finally:
         model.greenroom.detach()

@@ -63,7 +63,10 @@ class Pins:
 
     @property
     def first(self) -> Ints:
-        """Return the experts to pin at the start: those of a single task, or none of several."""
+        """Return the experts to pin at the start: those of a single task.
+
+        With several tasks the result is empty, since each prompt selects its task.
+        """
         if len(self.tasks) > 1:
             return np.empty(0, np.int64)
         return next(iter(self.tasks.values())).experts

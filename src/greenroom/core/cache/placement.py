@@ -147,7 +147,7 @@ class Placement:
 
     @property
     def resizing(self) -> bool:
-        """Tell whether a requested resize of the cache is still pending."""
+        """Tell whether a requested resize of the cache is not applied yet."""
         return self.target_capacity != self.capacity
 
     def _set_capacity(self, capacity: int) -> None:

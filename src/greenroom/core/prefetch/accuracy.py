@@ -20,7 +20,7 @@ class PredictionCounts:
 
     used:    experts that the layer's router chose
     right:   of these, experts among the top-k predicted ones
-    absent:  of the top-k predicted ones, experts that were not resident without a prefetch
+    absent:  of the top-k predicted ones, experts that needed a prefetch (were not resident)
     fetched: of the absent ones, experts whose prefetch was complete when the layer was routed
     """
 

@@ -28,8 +28,8 @@ class Pace:
     The link is the first one (from disk), or a device's link if host memory has slots for all
     experts.
 
-    idle:  seconds from one layer's routing to the next one's in which no demand was under way or
-           waiting, (decode, prefill)
+    idle:  seconds from one layer's routing to the next one's in which no transfer that a layer
+           needs was under way or waiting, (decode, prefill)
     chunk: seconds from one chunk's arrival to the next one's, while the link is busy
     """
 

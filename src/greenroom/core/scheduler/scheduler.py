@@ -129,7 +129,7 @@ class Scheduler:
         return self.placement.cache.policy
 
     def residents(self) -> Ints:
-        """The experts that have a cache slot, ascending."""
+        """The experts that have a cache slot of their own (not borrowed), ascending."""
         return self.placement.cache.residents()
 
     def empty(self, now: float) -> None:

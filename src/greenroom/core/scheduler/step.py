@@ -186,9 +186,9 @@ class Step:
         self.missing[self._transfers.demand(expert, slot)] = request
 
     def claim_secondary(self) -> None:
-        """Give slots to bottom segments or low-precision copies that a step needs, in order.
+        """Give slots to bottom segments or low-precision copies that a layer needs, in order.
 
-        An expert whose own slot is still in use by an earlier one waits.
+        An expert waits while an earlier expert of the step uses its slot.
         """
         secondary, counts = self._placement.secondary, self._counts
         later = {*self.waiting, *self.blocked.values()}
@@ -274,7 +274,7 @@ class Step:
         return groups
 
     def describe_group(self, device: int, requests: Sequence[int]) -> ComputedGroup:
-        """Describe an expert group in computation, for scheduler options."""
+        """Describe an expert group that is being computed, for scheduler options."""
         form = EXACT if self._split or not self.next_part else self.next_part[requests[0]]
         tokens = [1] * len(requests) if self.tokens is None else self.tokens[requests].tolist()
         experts = self.array[requests].tolist()
@@ -310,7 +310,7 @@ class Step:
     def end_request(self, request: int) -> None:
         """End the request for a computed expert, and release its slot.
 
-        A later expert of the step that waits for this slot is requested now.
+        If a later expert of the layer waits for this slot, its transfer is requested now.
         """
         self.uncomputed -= 1
         piece = self.experts[request]

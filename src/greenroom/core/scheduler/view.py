@@ -48,7 +48,7 @@ class StateView:
 
     @property
     def misses(self) -> int:
-        """The number of requests for experts so far that missed the cache."""
+        """The number of requests for experts that missed the cache, since the start."""
         return self._counts.misses
 
     @property

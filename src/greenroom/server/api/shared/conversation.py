@@ -40,7 +40,7 @@ def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
     """Raise ApiError if the model's chat template or tool-call parser does not support tools."""
     if not dialogue.supports_tools:
         raise ApiError(400, f"{param}: this model's chat template has no place for tools, or"
-                       " Greenroom cannot read the tool calls that it asks for",
+                       " asks for tool calls in a format that Greenroom cannot read",
                        param=param, code="unsupported_parameter")  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
         return {"enable_thinking": False}
     if effort != "none" and dialogue.template_uses("reasoning_effort"):
         return {"reasoning_effort": effort}
-    raise ApiError(400, f"{param} {effort!r}: this model's chat template has no option for it",
+    raise ApiError(400, f"{param} {effort!r}: this model's chat template has no such option",
                    param=param, code="unsupported_value")  # fmt: skip
 
 
