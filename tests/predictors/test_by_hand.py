@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Shape
+from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import PredictorSetup, predictor
 from greenroom.predictors.helpers import token_table
@@ -287,19 +288,35 @@ def test_eamc_predicts_the_experts_of_the_nearest_past_request():
     assert predicted[2, 0, 0] == [(1, [[2, -1]]), (2, [[0, 1]])]
 
 
-def test_eamc_orders_layers_by_likelihood_and_proximity():
-    """Layer 1 is even between four, layer 2 certain: 1/4 * (1 - 1/4) < 1 * (1 - 2/4)."""
-    tested = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))
+def test_eamc_gives_priorities_by_likelihood_and_proximity():
+    """Layer 1 is even between four, layer 2 certain: 1/4 * (1 - 1/4) < 1 * (1 - 2/4).
+
+    So the one expert of layer 2 is prefetched before those of layer 1.
+    """
+    shape = Shape((4, 4, 4, 4), 1)
+    tested = predictor("eamc:2").build(PredictorSetup(shape))
     for token in range(4):
         tested.begin(PassStart(0, token, 1, False))
         for layer, expert in enumerate([0, token, 2, 0]):
             tested.observe(LayerRouting(layer, np.array([[expert]])))
-    tested.begin(PassStart(1, 4, 1, False))
-    tested.observe(LayerRouting(0, np.array([[0]])))
-    assert [(g.layer, g.experts.tolist()) for g in tested.predict(0)] == [
-        (2, [[2, -1]]),
-        (1, [[0, 1]]),
+    foresight = Foresight(tested, [0, 4, 8, 12, 16])
+    foresight.begin(PassStart(1, 4, 1, False))
+    predicted = foresight.routed(LayerRouting(0, np.array([[0]])))
+    assert [(p.layer, p.experts.tolist(), p.priorities.tolist()) for p in predicted] == [
+        (1, [4, 5], [0.1875, 0.1875]),
+        (2, [10], [0.5]),
     ]
+
+
+def test_eamc_prefers_near_layers_among_equally_likely_experts():
+    """Both layers are certain: 1 - 1/4 and 1 - 2/4."""
+    tested = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))
+    for request in range(2):
+        tested.begin(PassStart(request, request, 1, False))
+        for layer, expert in enumerate([0, 1, 2, 0][: 1 if request else 4]):
+            tested.observe(LayerRouting(layer, np.array([[expert]])))
+    near, far = tested.predict(0)
+    assert (near.priorities[1], far.priorities[2]) == (0.75, 0.5)
 
 
 def test_eamc_has_separate_collections_for_prefill_and_decode():

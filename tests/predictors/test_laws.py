@@ -35,7 +35,7 @@ def test_predictions_are_distinct_experts_of_later_layers(name, seed):
     for at, layer, predictions in run_predictor(tested, trace):
         layers = [prediction.layer for prediction in predictions]
         assert len(set(layers)) == len(layers)
-        for target, ids in predictions:
+        for target, ids, _ in predictions:
             assert layer < target < 2 * SHAPE.layers
             assert len(ids) == (at.tokens if target < SHAPE.layers else 1)
             assert ids.dtype == np.int64

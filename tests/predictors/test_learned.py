@@ -51,7 +51,7 @@ def test_ranks_by_the_network_of_the_layer_ahead(
         tested.observe(LayerRouting(layer, IDS, None, x))
         predictions = tested.predict(layer)
         assert [prediction.layer for prediction in predictions] == expected_targets
-        for target, experts in predictions:
+        for target, experts, _ in predictions:
             up = to_float32(to_bfloat16(arrays[f"{target}.up.weight"]))
             hidden = np.maximum(x @ up.T + arrays[f"{target}.up.bias"], 0)
             scores = hidden @ arrays[f"{target}.down.weight"].T + arrays[f"{target}.down.bias"]

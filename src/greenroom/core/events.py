@@ -7,7 +7,10 @@ frozen dataclass makes a call for each field.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 
@@ -49,11 +52,13 @@ class Predicted:
 
     experts: dense ids (layer offset + expert number)
     certain: the layer's router has already chosen the experts; the layer's step has not begun yet
+    priorities: the prefetch priority of each expert, if its predictor has an order of its own
     """
 
     layer: int
     experts: Ints
     certain: bool = False
+    priorities: NDArray[np.floating[Any]] | None = None
 
 
 @dataclass(slots=True)

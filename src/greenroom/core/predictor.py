@@ -59,10 +59,13 @@ class LayerPrediction(NamedTuple):
     layer:   from 0 to 2 * layers - 1; numbers from `layers` on are layers of the next pass
     experts: ids within the layer, [T, width] for the T tokens of this pass, or [1, width] for the
              first token of the next pass; -1 fills rows in which fewer experts are expected
+    priorities: the prefetch priority of each of the layer's experts, [experts]; None: experts of
+             nearer layers are prefetched first
     """
 
     layer: int  # 0 .. 2 * layers - 1: beyond the last, a layer of the next pass
     experts: Ids  # [T or 1, width]
+    priorities: NDArray[np.floating[Any]] | None = None  # [experts of the layer]
 
 
 class Shape(NamedTuple):

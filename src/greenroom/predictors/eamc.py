@@ -8,8 +8,9 @@ model of L layers, expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
-Layers l + 1 .. l + distance are predicted, the layer with the likeliest expert first; layer
-numbers go on into the next pass. While the collection is empty, the current EAM is used as pEAM.
+Layers l + 1 .. l + distance are predicted; layer numbers go on into the next pass. Experts are
+prefetched in the order of this likelihood, whichever layer they belong to (4.5, figure 5, step 3).
+While the collection is empty, the current EAM is used as pEAM.
 Prefill and decode have an EAM and a collection each (4.3). An EAM is added to the collection when
 the next request begins; in a full collection it replaces the nearest one (B.1). The policy in
 policies/moe_infinity.py evicts by the same pEAM, with one EAM a request.
@@ -163,12 +164,12 @@ class EamcPredictor(NullPredictor):
         scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
         score(self._collection, self._begin, layer, scores)
         experts = top(scores, self._shape.width, 0.0)
-        order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
+        layers, tokens = self._shape.layers, self._tokens
         return [
             repeat_for_tokens(
-                LayerPrediction(layer + 1 + i, experts[i : i + 1]), self._shape.layers, self._tokens
+                LayerPrediction(layer + 1 + i, experts[i : i + 1], scores[i]), layers, tokens
             )
-            for i in map(int, order)
+            for i in range(self._ahead)
         ]
 
     def state(self) -> Arrays:

@@ -53,6 +53,24 @@ def test_candidates_of_the_nearest_layer_come_first_likeliest_first():
     assert drain(ahead) == [9, 8, 3, 0, 5, 4]
 
 
+def test_candidates_with_priorities_come_in_their_order_whatever_their_layer():
+    ahead = lookahead()
+    ahead.routed(1, ids(4), False, 0.0, ABSENT)
+    for layer, pieces, priorities in ((2, (9, 8), (0.5, 0.1)), (0, (3, 0), (0.7, 0.4))):
+        ahead.expect(layer, ids(*pieces))
+        ahead.prioritise(layer, ids(*pieces), np.array(priorities))
+    assert ahead.nearest(slot_of=np.where(np.arange(12) == 3, 0, -1)).piece == 9  # 3 has a slot
+    assert ahead.nearest(can_start=lambda piece: piece != 9).piece == 0
+    assert drain(ahead) == [9, 0, 8]  # 3 was dropped
+    ahead.expect(2, ids(9, 8))
+    ahead.prioritise(2, ids(9, 8), np.array([0.5, 0.1]))
+    ahead.expect_certain(1, ids(6))  # without a priority, before all others
+    ahead.expect(0, ids(3, 0))
+    assert drain(ahead) == [3, 0, 6, 9, 8]
+    ahead.expect(2, ids(8))  # a new prediction has lost the priorities of the old one
+    assert drain(ahead) == [8]
+
+
 def test_a_later_prediction_replaces_an_earlier_one_and_routing_ends_it():
     ahead = lookahead()
     ahead.expect(0, ids(1, 2))

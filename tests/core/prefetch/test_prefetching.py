@@ -96,6 +96,22 @@ class ManualDriver:
         return int(self.s.placement.cache.state.free_count.sum())
 
 
+def test_prefetches_follow_the_priorities_of_a_predictor():
+    """Nearest first, 4 and 5 of layer 1 would come before 9 of layer 2."""
+    for priorities, order in ((None, [4, 5, 9]), ((0.4, 0.1, 0.3), [4, 9, 5])):
+        h = ManualDriver(12, ahead=3)
+        h.step(0, 0)
+        h.send(Routed(h.passes + 1, 0, ids(1)))  # its read keeps the link busy
+        parts = (None, None) if priorities is None else np.split(np.array(priorities), [2])
+        h.send(Predicted(1, ids(4, 5), priorities=parts[0]))
+        h.send(Predicted(2, ids(9), priorities=parts[1]))
+        started = []
+        while h.moving:
+            actions = h.send(h.landed())
+            started += [a.piece for a in actions if isinstance(a, StartChunk)]
+        assert started == order
+
+
 def test_a_predicted_expert_is_fetched_while_the_link_is_idle_and_is_a_hit():
     h = ManualDriver()
     h.step(0, 0)

@@ -59,7 +59,8 @@ class Foresight:
                 f"predictor {self.predictor.name} predicts expert {experts.max()} in layer {layer},"
                 f" whose experts are 0 to {end - first - 1}"
             )
-        return Predicted(layer, experts + first)
+        priorities = None if guess.priorities is None else guess.priorities[experts]
+        return Predicted(layer, experts + first, priorities=priorities)
 
 
 def ranked(rows: Ids) -> Ids:

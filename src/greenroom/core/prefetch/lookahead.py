@@ -16,7 +16,8 @@ that expert's layer. `over` is the share of a chunk that overruns its gap. `dela
 demands would wait for a wrong prefetch: at most half a chunk if the gap is longer than a chunk, and
 nearly the whole transfer if it is much shorter. So on a saturated link only nearly certain experts
 are prefetched. A transfer on an idle link has a cost, too: it slows computation on the same memory
-by a share CARRY of its time. Candidates for nearer layers go first.
+by a share CARRY of its time. Candidates for nearer layers go first, unless the predictor gives
+its candidates priorities: then the one of highest priority goes first.
 
 In prefill nearly every expert is used. There the candidates are the next layer's experts, by how
 often prompts have used them; predictions for single tokens are not used.
@@ -27,9 +28,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.prefetch.accuracy import Accuracy
@@ -95,6 +97,8 @@ class Lookahead:
         self.candidates: dict[
             int, deque[tuple[int, float]]
         ] = {}  # layer -> (piece, chance), not empty
+        # layer -> piece -> priority, where the predictor has an order of its own
+        self._priorities: dict[int, dict[int, float]] = {}
         self._ranks, self._all = [Ranks() for _ in range(self._layers)], Ranks()
         self._chunks = pieces.chunks.tolist()
         self._at = self._layers - 1  # the layer that was routed last
@@ -117,7 +121,16 @@ class Lookahead:
         """
         self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
+    def prioritise(self, layer: int, pieces: Ints, priorities: NDArray[np.floating[Any]]) -> None:
+        """Set the prefetch priorities of a layer's predicted experts, instead of nearest first.
+
+        Within a layer the order stays that of the prediction.
+        """
+        self._priorities[layer] = dict(zip(pieces.tolist(), priorities.tolist(), strict=True))
+
     def _set_candidates(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
+        if self._priorities:
+            self._priorities.pop(layer, None)
         if pieces:
             self.candidates[layer] = deque(zip(pieces, chances, strict=True))
         else:
@@ -219,7 +232,10 @@ class Lookahead:
         can_start: Callable[[int], bool] | None = None,
         chunks: Callable[[int], int] | None = None,
     ) -> PrefetchCandidate | None:
-        """Find the prefetch candidate for the nearest layer that is worth its transfer.
+        """Find the prefetch candidate that comes next and is worth its transfer.
+
+        It is of the nearest layer, or has the highest priority where the predictor gave priorities;
+        candidates without priorities then come first.
 
         A piece is an unsplit expert, or a segment of a split one.
 
@@ -233,6 +249,7 @@ class Lookahead:
         search. None if no candidate is left that can start.
         """
         count = chunks or self._chunks.__getitem__
+        priorities, best, most = self._priorities, None, -np.inf
         for layer in sorted(self.candidates, key=self.ahead):
             candidates, ahead, passed = self.candidates[layer], self.ahead(layer), 0
             while len(candidates) > passed:
@@ -240,13 +257,18 @@ class Lookahead:
                 has_slot = piece in borrowed or (slot_of is not None and slot_of[piece] >= 0)
                 if has_slot or self.value(count(piece), chance, ahead) <= 0:
                     del candidates[passed]
-                elif can_start is None or can_start(piece):
+                elif can_start is not None and not can_start(piece):
+                    passed += 1
+                elif layer not in priorities:
                     return PrefetchCandidate(piece, layer, chance)
                 else:
-                    passed += 1
+                    if priorities[layer][piece] > most:
+                        most = priorities[layer][piece]
+                        best = PrefetchCandidate(piece, layer, chance)
+                    break
             if not candidates:
                 del self.candidates[layer]
-        return None
+        return best
 
     def remove(self, candidate: PrefetchCandidate) -> None:
         """Remove a prefetch candidate that is being fetched or needs no transfer."""

@@ -36,6 +36,8 @@ class Prefetcher:
             self.lookahead.expect_certain(event.layer, event.experts)
         else:
             self.lookahead.expect(event.layer, event.experts)
+            if event.priorities is not None:
+                self.lookahead.prioritise(event.layer, event.experts, event.priorities)
 
     def routed(self, event: Routed, now: float) -> None:
         """Judge a layer's prediction; end its prefetches of experts that its router rejected."""

@@ -91,7 +91,7 @@ def repeat_for_tokens(prediction: LayerPrediction, layers: int, tokens: int) -> 
     """
     if prediction.layer >= layers or tokens == 1:
         return prediction
-    return LayerPrediction(prediction.layer, np.repeat(prediction.experts, tokens, axis=0))
+    return prediction._replace(experts=np.repeat(prediction.experts, tokens, axis=0))
 
 
 def as_contiguous(experts: Ids) -> Ids:
