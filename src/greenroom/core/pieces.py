@@ -47,8 +47,9 @@ class Split:
             )
         if min(self.tops) < 1 or min(self.bottoms) < 0:
             raise UsageError(
-                "a top segment needs at least 1 byte and a bottom segment 0,"
-                f" got {min(self.tops)} and {min(self.bottoms)}"
+                "a top segment must have at least 1 byte and a bottom segment at least 0 bytes,"
+                f" got a top segment of {min(self.tops)} and a bottom segment of"
+                f" {min(self.bottoms)} bytes"
             )
         if self.secondary_slots < 1:
             raise UsageError(

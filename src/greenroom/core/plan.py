@@ -109,9 +109,10 @@ class View(Protocol):
         """Return a flag for each expert: it has a cache slot that is not borrowed, [n]."""
 
     def borrowed(self, expert: int) -> bool:
-        """Tell whether an expert has a borrowed cache slot, for a prefetch or a promotion.
+        """Tell whether an expert has borrowed a cache slot for an early fetch.
 
-        The transfer to the slot may be complete or not.
+        The fetch is a prefetch, or the promotion of an expert that was computed without a slot. It
+        may be complete or not.
         """
 
     def in_flight(self, expert: int) -> TransferStatus | None:

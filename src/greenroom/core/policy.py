@@ -159,11 +159,11 @@ def ignore_step(
 
 
 class Learning(NamedTuple):
-    """How later runs get what an eviction policy has learned. The functions are plain Python.
+    """Functions by which later runs get what an eviction policy has learned, in plain Python.
 
-    version: of the arrays; arrays of another version are not restored
+    version: the version of the arrays; arrays of another version are not restored
     export:  returns copies of the arrays that a policy's state has learned
-    restore: makes a state one that has learned these arrays, but has seen no request; ValueError,
+    restore: sets a state to one that has learned these arrays, but has seen no request; ValueError,
              before anything changes, if they do not fit the model. Options may differ
 
     Cache contents and logical times are not learned.

@@ -16,7 +16,7 @@ def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.
 
     scores: [T, E]
     width:  how many columns are returned for each row, at most E
-    above:  only scores greater than this count
+    above:  scores that are not greater than this are left out
 
     Returns [T, width]. Equal scores are in the order of their columns. If a row has fewer scores
     than `width`, the rest of it is -1.

@@ -162,7 +162,7 @@ def test_prefetches_have_half_of_the_slots():
     ("of", "message"),
     [
         (((60,), (0,), 2), "--split leaves the experts of every layer unsplit"),
-        (((0,), (40,), 2), "a top segment needs at least 1 byte"),
+        (((0,), (40,), 2), "a top segment must have at least 1 byte"),
         (((60,), (40,), 0), "the cache of bottom segments has 0 slots"),
     ],
 )

@@ -4,7 +4,8 @@ A predictor ranks experts. How often the expert at each rank is used is counted 
 (by layer, with all layers as the prior). So each rank has a chance of use, whatever the predictor's
 own scores mean. A prefetch candidate is a predicted expert (or segment of one) that is not
 resident. The inputs are the times of a `chunk`, of its `transfer` (all its chunks), and of the
-`gap` between two layers in which the link has no demands. For a candidate `layers` ahead:
+`gap` between two layers in which the link has no demands (transfers that a layer needs). For a
+candidate `layers` ahead:
 
     over  = max(0, 1 - gap / chunk)
     saved = min((1 - over) * transfer, layers * gap)

@@ -1,7 +1,7 @@
 """Approximation of missing experts that have a low gate weight.
 
-While decoding, each miss is judged by its expert's tail weight (see `core.gates`). The first of
-these rules serves it that is on and has a threshold above the tail weight:
+While decoding, each miss is judged by its expert's tail weight (see `core.gates`). A miss is served
+by the first of these rules that is on and has a threshold above the tail weight:
 
 1. skip: the expert is not computed;
 2. substitute: the expert is computed with the weights of a resident expert that was often chosen

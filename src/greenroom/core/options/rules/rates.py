@@ -33,7 +33,7 @@ class Correction:
             self.value = DECAY * self.value + (1 - DECAY) * ratio
 
     def fade(self) -> None:
-        """Move a cost model's correction towards 1, at a step without a measurement."""
+        """Move a cost model's correction towards 1, after a layer without a measurement."""
         self.value = 1 + FADE * (self.value - 1)
 
 
@@ -134,5 +134,5 @@ class Rates:
             self._processors[device].add(self._expected(device, rows, nbytes), seconds)
 
     def host_unused(self) -> None:
-        """Move the host's correction towards 1 after a step without host computation."""
+        """Move the host's correction towards 1 after a layer that the host did not compute."""
         self._processors[HOST].fade()

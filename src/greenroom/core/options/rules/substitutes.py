@@ -20,7 +20,7 @@ from greenroom.core.pieces import Ints
 
 
 class Substitutes:
-    """Counts of how often two experts of a layer were chosen in the same step.
+    """Counts of how often two experts of a layer were chosen in the same pass.
 
     counts: for each layer with E experts, the counts of all pairs, [E, E]
     """
@@ -32,7 +32,7 @@ class Substitutes:
         ]
 
     def count(self, layer: int, experts: Ints) -> None:
-        """Count the experts that a decode step has chosen in a layer.
+        """Count the experts that a layer's router has chosen in a decode pass.
 
         `experts` are dense ids (layer offset + expert number).
         """
