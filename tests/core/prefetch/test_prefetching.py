@@ -158,6 +158,48 @@ def test_an_upgrade_keeps_the_chunks_that_have_landed():
     assert (counts.late, counts.useful, counts.hits) == (1, 0, 0)
 
 
+def test_a_step_reads_on_what_is_under_way_before_it_reads_what_has_not_begun():
+    """ProMoE, 5.3: resident experts first, then those under way, then those not begun.
+
+    7 has a chunk on the lane and one to come; 4 and 5 have not begun, and have smaller ids.
+    """
+    h = ManualDriver(chunks=3)
+    h.step(1, 6)
+    h.step(0, 0)
+    assert h.predict(1, 7) == [(7, 0, False)]
+    assert h.started(h.landed()) == [(7, 1, False)]
+    (compute,) = h.route(1, 4, 5, 6, 7)
+    assert compute.experts.tolist() == [6]
+    assert h.started(h.landed()) == [(7, 2, True)]
+    order = []
+    h.group = None
+    h.send(Computed())
+    while len(order) < 3:
+        actions = h.send(h.landed())
+        if computed := [a for a in actions if isinstance(a, ComputeGroup)]:
+            order += computed[0].experts.tolist()
+            h.send(Computed())
+    assert order == [7, 4, 5]
+
+
+def test_prefetches_under_way_are_read_on_in_the_order_in_which_they_began():
+    """Over two links: behind the first chunk of 7 on the second link, 7 and then 6 wait."""
+    h = ManualDriver(chunks=2, lanes=(2, 1))
+    h.step(0, 0)
+    assert h.predict(1, 7, 6) == [(7, 0, False), (7, 1, False)]
+    h.send(h.landed())
+    h.send(h.landed())
+    assert [(a.piece, a.chunk, a.link) for a in h.moving] == [(7, 0, 1), (6, 0, 0), (6, 1, 0)]
+    h.moving.append(h.moving.pop(0))
+    h.send(h.landed())  # the first chunk of 6 reaches the queue of the second link
+    h.route(1, 4, 6, 7)
+    second = []
+    while h.moving:
+        second += [(a.piece, a.chunk) for a in h.moving if a.link == 1]
+        h.send(h.landed())
+    assert list(dict.fromkeys(second)) == [(7, 0), (7, 1), (6, 0), (6, 1), (4, 0), (4, 1)]
+
+
 def test_wrong_prefetches_under_way_are_dropped_when_the_routing_is_known():
     """5 has a chunk on the lane, which lands before the demand's first; 6 was only a candidate."""
     h = ManualDriver(chunks=3)
