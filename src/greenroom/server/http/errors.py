@@ -101,7 +101,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, StoreError):
         return ApiError(500, "the server could not read a part of the model: try again")
     if isinstance(error, DeviceError):
-        return ApiError(500, "the server's device had no memory, or a copy failed: try again")
+        return ApiError(500, "the server's device ran out of memory, or a copy failed: try again")
     if isinstance(error, RequestFailed | NotFinite):
         return ApiError(500, f"{message}; the server's log has details under this request's id")
     return ApiError(500, "the request failed in the server; the server's log has details")
@@ -114,7 +114,7 @@ def failure_cause(failure: BaseException | None) -> str:
     kinds = {
         StoreError: "reading a part of the model failed",
         MemoryError: "there was not enough memory",
-        DeviceError: "the device had no memory, or a copy failed",
+        DeviceError: "the device ran out of memory, or a copy failed",
         ModelError: "the model is not supported or damaged",
         UsageError: "an option is not valid",
     }
