@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from greenroom.core.predictor import LayerRouting, PassStart, Predictor, Shape
 from greenroom.predictors import PredictorSetup, predictor
 from greenroom.runtime.probes import GateInputProbe, Router, RouterGates
+from greenroom.runtime.recording.training import hidden_size
 
 JUNK = np.ones(32 << 20, np.uint8)
 
@@ -96,7 +97,7 @@ def main() -> None:
     built_predictor: dict[str, Predictor] = {
         "next-gate": predictor("next-gate").build(PredictorSetup(shape, gates=router_gates))
     }
-    for width in (64, 128, 256):
+    for width in (128, hidden_size(args.hidden, args.experts)):  # the latter: the paper's size
         tensors = networks(shape, args.hidden, width)
         built_predictor[f"learned, {width}"] = predictor("learned").build(
             PredictorSetup(shape, tensors=tensors)
