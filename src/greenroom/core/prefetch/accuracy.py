@@ -1,11 +1,11 @@
 """Accuracy of expert predictions, and ProMoE's GOODPRED (section 4.1).
 
 GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k) for predictions of layer i made k layers ahead. A
-prediction's top-k are as many of its likeliest experts as the step used. ACCURACY is the share of
-the used experts that were among the top-k. FETCHRATE is the share of the top-k, right or wrong,
-whose prefetch was complete when the layer was routed. Experts that were resident without a prefetch
-are left out of it: they need none. The paper gives no sums over layers; ours weight each GOODPRED
-by the experts that the layer used.
+prediction's top-k are as many of its likeliest experts as the layer used in the pass. ACCURACY is
+the share of the used experts that were among the top-k. FETCHRATE is the share of the top-k, right
+or wrong, whose prefetch was complete when the layer was routed. Experts that were resident without
+a prefetch are left out of FETCHRATE, since they need none. The paper gives no sums over layers;
+ours weight each GOODPRED by the experts that the layer used.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ class PredictionCounts:
     fetched: int = 0
 
     def accuracy(self) -> float | None:
-        """Return ProMoE's ACCURACY; None without predictions."""
+        """Return ProMoE's ACCURACY, the share of used experts that were predicted, or None."""
         return self.right / self.used if self.used else None
 
     def fetch_rate(self) -> float | None:
-        """Return ProMoE's FETCHRATE; None if no predicted expert had to be fetched."""
+        """Return ProMoE's FETCHRATE, the share of absent predicted experts fetched in time.
+
+        None if no predicted expert had to be fetched.
+        """
         return self.fetched / self.absent if self.absent else None
 
     def goodpred(self) -> float | None:
-        """Return ProMoE's GOODPRED; None if no predicted expert had to be fetched."""
+        """Return ProMoE's GOODPRED, the product of accuracy and fetch rate.
+
+        None if no predicted expert had to be fetched.
+        """
         accuracy, rate = self.accuracy(), self.fetch_rate()
         return None if accuracy is None or rate is None else accuracy * rate
 
@@ -60,7 +66,7 @@ class Accuracy:
         self.counts: dict[tuple[int, int], PredictionCounts] = {}  # by (layer, distance)
 
     def of(self, layer: int, distance: int) -> PredictionCounts:
-        """Return the counts of a layer's predictions made at a distance, to be added to."""
+        """Return the object that counts a layer's predictions made at a distance."""
         key = layer, distance
         if key not in self.counts:
             self.counts[key] = PredictionCounts()

@@ -123,9 +123,10 @@ class Lookahead:
         self._set_candidates(layer, pieces.tolist(), [1.0] * pieces.size)
 
     def prioritise(self, layer: int, pieces: Ints, priorities: NDArray[np.floating[Any]]) -> None:
-        """Set the prefetch priorities of a layer's predicted experts, instead of nearest first.
+        """Set the prefetch priorities of a layer's predicted experts.
 
-        Within a layer the order stays that of the prediction.
+        Candidates with priorities are not ordered by the nearness of their layers. Within a layer
+        the order stays that of the prediction.
         """
         self._priorities[layer] = dict(zip(pieces.tolist(), priorities.tolist(), strict=True))
 
@@ -235,8 +236,8 @@ class Lookahead:
     ) -> PrefetchCandidate | None:
         """Find the prefetch candidate that comes next and is worth its transfer.
 
-        It is of the nearest layer, or has the highest priority where the predictor gave priorities;
-        candidates without priorities then come first.
+        The candidate is of the nearest layer, or has the highest priority if the predictor gave
+        priorities; candidates without priorities then come first.
 
         A piece is an unsplit expert, or a segment of a split one.
 

@@ -40,7 +40,7 @@ class Prefetcher:
                 self.lookahead.prioritise(event.layer, event.experts, event.priorities)
 
     def routed(self, event: Routed, now: float) -> None:
-        """Judge a layer's prediction; end its prefetches of experts that its router rejected."""
+        """Compare a layer's prediction with its routing; end prefetches of experts not chosen."""
         placement = self._placement
         expected = self.lookahead.routed(
             event.layer, event.experts, event.prefill, now, placement.cache.state.slot_of

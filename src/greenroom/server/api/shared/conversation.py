@@ -56,7 +56,7 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
         return {"enable_thinking": False}
     if effort != "none" and dialogue.template_uses("reasoning_effort"):
         return {"reasoning_effort": effort}
-    raise ApiError(400, f"{param} {effort!r}: this model's chat template has no such option",
+    raise ApiError(400, f"{param} {effort!r}: this model's chat template does not support it",
                    param=param, code="unsupported_value")  # fmt: skip
 
 
