@@ -1,7 +1,7 @@
 """Journal of forward passes: which tokens of which requests each pass computed.
 
-Equal batches give equal bits, whatever the expert cache holds. `benchmarks/passes.py` checks that:
-it computes the passes of a journal again. A journal holds token ids, and no text.
+Equal batches give bitwise equal results, whatever the expert cache holds. `benchmarks/passes.py`
+checks that: it computes the passes of a journal again. A journal holds token ids, and no text.
 """
 
 from __future__ import annotations
