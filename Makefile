@@ -136,7 +136,7 @@ papers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic moepic_start \
-		promoe_skew prediction task_sets consistency batches; do \
+		promoe_skew prediction task_sets consistency batches hebf; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/learned_state.py --traces $(TRACES)

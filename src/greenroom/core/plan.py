@@ -148,14 +148,16 @@ class View(Protocol):
 class Option:
     """Base class of scheduler options, which can change how a layer's experts are computed.
 
-    approximates: its plans may have forms other than EXACT
-    uses_host:    its plans may leave experts to the host's processor
+    approximates:  its plans may have forms other than EXACT
+    uses_host:     its plans may leave experts to the host's processor
+    counts_tokens: it needs to know how many tokens chose each expert (`Routed.rows`)
 
     The scheduler calls only those methods that a subclass overrides, so the others cost nothing.
     """
 
     approximates = False
     uses_host = False
+    counts_tokens = False
 
     def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
         """Return the plan of how a layer's experts are computed, changed or not.
@@ -163,6 +165,10 @@ class Option:
         None is the default plan. The method may not change the scheduler's state.
         """
         return plan
+
+    def order(self, pieces: Sequence[int]) -> Sequence[int]:
+        """Return demanded pieces that have not begun in the order in which they shall begin."""
+        return pieces
 
     def started(self, link: int, lane: int, now: float) -> None:
         """Observe that a link has started a chunk of an expert's bytes."""

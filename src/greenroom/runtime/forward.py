@@ -37,6 +37,7 @@ class Binding:
     experts: Any  # kernels.LayerExperts
     uses_weights: bool  # whether the policy uses gate weights
     approximates: bool  # whether misses may be approximated, by their gate weights
+    counts_tokens: bool  # whether an option needs the number of tokens that chose an expert
     router_inputs: Callable[[], Inputs | None] | None  # the last inputs of the layer's router
     overlapped_work: Callable[[], None]  # work to do while the step waits for experts
     mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
@@ -201,7 +202,7 @@ def _step(
 
     co_compute = kernel.host_job is not None
     rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)
-    if co_compute and rows is None:
+    if rows is None and (co_compute or binding.counts_tokens):
         rows = routing.row_counts()
     binding.driver.step(
         binding.layer,

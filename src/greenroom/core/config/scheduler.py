@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, OptionConfig
 from greenroom.core.config.shares import scope_of, split_of
 from greenroom.core.options.cocompute import CoComputeConfig
+from greenroom.core.options.demand_order import DemandOrderConfig
 from greenroom.core.options.precision import PrecisionConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, PREFETCHING, check_options, option
@@ -26,6 +27,7 @@ Config = TypeVar("Config", bound="SchedulerConfig")
 class SchedulerConfig(
     PrecisionConfig,
     CoComputeConfig,
+    DemandOrderConfig,
 ):
     """Settings of the scheduler, for every command that runs or simulates one."""
 

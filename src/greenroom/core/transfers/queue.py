@@ -18,7 +18,7 @@ Each of several devices has its own last link; the links before it are shared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -72,6 +72,11 @@ class Entry:
     host_resident: bool = False
     host_only: bool = False
     finished: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Tell whether a chunk of an expert's piece has moved on a link."""
+        return self.moving > 0 or self.landed > 0 or (self.read > 0 and not self.host_resident)
 
     @property
     def arrived(self) -> bool:
@@ -170,6 +175,17 @@ class TransferQueue:
         self._queues[path[0]][Urgency.DEMAND][piece] = entry
         self.demands += 1
         return entry
+
+    def reorder(self, order: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        """Put the demands of each link that have not begun into another order.
+
+        `order` sorts their pieces. Demands of which a chunk has moved stay in front.
+        """
+        for queue, _ in self._queues:
+            if len(queue) > 1:
+                waiting = [piece for piece, entry in queue.items() if not entry.begun]
+                for piece in order(waiting):
+                    queue[piece] = queue.pop(piece)
 
     def backlog(self, step_pieces: Collection[int]) -> Iterator[tuple[int, int, int]]:
         """Yield the chunks that a newly demanded expert must wait for.

@@ -44,6 +44,7 @@ class Transfers:
         self._nbytes: list[int] = pieces.nbytes.tolist()
         self._nested = pieces.copies is not None and bool(pieces.copies.remainder)
         self.copy_slots: dict[int, int] = {}  # remainder -> the tier's slot of its copy
+        self._orders = [o.order for o in options if overrides(o, "order")]
         self._on_start = [o.started for o in options if overrides(o, "started")]
         self._on_land = [o.landed for o in options if overrides(o, "landed")]
 
@@ -97,6 +98,8 @@ class Transfers:
 
     def start(self, actions: list[Action], now: float) -> None:
         """Start the transfer of a chunk on every idle lane of the links."""
+        for order in self._orders:
+            self.queue.reorder(order)
         for chunk in self.queue.start():
             if self.copy_slots and (copy := self.copy_slots.pop(chunk.piece, -1)) >= 0:
                 chunk.copy_slot = copy

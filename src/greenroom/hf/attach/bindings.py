@@ -100,6 +100,7 @@ class Bindings:
                 experts,
                 driver.scheduler.policy.weighs,
                 self._setup.approximation is not None,
+                any(each.counts_tokens for each in driver.scheduler.options),
                 router_inputs=partial(inputs.take_if_captured, layer) if inputs else None,
                 overlapped_work=self.shared.compute_early[layer],
                 mark_computed=self._slots.mark_computed,

@@ -47,6 +47,7 @@ def load(
     skip_below: float = 0.0,
     substitute_below: float = 0.0,
     co_compute: str = "off",
+    demand_order: str = "id",
     prefetch: str = "auto",
     predictor: str | None = None,
     no_guard: bool = False,
@@ -77,12 +78,11 @@ def load(
     predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower
     prefetch_rule: which predicted experts to read early: value (what saves time), top-k, all
     context, kv: length of the KV cache in tokens; its type: dynamic, fp8, int4, int2, offloaded
-    readers, threads: threads that read experts; threads that compute (default: all cores)
     direct, read_limit: bypass the page cache (auto, on, off); most bytes per second, as "50MB"
-    dtype: type to compute in: auto (the checkpoint's), bfloat16, float16, float32
+    dtype: to compute in: auto (as stored), bfloat16, ...; readers, threads: that read, that compute
     miss_precision: compute missing experts from a pack's int8 or int4 copies; changes the output
     low_below: gate weight below which copies are computed; low_share: the copies' share of memory
-    low_follow: read the exact expert after its copy was computed
+    low_follow: read the exact expert after its copy; demand_order: misses by id or hottest first
     skip_below, substitute_below: leave out or replace missing experts; changes the output
     co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
     """
