@@ -116,7 +116,10 @@ ROWS = (
     Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
     Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",
         ("slots", "transfer/compute", "moepic", "mean theta")),
-    Row("systems.py", "{recording} --tokens 132 --systems moepic,hybrimoe,llru,greenroom",
+    Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 16",
+        ("predictor", "distance", "layer 0", "layer 7"), writes=("accuracy.json",)),
+    Row("systems.py", "{recording} --tokens 132 --earlier 132"
+        " --systems moepic,moepic+greenroom,hybrimoe,llru,greenroom",
         ("system", "slots", "miss ratio", "TPOT ms", "of llru")),
     Row("simulate.py", "{recording} --capacity 40% --policies lru next-use --repeat 1",
         ("policy", "M requests/s", "libcachesim", "memory/stream"), LIBCACHESIM),

@@ -273,7 +273,7 @@ def test_systems_over_a_trace(cli: Run, home: Path):
     timed = cli(*asked, "--system", "fate,greenroom,hybrimoe", "--machine", home / "abacus.json",
                 "--expert-bytes", "1MiB")  # fmt: skip
     assert timed.code == 0, timed.err
-    assert "noisy-oracle:1,accuracy=0.85 replaces" in timed.err
+    assert "noisy-oracle:1,like=next-gate replaces" in timed.err
     assert "hybrimoe: without misses computed by the host's processor" in timed.err
     over = json.loads(cli(*asked, "--system", "llru", "--policy", "fifo", "--scope", "per-layer",
                           "--json").out)  # fmt: skip
@@ -296,7 +296,7 @@ def test_moepic_over_a_trace(cli: Run, home: Path):
     assert min(cut["split"]) < 1
     assert cut["bottoms"] > 0  # of split experts, which were played
     assert cut["without"] == [
-        "next-gate:1,width=all, which noisy-oracle:1,accuracy=0.85,width=all replaces, since the"
+        "next-gate:1,width=all, which noisy-oracle:1,like=next-gate,width=all replaces, since the"
         " trace has no predictions of it"
     ]
     few = cli(*timed[:3], 5, *timed[4:]).json

@@ -9,7 +9,7 @@ from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, S
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import PredictorSetup, predictor
-from greenroom.predictors.helpers import token_table
+from greenroom.predictors.helpers import measured, token_table
 from greenroom.predictors.noisy_oracle import promoe_accuracy
 from tests.predictors.replay import Predicted, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, decode, run_predictor
@@ -250,12 +250,66 @@ def test_pregated_predicts_by_the_inputs_of_the_layer_before():
     assert tested.predict(2) == []
 
 
-def test_pregated_is_the_oracle_of_one_layer_where_a_trace_is_replayed():
+def test_pregated_replays_the_routing_of_all_layers_but_the_first():
     experts = [[[0], [1]], [[2], [3]]]
     routed = np.array(experts, np.uint8)
-    assert predictions_of("pregated", experts, routed_experts=routed) == predictions_of(
-        "oracle:1", experts, routed_experts=routed
+    assert predictions_of("pregated", experts, routed_experts=routed) == [
+        (0, 0, 1, [[1]]), (1, 0, 1, [[3]]),
+    ]  # fmt: skip
+
+
+def test_first_layers_are_predicted_at_layer_0_or_in_the_token_before():
+    shape, routed = Shape((4,) * 4, 1), np.array([[[0], [1], [2], [3]]] * 2, np.uint8)
+    inside, across = (
+        predictions_of(f"noisy-oracle:2,{accuracy}", routed, shape=shape, routed_experts=routed)
+        for accuracy in ("like=learned", "accuracy=1")
     )
+    of_a_token = [(0, 1), (0, 2), (1, 3)]
+    assert [(after, layer) for _, after, layer, _ in inside] == of_a_token * 2
+    assert [(after, layer) for _, after, layer, _ in across] == [
+        (-1, 0), (-1, 1), (0, 2), (1, 3), (2, 4), (3, 5), (0, 2), (1, 3),
+    ]  # fmt: skip
+    assert all(rows == [[layer % 4]] for *_, layer, rows in across)
+
+
+@pytest.fixture
+def measured_table(tmp_path, monkeypatch):
+    """Three layers: at distance 1, and at distance 2."""
+    file = tmp_path / "accuracy.json"
+    file.write_text('{"accuracy": {"learned": {"1": [0, 0.5, 0.9], "2": [0, 0.3, 0.7]}}}')
+    monkeypatch.setattr(measured, "FILE", file)
+
+
+def test_measured_accuracies_are_those_of_the_same_relative_depth(measured_table):
+    """Distance 1: layers 1 to 4 of five lie between those of 0.5 and 0.9, a third at a time."""
+    five = measured.measured_accuracy("learned", 1, 5)
+    assert five == pytest.approx([0, 0.5, 0.5 + 0.4 / 3, 0.5 + 0.8 / 3, 0.9])
+    assert measured.measured_accuracy("learned", 1, 2) == pytest.approx([0, 0.5])
+    assert measured.measured_accuracy("learned", 2, 4) == pytest.approx([0, 0.3, 0.7, 0.7])
+    with pytest.raises(UsageError, match="at the distances 1, 2, not 3: choose one of these"):
+        measured.measured_accuracy("learned", 3, 4)
+
+
+def test_a_noisy_oracle_is_as_accurate_in_each_layer_as_was_measured(measured_table):
+    shape = Shape((4, 4, 4), 1)
+    routed = np.random.default_rng(0).integers(0, 4, (20_000, 3, 1)).astype(np.uint8)
+    tested = predictor("noisy-oracle:1,like=learned")
+    predicted = replay(
+        tested.build(PredictorSetup(shape, routed_experts=routed)), decode(routed), shape
+    )
+    assert accuracy(predicted.experts, routed) == pytest.approx([0, 0.5, 0.9], abs=0.015)
+    with pytest.raises(UsageError, match=r"accuracy=0.5 and like=learned.* give one of them"):
+        predictor("noisy-oracle:accuracy=0.5,like=learned").build(
+            PredictorSetup(shape, routed_experts=routed)
+        )
+
+
+@pytest.mark.parametrize("name", measured.MEASURED)
+def test_the_measured_file_has_a_share_for_each_layer_and_falls_with_the_distance(name):
+    near, far = (measured.measured_accuracy(name, distance, 24) for distance in (1, 4))
+    assert ((near[1:] > 0) & (near[1:] < 1) & (far[1:] > 0) & (far[1:] < 1)).all()
+    assert near[4:].mean() > far[4:].mean()
+    assert near[0] < near[4:].min()  # of the next token, or not predicted
 
 
 def test_accuracy_counts_only_the_top_k():

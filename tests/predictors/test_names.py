@@ -30,9 +30,16 @@ def test_distance_and_options_follow_the_name():
     assert (predictor("markov:12").distance, predictor("markov:12").name) == (12, "markov:12")
     assert predictor("token").distance is None
     noisy = predictor("noisy-oracle:4,accuracy=0.7")
-    assert (noisy.distance, noisy.options) == (4, {"accuracy": 0.7, "width": "twice"})
+    assert (noisy.distance, noisy.options) == (
+        4,
+        {"accuracy": 0.7, "width": "twice", "like": ""},
+    )
     assert predictor("noisy-oracle:accuracy=0.7").distance == 1
-    assert predictor("noisy-oracle").options == {"accuracy": -1.0, "width": "twice"}
+    assert predictor("noisy-oracle").options == {
+        "accuracy": -1.0,
+        "width": "twice",
+        "like": "",
+    }
 
 
 @pytest.mark.parametrize(

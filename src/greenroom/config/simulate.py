@@ -8,6 +8,7 @@ from pathlib import Path
 
 from greenroom.amounts import Amount
 from greenroom.config.tables import SYSTEMS
+from greenroom.core.config.base import VALUE
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.errors import UnknownName, UsageError
 from greenroom.option import (
@@ -55,7 +56,8 @@ class SimulateConfig(SchedulerConfig):
     )
     system: str | None = option(
         None, "published systems (policy, prefetching and more) to compare, in place of --policy:"
-        f" {', '.join(SYSTEMS)}; your other options override theirs", "S[,S...]", shown=True,
+        f" {', '.join(SYSTEMS)}; NAME+greenroom prefetches only what saves time; your other"
+        " options override theirs", "S[,S...]", shown=True,
     )  # fmt: skip
     capacity: str = option(
         REQUIRED,
@@ -162,6 +164,8 @@ class SimulateConfig(SchedulerConfig):
             raise UsageError("--pin FILE works only with --order runtime and without --machine")
         if self.ahead is not None and self.prefetch is None:
             raise UsageError("--ahead has an effect only with --prefetch")
+        if self.prefetch_rule != VALUE and self.prefetch is None and self.system is None:
+            raise UsageError("--prefetch-rule has an effect only with --prefetch or --system")
 
     def _check_policies(self) -> None:
         if self.policy is None and self.system is None:

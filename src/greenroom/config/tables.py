@@ -18,8 +18,8 @@ PREDICTORS = (
 )  # fmt: skip
 # Systems of papers, built from Greenroom's policies, predictors and other parts.
 SYSTEMS = (
-    "mixtral-offloading", "adapmoe", "moe-infinity", "promoe", "moepic", "pre-gated", "hobbit",
-    "fate", "hybrimoe", "fiddler", "llru", "static", "greenroom",
+    "mixtral-offloading", "adapmoe", "moe-infinity", "promoe", "moepic", "pre-gated",
+    "expertflow", "hobbit", "fate", "hybrimoe", "fiddler", "llru", "static", "greenroom",
 )  # fmt: skip
 # These need the rest of a trace, which a run does not have.
 TRACE_POLICIES = ("opt", "static")

@@ -3,7 +3,10 @@
 It serves to study prefetching. Each expert that will be used is predicted with the probability
 `accuracy`. Otherwise another expert of the layer replaces it, drawn uniformly from those that the
 token does not use and that are not predicted yet (-1 if there are no more). So the expected
-accuracy is the chosen one, at every distance and in every layer.
+accuracy is the chosen one, at every distance and in every layer. With `like=next-gate` or
+`like=learned` each layer has the accuracy that this predictor has on the demo model at the same
+distance and relative depth (`helpers/measured.py`); a token's first layers are predicted where the
+predictor does so, in the token before or at layer 0.
 
 The default accuracy is that of ProMoE at the distance d (section 4.2 and figure 8a, DeepSeek-V2).
 The paper's text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
@@ -26,9 +29,12 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import PolicyOption
 from greenroom.core.predictor import Ids
+from greenroom.errors import UsageError
 from greenroom.predictors.helpers.kind import ALL, WIDTH, PredictorKind, PredictorSetup
+from greenroom.predictors.helpers.measured import MEASURED, measured_accuracy
+from greenroom.predictors.learned import learned
 from greenroom.predictors.oracle import NO_ID, true_routing
-from greenroom.predictors.recorded import ReplayPredictor
+from greenroom.predictors.recorded import ReplayPredictor, ReplayWithinToken
 
 BLOCK = 1024  # tokens that are ranked at a time
 NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token's id helps
@@ -44,12 +50,14 @@ def promoe_accuracy(distance: int) -> float:
 
 
 @jit
-def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, predicted: Any) -> None:
+def add_errors(
+    truth: NDArray[Any], sizes: Ids, accuracy: NDArray[Any], seed: int, predicted: Any
+) -> None:
     """Write the experts of a trace with random errors, as predictions of a given accuracy.
 
     truth, predicted: [tokens, layers, top_k] expert ids; in `predicted`, -1 means none
     sizes: [layers] number of experts of each layer
-    accuracy: probability that an expert is predicted
+    accuracy: [layers] probability that an expert is predicted
     """
     np.random.seed(seed)
     tokens, layers, top_k = truth.shape
@@ -62,7 +70,7 @@ def add_errors(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, pred
             free = sizes[layer] - top_k
             for rank in range(top_k):
                 expert = int(truth[token, layer, rank])
-                if np.random.random() >= accuracy:
+                if np.random.random() >= accuracy[layer]:
                     expert = -1
                     if free > 0:
                         left = np.random.randint(free)  # skip so many unused experts
@@ -99,17 +107,29 @@ def rank_all(predicted: NDArray[np.int16], sizes: Ids, seed: int) -> NDArray[np.
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
-    """Build the predictor `noisy-oracle`; UsageError if the setup has no trace."""
+    """Build the predictor `noisy-oracle`; UsageError if the setup has no trace.
+
+    UsageError also for two accuracies, and for a distance at which none was measured.
+    """
     routed = true_routing(setup, "noisy-oracle")
-    accuracy = float(setup.options["accuracy"])
-    if accuracy == PAPER:
-        accuracy = promoe_accuracy(setup.ahead)
+    chosen, like = float(setup.options["accuracy"]), str(setup.options["like"])
+    if like and chosen != PAPER:
+        raise UsageError(
+            f"predictor noisy-oracle has accuracy={chosen:g} and like={like}, which is another"
+            " accuracy: give one of them"
+        )
+    layers = setup.shape.layers
+    if like:
+        accuracy = measured_accuracy(like, setup.ahead, layers)
+    else:
+        accuracy = np.full(layers, promoe_accuracy(setup.ahead) if chosen == PAPER else chosen)
     predicted = np.empty(routed.shape, np.int16)
     sizes = np.array(setup.shape.experts_per_layer, np.int64)
     add_errors(np.ascontiguousarray(routed), sizes, accuracy, setup.seed, predicted)
     if setup.options[WIDTH.name] == ALL:
         predicted = rank_all(predicted, sizes, setup.seed)
-    return ReplayPredictor("noisy-oracle", predicted, NO_ID, setup)
+    replay = ReplayWithinToken if like == learned.name else ReplayPredictor
+    return replay("noisy-oracle", predicted, NO_ID, setup)
 
 
 PAPER = -1.0
@@ -124,5 +144,8 @@ noisy_oracle = PredictorKind(
             "accuracy", PAPER, "share of right predictions; -1: that of ProMoE's figure 8a", -1, 1
         ),
         WIDTH,
+        PolicyOption(
+            "like", "", "have the measured accuracy of this predictor", choices=("", *MEASURED)
+        ),
     ),
 )

@@ -3,7 +3,7 @@
 A pre-gated model is trained so that a router, given the input of layer l, chooses the experts of
 layer l + 1. This predictor calls that router as the router of layer l + 1 (`Gates.rank`), so its
 predictions have no errors. The first layer has no layer before it, and is not predicted. In a
-replay of a trace, the recorded experts are predicted.
+replay, the experts of the trace are predicted, as if its model had been trained in this way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from greenroom.errors import UsageError
 from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 from greenroom.predictors.next_gate import NextGatePredictor
 from greenroom.predictors.oracle import NO_ID
-from greenroom.predictors.recorded import ReplayPredictor
+from greenroom.predictors.recorded import ReplayWithinToken
 
 
 class PregatedPredictor(NextGatePredictor):
@@ -37,7 +37,8 @@ def build(setup: PredictorSetup) -> Predictor:
         return PregatedPredictor(setup)
     if setup.routed_experts is None:
         raise UsageError("predictor pregated needs a model's routers or a trace, and has neither")
-    return ReplayPredictor("pregated", setup.routed_experts, NO_ID, setup)
+    routed = setup.routed_experts
+    return ReplayWithinToken("pregated", routed, NO_ID, setup)
 
 
 pregated = PredictorKind(
@@ -45,4 +46,5 @@ pregated = PredictorKind(
     build,
     "the routers of a pre-gated model, which choose a layer ahead",
     frozenset({"inputs", "gates"}),
+    replays_routing=True,
 )

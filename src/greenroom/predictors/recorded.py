@@ -70,8 +70,11 @@ class ReplayPredictor(NullPredictor):
         return ids
 
 
-class ReplayLearned(ReplayPredictor):
-    """Predictor that replays the stored predictions of the predictor `learned`."""
+class ReplayWithinToken(ReplayPredictor):
+    """Predictor that replays predictions made within a token, from its layer 0 on.
+
+    Layer 0 predicts the first layers, and is not predicted (ProMoE, Pre-gated MoE).
+    """
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0 or self.distance is None:
@@ -106,7 +109,7 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
             f" {setup.shape.layers}"
         )
     nothing = int(np.iinfo(rows.dtype).max)
-    replay = ReplayLearned if name == learned.name else ReplayPredictor
+    replay = ReplayWithinToken if name == learned.name else ReplayPredictor
     return replay("recorded", rows, nothing, replace(setup, distance=distance or None))
 
 

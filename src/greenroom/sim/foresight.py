@@ -41,7 +41,10 @@ def resolve_predictor(trace: Trace, prefetch: str) -> PredictorChoice:
         return resolve_predictor(trace, automatic_predictor(trace))
     if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
         return choice
-    if (recording := _find_recording(trace, choice)) is None:
+    recording = _find_recording(trace, choice)
+    if recording is None and choice.kind.replays_routing:
+        return choice
+    if recording is None:
         raise UsageError(
             f"predictor {choice.name} needs a running model, and this trace does not have its"
             f" predictions: record them with `greenroom trace record --predict {choice.name}`"

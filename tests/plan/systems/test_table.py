@@ -13,8 +13,8 @@ from tests.options import needs_option
 
 OPTIONS_OF_A_RUN = {*LoadConfig.__dataclass_fields__}
 USER_OPTIONS = (
-    "mixtral-offloading adapmoe moe-infinity promoe moepic pre-gated hobbit fate hybrimoe fiddler"
-    " llru static greenroom"
+    "mixtral-offloading adapmoe moe-infinity promoe moepic pre-gated expertflow hobbit fate"
+    " hybrimoe fiddler llru static greenroom"
 )
 
 
@@ -53,7 +53,7 @@ def test_what_is_given_goes_before_the_row():
     )
     assert combined == {
         "policy": "fifo", "scope": "per-layer", "prefetch": "next-gate:1", "no_guard": True,
-        "readers": 3,
+        "prefetch_rule": "top-k", "readers": 3,
     }  # fmt: skip
     sized = system_options(system("adapmoe"), {"scope": "4,4"}, OPTIONS_OF_A_RUN)
     assert sized["scope"] == "4,4"
@@ -77,6 +77,34 @@ def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
 def test_only_greenroom_is_guarded():
     assert [n for n, row in SYSTEMS.items() if row.guard] == ["greenroom"]
     assert system_options(system("greenroom"), {}, OPTIONS_OF_A_RUN)["no_guard"] is False
+
+
+def test_only_greenroom_leaves_out_what_does_not_pay():
+    rules = {name: row.settings()["prefetch_rule"] for name, row in SYSTEMS.items()}
+    assert {n for n, rule in rules.items() if rule == "value"} == {
+        "fiddler", "llru", "static", "greenroom"
+    }  # fmt: skip
+    assert {n for n, rule in rules.items() if rule == "all"} == {"moepic"}
+
+
+@pytest.mark.parametrize("name", [n for n, row in SYSTEMS.items() if row.prefetch != "off"])
+def test_a_row_with_greenroom_differs_in_rule_and_guard_alone(name):
+    if name == "greenroom":
+        with pytest.raises(UsageError, match="system greenroom has them already: give greenroom"):
+            system("greenroom+greenroom")
+        return
+    row, guarded = system(name), system(f"{name}+greenroom")
+    assert guarded.name == f"{name}+greenroom"
+    settings = {**row.settings(), "no_guard": False, "prefetch_rule": "value"}
+    assert guarded.settings() == settings
+    assert guarded.parts() == row.parts()
+
+
+def test_greenroom_adds_nothing_to_a_row_without_prefetching():
+    with pytest.raises(UsageError, match="but system llru prefetches nothing: give llru"):
+        system("llru+greenroom")
+    with pytest.raises(UnknownName, match=r"unknown system 'x.greenroom': choose one of mixtral"):
+        system("x+greenroom")
 
 
 def test_names():

@@ -20,15 +20,14 @@ from greenroom.errors import UsageError
 from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.sizing import CacheConfiguration, predicted_activity, slots_with_fewest_misses
 from greenroom.plan.systems.table import System
-from greenroom.predictors import AUTO, OFF, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.predictors.helpers.kind import ALL, WIDTH
 from greenroom.sim.event_driven import split_pieces
-from greenroom.sim.foresight import automatic_predictor, resolve_predictor
+from greenroom.sim.foresight import resolve_predictor
 from greenroom.sim.study import Cell, Row, Study
 from greenroom.trace import Trace
 
 ALL_RANKS = f",{WIDTH.name}={ALL}"
-ASSUMED_PREDICTOR = "noisy-oracle:1,accuracy=0.85"  # as papers report of the next layer's gate
 
 UserOptions = Mapping[str, Any]  # options of `simulate`; the row decides what is missing or None
 
@@ -60,6 +59,8 @@ def simulate_systems(
             sized, split_notes = sized_study(user_options, study, row, capacity, activity)
             if co_compute:
                 sized = replace(sized, config=with_options(sized.config, co_compute="auto"))
+            if prefetches[-1] != OFF and not user_options.get("prefetch_rule"):
+                sized = replace(sized, config=with_options(sized.config, prefetch_rule=row.rule))
             if row.preselected and study.needs_events and policy == "lru":
                 sized = replace(sized, stay=most_used(study, capacity))
             pin = user_options.get("pin") or "step"
@@ -101,14 +102,12 @@ def conditions(
     if prefetch != OFF and study.costs is None:
         notes.append("prefetching, which needs --machine")
     elif prefetch != OFF:
-        replayable = (
-            prefetch
-            if user_options.get("prefetch")
-            else replayable_predictor(study.trace, prefetch)
-        )
-        if replayable != prefetch:
+        replayable, lacking = prefetch, ""
+        if not user_options.get("prefetch"):
+            replayable, lacking = replayable_predictor(study.trace, prefetch, row.distance)
+        if lacking:
             notes.append(
-                f"{prefetch}, which {replayable} replaces, since the trace has no predictions of it"
+                f"{prefetch}, which {replayable} replaces, since the trace has no {lacking}"
             )
         prefetches = (OFF, replayable) if row.guard else (replayable,)
     return policy, prefetches, co_compute, notes
@@ -157,20 +156,28 @@ def most_used(study: Study, capacity: int) -> tuple[int, ...]:
     return tuple(np.sort(most).tolist())
 
 
-def replayable_predictor(trace: Trace, prefetch: str) -> str:
+def replayable_predictor(trace: Trace, prefetch: str, distance: int = 1) -> tuple[str, str]:
     """Return a system's predictor, or one that can be replayed on a trace instead.
 
-    It is replaced if it needs a running model. A ranking of all experts is replaced by the recorded
-    ranks of the same predictor, or by a noisy oracle that ranks all experts.
+    Returns (name, what the trace lacks for the system's own predictor, or ""). A noisy oracle with
+    the accuracies of the demo model replaces a predictor that needs a running model. A ranking of
+    all experts is replaced by the recorded ranks of the same predictor, or by a noisy oracle that
+    ranks all experts. `distance` is that of a trained predictor, whose file would have it. ProMoE's
+    predicts a token's first layers after its layer 0.
     """
-    if predictor(prefetch).kind is AUTO:
-        return automatic_predictor(trace)
+    choice = predictor(prefetch)
+    if choice.kind is AUTO:  # a run would take the first
+        return replayable_predictor(trace, AUTOMATIC[0])
+    if "token_ids" in choice.kind.needs and trace.token_ids is None:
+        return f"markov:{choice.distance}", "token ids"
     narrower = prefetch.removesuffix(ALL_RANKS)
     for name in dict.fromkeys((prefetch, narrower)):
         with suppress(UsageError):
             resolve_predictor(trace, name)
-            return name
-    return ASSUMED_PREDICTOR + prefetch[len(narrower) :]
+            return name, "" if name == prefetch else "ranks of all experts"
+    name, width = choice.kind.name, prefetch[len(narrower) :]
+    ahead = min(choice.distance or distance, trace.layers)
+    return f"noisy-oracle:{ahead},like={name}{width}", "predictions of it"
 
 
 def sized_study(

@@ -3,18 +3,22 @@
 A system has an eviction policy, a division of slots among layers, a predictor, and further parts.
 Its `reading` says how Greenroom reads the paper, and where they differ. All systems share
 Greenroom's transfer queue (demands first, in chunks, wrong prefetches of a layer dropped), its
-groups of experts and its streaming of prompts. So systems differ only in their decisions.
+groups of experts and its streaming of prompts. So systems differ only in their decisions. They
+prefetch every predicted expert that is not resident. `NAME+greenroom` is the same system with
+Greenroom's own rule for that: what is expected to save time, and only while answers are faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from greenroom.config import SCOPES
+from greenroom.core.config.base import ALL, TOP_K, VALUE
 from greenroom.errors import UnknownName, UsageError
 
+GREENROOM = "+greenroom"  # ends the name of a system with our value rule and guard
 APPROXIMATION_OPTIONS = ("miss_precision", "low_below", "low_share", "low_follow")
 
 
@@ -28,6 +32,8 @@ class System:
     policy:      eviction policy
     scope:       division of cache slots: shared by all layers, or per-layer
     prefetch:    predictor of experts, `NAME[:distance]`, or off
+    rule:        which predicted experts are prefetched: value, top-k or all
+    distance:    how many layers ahead a trained predictor predicts, if `prefetch` does not say it
     guard:       whether to prefetch only while that is faster
     sizes:       how each layer's slots are found: `dp` (a dynamic programme), `configurator`
                  (MoEpic's Algorithm 1, which also splits experts), or None if `scope` is enough
@@ -43,6 +49,8 @@ class System:
     policy: str = "lru"
     scope: str = "shared"
     prefetch: str = "off"
+    rule: str = TOP_K
+    distance: int = 1
     guard: bool = False
     sizes: str | None = None
     split: bool = False
@@ -57,7 +65,23 @@ class System:
             "scope": self.scope,
             "prefetch": self.prefetch,
             "no_guard": self.prefetch != "off" and not self.guard,
+            "prefetch_rule": VALUE if self.prefetch == "off" else self.rule,
         }
+
+    def with_greenroom(self) -> System:
+        """Return a published system with Greenroom's value rule and guard for prefetching.
+
+        UsageError for a system that prefetches nothing, or has them already.
+        """
+        if self.prefetch == "off" or self.guard:
+            why = "has them already" if self.guard else "prefetches nothing"
+            raise UsageError(
+                f"{GREENROOM} adds Greenroom's value rule and guard of prefetching, but system"
+                f" {self.name} {why}: give {self.name}"
+            )
+        reading = f"{self.reading}; with Greenroom's value rule and guard"
+        name = self.name + GREENROOM
+        return replace(self, name=name, reading=reading, rule=VALUE, guard=True)
 
     def parts(self) -> dict[str, str]:
         """Describe the further parts of a published system, by the option that enables each.
@@ -135,9 +159,11 @@ SYSTEMS: dict[str, System] = {
             "promoe",
             "Song et al., 2024: ProMoE",
             "LRU, as in the paper's baseline with all other parts; a trained predictor for each"
-            " layer. Every system here has the paper's chunks, early preemption and reordered"
+            " layer, four layers ahead (train it with --distance 4; the paper's evaluation names no"
+            " distance). Every system here has the paper's chunks, early preemption and reordered"
             " inference",
             prefetch="learned",
+            distance=4,
         ),
         System(
             "moepic",
@@ -148,6 +174,7 @@ SYSTEMS: dict[str, System] = {
             policy="lcp",
             scope="per-layer",
             prefetch="next-gate:1,width=all",
+            rule=ALL,
             sizes="configurator",
             split=True,
         ),
@@ -155,8 +182,17 @@ SYSTEMS: dict[str, System] = {
             "pre-gated",
             "Hwang et al., 2024: Pre-gated MoE",
             "gates that were trained to choose experts a layer ahead, so that prefetches are never"
-            " wrong; LRU eviction. The gates of a model without that training only guess",
+            " wrong; LRU eviction. The gates of a model without that training only guess. A"
+            " simulation plays the trace's routing as theirs",
             prefetch="pregated",
+        ),
+        System(
+            "expertflow",
+            "He et al., 2024: ExpertFlow (abstract)",
+            "LRU; a predictor of a token's whole routing path before it is computed, corrected"
+            " while its layers pass. The abstract names no eviction; its scheduling of tokens into"
+            " batches is not included",
+            prefetch="routing-path",
         ),
         System(
             "hobbit",
@@ -202,7 +238,7 @@ SYSTEMS: dict[str, System] = {
         ),
         System(
             "static",
-            "the baseline of ProMoE, section 5.1",
+            "the baseline of ProMoE, section 7.1",
             "the most popular experts stay in the cache, others pass through scratch slots",
             policy="static",
             preselected=True,
@@ -213,6 +249,7 @@ SYSTEMS: dict[str, System] = {
             "next-use eviction, and prefetching only while that is faster",
             policy="auto",
             prefetch="auto",
+            rule=VALUE,
             guard=True,
         ),
     )
@@ -220,11 +257,14 @@ SYSTEMS: dict[str, System] = {
 
 
 def system(name: str) -> System:
-    """Return the published system of a given name; raises UnknownName if there is none."""
-    try:
-        return SYSTEMS[name]
-    except KeyError:
-        raise UnknownName("system", name, SYSTEMS) from None
+    """Return the published system of a given name, or of NAME+greenroom.
+
+    UnknownName if there is none; UsageError if Greenroom's rules change nothing in it.
+    """
+    row = SYSTEMS.get(name.removesuffix(GREENROOM))
+    if row is None:
+        raise UnknownName("system", name, SYSTEMS)
+    return row.with_greenroom() if name.endswith(GREENROOM) else row
 
 
 def systems(text: str) -> list[System]:

@@ -64,7 +64,8 @@ class PredictorKind:
 
     `distance` is the default number of layers to predict ahead. None means that a user cannot
     choose the distance: the predictor predicts complete passes before they begin, or the distance
-    is stored in its trace or file.
+    is stored in its trace or file. `replays_routing` means that without a model, the experts that a
+    trace used are its predictions.
     """
 
     name: str
@@ -73,6 +74,7 @@ class PredictorKind:
     needs: frozenset[Need] = frozenset()
     distance: int | None = None
     options: tuple[PolicyOption, ...] = ()
+    replays_routing: bool = False
 
     def choose(self, text: str = "") -> PredictorChoice:
         """Parse a distance and options: the text `[distance][,option=value...]`.

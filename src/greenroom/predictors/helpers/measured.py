@@ -1,0 +1,51 @@
+"""Measured accuracies of predictors that need a running model, by distance and layer.
+
+`accuracy.json` beside this file is made by `benchmarks/accuracy.py` from recorded predictions of
+the demo model. For the first `distance` layers of a token next-gate predicts in the last layers of
+the token before, and `learned` at layer 0, which it does not predict. Models of other depths have
+the accuracy of the same relative depth from layer `distance` on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import UsageError
+
+MEASURED = ("next-gate", "learned")
+FILE = Path(__file__).with_name("accuracy.json")
+
+
+def measured_accuracy(name: str, distance: int, layers: int) -> NDArray[np.float64]:
+    """Return a predictor's accuracy for each layer of a model, as the demo model has it.
+
+    UsageError for a distance that was not measured.
+    """
+    found = _table()[name]
+    if distance not in found:
+        raise UsageError(
+            f"the accuracy of {name} was measured at the distances {', '.join(map(str, found))},"
+            f" not {distance}: choose one of these, or give accuracy=A"
+        )
+    later = found[distance][distance:]
+    result = np.empty(layers)
+    for layer in range(layers):
+        if layer >= distance:
+            share = (layer - distance) / max(1, layers - 1 - distance)
+            result[layer] = np.interp(share * (later.size - 1), np.arange(later.size), later)
+        else:
+            result[layer] = found[distance][layer]
+    return result
+
+
+def _table() -> dict[str, dict[int, NDArray[np.float64]]]:
+    """Read the measured accuracies: predictor -> distance -> accuracy of each layer."""
+    accuracy = json.loads(FILE.read_text())["accuracy"]
+    return {
+        name: {int(distance): np.array(layers) for distance, layers in found.items()}
+        for name, found in accuracy.items()
+    }
