@@ -22,8 +22,9 @@ from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
 from greenroom.core.events import Pinned
 from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
-from greenroom.core.policy import Policy
+from greenroom.core.policy import Arrays, Policy
 from greenroom.core.predictor import PassStart
+from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.core.transfers.tiers import HostTier
@@ -31,9 +32,10 @@ from greenroom.errors import UsageError
 from greenroom.predictors import OFF
 from greenroom.sim.approximation import CopySizes, check_weights, tail_weights_of
 from greenroom.sim.clock import Clock, TraceStep
-from greenroom.sim.foresight import foresight_of
-from greenroom.sim.timed import Floats, SimulatedTimes, times_by_request
+from greenroom.sim.foresight import foresight_of, teach_predictor
+from greenroom.sim.timed import Floats, SimulatedTimes, learned_by_policy, times_by_request
 from greenroom.trace import Trace
+from greenroom.trace import stream as to_stream
 
 RENAMED_COUNTS = ("steps", "requests", "hits")  # counts that a row has under other names
 SPLIT_COUNTS = ("bottoms", "bottom_hits")
@@ -62,6 +64,7 @@ class EventOptions:
                  for experts of 16 bits per weight
     nested:      whether experts are int8 and contain their copies
     stay:        ids of experts that are never evicted once they are in the cache
+    history:     an earlier trace, from which policy and predictor have learned; the cache is empty
     """
 
     scope: Scope = "shared"
@@ -76,6 +79,7 @@ class EventOptions:
     low: float | None = None
     nested: bool = False
     stay: Sequence[int] = ()
+    history: Trace | None = None
 
     @property
     def approximation(self) -> Approximation | None:
@@ -157,19 +161,26 @@ def simulate_events(
     if prefetch != OFF:
         costs = replace(costs, dense=costs.dense.plus(costs.ahead))
 
-    def new_scheduler(**learned: Any) -> Scheduler:
+    learned: Arrays = {}
+    if options.history is not None:
+        requests, scope = to_stream(options.history, "runtime"), options.scope
+        learned = learned_by_policy(requests, pieces, capacity, policy, scope, options.seed)
+
+    def new_scheduler(**before: Any) -> Scheduler:
         seed = options.seed
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
         scheduler = build_scheduler(
             pieces, capacity, policy, options.config, costs=costs if both else None,
             expert_bytes=expert_bytes, top_k=trace.top_k, scope=options.scope, lanes=costs.lanes,
-            ahead=ahead, seed=seed, host=tier, **learned,
+            ahead=ahead, seed=seed, host=tier, **before,
         )  # fmt: skip
+        if learned:
+            scheduler.view.restore_learned(learned)
         if options.stay:
             scheduler.on(Pinned(np.asarray(options.stay, np.int64)))
         return scheduler
 
-    foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
+    foresight = None if prefetch == OFF else _foresight(trace, prefetch, options)
     trace_passes = passes(trace, stream, tail_weights=options.approximation is not None)
     clock = Clock(new_scheduler(), costs, foresight)
     spent = _simulate_passes(trace_passes, clock, new_scheduler if options.reset else None)
@@ -181,6 +192,15 @@ def simulate_events(
     )  # fmt: skip
     accuracy = view.accuracy
     return EventRun(times, counts, view.borrow_limit, accuracy.share(), accuracy.good(), options)
+
+
+def _foresight(trace: Trace, prefetch: str, options: EventOptions) -> Foresight:
+    """Build the predictor of a simulation, which has learned from the earlier trace, if any."""
+    foresight, history = foresight_of(trace, prefetch, options.seed), options.history
+    if history is not None:
+        earlier = foresight_of(history, prefetch, options.seed)
+        teach_predictor(foresight, earlier, list(passes(history, to_stream(history, "runtime"))))
+    return foresight
 
 
 def _simulate_passes(

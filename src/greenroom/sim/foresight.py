@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from greenroom.core.predictor import Shape
+from greenroom.core.predictor import LayerRouting, PassStart, Shape
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, PredictorChoice, PredictorSetup, predictor
+from greenroom.sim.clock import TraceStep
 from greenroom.trace import Trace
 
 
@@ -91,3 +92,20 @@ def _find_recording(trace: Trace, choice: PredictorChoice) -> str | None:
         if alike and choice.distance in (None, prediction.distance):
             return name
     return None
+
+
+def teach_predictor(
+    foresight: Foresight, earlier: Foresight, passes: list[tuple[PassStart, list[TraceStep]]]
+) -> None:
+    """Give a predictor what another one of its kind learns from earlier passes.
+
+    earlier: the predictor that observes `passes`, which learns nothing if its state is empty
+    """
+    if not earlier.predictor.state():
+        return
+    for at, steps in passes:
+        earlier.begin(at)
+        for step in steps:
+            assert step.chosen is not None
+            earlier.routed(LayerRouting(step.layer, step.chosen))
+    foresight.predictor.restore(earlier.predictor.state())

@@ -138,7 +138,8 @@ class Study(EventOptions):
         Event-driven simulation excludes policies that must know the whole trace beforehand.
         """
         parts = self.split is not None or self.approximation is not None
-        return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
+        wide = self.host > 0 or self.devices > 1 or self.history is not None
+        return wide or parts or self.config.proposes()
 
     def _needs_events(self, cell: Cell) -> bool:
         """Check whether one simulation of the sweep must be event-driven."""
@@ -152,7 +153,8 @@ class Study(EventOptions):
         """
         head = self.trace.head(2)
         with suppress(UsageError):  # the cell itself reports its errors
-            replace(self, trace=head, requests=stream(head, self.order), pins=None).run(cell)
+            requests = stream(head, self.order)
+            replace(self, trace=head, requests=requests, pins=None, history=None).run(cell)
 
 
 def capacities(text: str, experts: int, option: str = "--capacity") -> list[int]:

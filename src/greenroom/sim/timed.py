@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.cache.cache import Cache, ServedStep
+from greenroom.core.cache.learned import export_learned
 from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Policy
+from greenroom.core.policy import Arrays, Policy
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.policies import policy as policy_of
@@ -178,20 +179,42 @@ def replay_steps(
             cache = Cache(pieces, capacity, policy, scope, seed, stream)
         before = request
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        requested = stream.pieces[part].astype(np.int64)
-        served = cache.serve(
-            requested,
-            int(stream.now[s]),
-            pin,
-            token=int(stream.token[s]),
-            request=request,
-            rows=stream.rows[part],
-            weights=stream.weights[part],
-        )
-        if served.pinned:
-            cache.release(requested)
+        served = _serve_step(cache, stream, s, pin)
         missed[part], slots[part] = served.hits == 0, served.slots
     return missed, slots
+
+
+def _serve_step(cache: Cache, stream: Stream, step: int, pin: str) -> ServedStep:
+    """Serve a stream's step from an expert cache, and unpin its experts."""
+    part = slice(int(stream.starts[step]), int(stream.starts[step + 1]))
+    requested = stream.pieces[part].astype(np.int64)
+    served = cache.serve(
+        requested,
+        int(stream.now[step]),
+        pin,
+        token=int(stream.token[step]),
+        request=int(stream.request[step]),
+        rows=stream.rows[part],
+        weights=stream.weights[part],
+    )
+    if served.pinned:
+        cache.release(requested)
+    return served
+
+
+def learned_by_policy(
+    stream: Stream, pieces: Pieces, capacity: int, policy: Policy, scope: Scope, seed: int
+) -> Arrays:
+    """Return what an eviction policy has learned after serving requests; empty if it never learns.
+
+    stream: the requests, in order `runtime`; nothing is prefetched
+    """
+    if policy.learning is None:
+        return {}
+    cache = Cache(pieces, capacity, policy, scope, seed)
+    for step in range(stream.layer.size):
+        _serve_step(cache, stream, step, "step")
+    return export_learned(cache)
 
 
 class StepTimer:

@@ -25,7 +25,7 @@ from greenroom.predictors.helpers.kind import ALL, WIDTH
 from greenroom.sim.event_driven import split_pieces
 from greenroom.sim.foresight import resolve_predictor
 from greenroom.sim.study import Cell, Row, Study
-from greenroom.trace import Trace
+from greenroom.trace import Trace, stream
 
 ALL_RANKS = f",{WIDTH.name}={ALL}"
 
@@ -47,22 +47,31 @@ def simulate_systems(
     study:        the trace to simulate, and the machine
     run_cells:    simulates cells, and returns the results. A system that prefetches only while
                   that is faster has two cells, and the faster one counts
-    earlier:      trace on which MoEpic's Algorithm 1 is computed (default: the simulated trace)
+    earlier:      trace of the time before. Policies and predictors have learned from it, and layer
+                  sizes, splits and chosen sets follow from it (default: they follow from the
+                  simulated trace, and nothing is learned before)
 
     UsageError for impossible options.
     """
     results: list[Row] = []
+    past = (
+        study
+        if earlier is None
+        else replace(study, trace=earlier, requests=stream(earlier, study.order))
+    )
+    if earlier is not None and study.costs is not None:
+        study = replace(study, history=earlier)
     for row in rows:
         policy, prefetches, co_compute, notes = conditions(user_options, study, row)
-        activity = cache(partial(predicted_activity, earlier or study.trace, prefetches[-1]))
+        activity = cache(partial(predicted_activity, past.trace, prefetches[-1]))
         for capacity in capacities:
-            sized, split_notes = sized_study(user_options, study, row, capacity, activity)
+            sized, split_notes = sized_study(user_options, study, row, capacity, past, activity)
             if co_compute:
                 sized = replace(sized, config=with_options(sized.config, co_compute="auto"))
             if prefetches[-1] != OFF and not user_options.get("prefetch_rule"):
                 sized = replace(sized, config=with_options(sized.config, prefetch_rule=row.rule))
             if row.preselected and study.needs_events and policy == "lru":
-                sized = replace(sized, stay=most_used(study, capacity))
+                sized = replace(sized, stay=most_used(past, capacity))
             pin = user_options.get("pin") or "step"
             cells = [Cell(policy, capacity, pin, each) for each in prefetches]
             best = min(
@@ -185,13 +194,15 @@ def sized_study(
     study: Study,
     row: System,
     capacity: int,
+    past: Study,
     activity: Callable[[], Activity],
 ) -> tuple[Study, tuple[str, ...]]:
     """Size the simulated cache of each layer as a published system does: (study, notes).
 
     The user's `scope` takes precedence. MoEpic's Algorithm 1, which reads the counts of `activity`,
     also splits experts; a note says if there are too few slots for that. The dynamic programme of
-    other systems finds sizes on the simulated trace itself, which makes them slightly too good.
+    other systems finds sizes on the trace of `past`; those of the simulated trace itself would be
+    slightly too good.
     """
     if user_options.get("scope") is not None:
         return study, ()
@@ -199,7 +210,7 @@ def sized_study(
         return replace(study, scope=row.scope), ()
     if row.sizes == "dp" or study.costs is None:
         offsets = study.trace.offsets
-        sizes = slots_with_fewest_misses(study.requests, offsets, capacity, reset=study.reset)
+        sizes = slots_with_fewest_misses(past.requests, offsets, capacity, reset=study.reset)
         return replace(study, scope=sizes), ()
     latency = TokenLatency.of(study.costs, study.expert_bytes, study.trace.top_k)
     best = CacheConfiguration.of(activity(), capacity, latency)

@@ -21,24 +21,26 @@ FILE = Path(__file__).with_name("accuracy.json")
 
 
 def measured_accuracy(name: str, distance: int, layers: int) -> NDArray[np.float64]:
-    """Return a predictor's accuracy for each layer of a model, as the demo model has it.
+    """Return the accuracy of a predictor for each layer, as measured on the demo model.
+
+    layers: the number of layers, which may differ from the demo model's
 
     UsageError for a distance that was not measured.
     """
-    found = _table()[name]
-    if distance not in found:
+    measured = _table()[name]
+    if distance not in measured:
         raise UsageError(
-            f"the accuracy of {name} was measured at the distances {', '.join(map(str, found))},"
+            f"the accuracy of {name} was measured at the distances {', '.join(map(str, measured))},"
             f" not {distance}: choose one of these, or give accuracy=A"
         )
-    later = found[distance][distance:]
+    later = measured[distance][distance:]
     result = np.empty(layers)
     for layer in range(layers):
         if layer >= distance:
             share = (layer - distance) / max(1, layers - 1 - distance)
             result[layer] = np.interp(share * (later.size - 1), np.arange(later.size), later)
         else:
-            result[layer] = found[distance][layer]
+            result[layer] = measured[distance][layer]
     return result
 
 
@@ -46,6 +48,6 @@ def _table() -> dict[str, dict[int, NDArray[np.float64]]]:
     """Read the measured accuracies: predictor -> distance -> accuracy of each layer."""
     accuracy = json.loads(FILE.read_text())["accuracy"]
     return {
-        name: {int(distance): np.array(layers) for distance, layers in found.items()}
-        for name, found in accuracy.items()
+        name: {int(distance): np.array(layers) for distance, layers in measured.items()}
+        for name, measured in accuracy.items()
     }
