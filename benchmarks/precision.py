@@ -91,7 +91,7 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
         model.greenroom.detach()
     way.tpots.append(float(np.median(done.gaps[SETTLE:])))
     way.nbytes.append(stats.bytes_read / (done.prompt_tokens + done.new_tokens))
-    way.approximations = stats.lesser
+    way.approximations = stats.approximated
 
 
 def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
@@ -156,13 +156,13 @@ def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, .
 
     result = quality(
         str(folder), args.text.read_text(), cache=args.cache, tokens=args.quality_tokens,
-        kernels=args.kernels, lesser=way.options,
+        kernels=args.kernels, approximation=way.options,
     )  # fmt: skip
-    assert result.lesser is not None
+    assert result.approximated is not None
     row = (
         way.pack, way.name, f"{result.kl_mean:.2g}", f"{result.kl_p99:.2g}",
         f"{result.perplexity:.5g}", f"{result.original_perplexity:.5g}", f"{result.same_top:.1%}",
-        f"{result.lesser['inexact_share']:.1%}",
+        f"{result.approximated['inexact_share']:.1%}",
     )  # fmt: skip
     print(*row, flush=True)
     return row

@@ -49,7 +49,7 @@ def test_json(cli: Run, tmp_path: Path) -> None:
     ran = cli("pack", source(), "-o", tmp_path / "pack", "--experts", "int4", "--json")
     assert (ran.code, ran.err) == (0, "")
     assert ran.json["experts"] == 16
-    assert ran.json["kept"] == 0
+    assert ran.json["unchanged"] == 0
     assert ran.json["expert_bytes"] < ran.json["source_expert_bytes"] / 3
     assert ran.json["folder"] == str(tmp_path / "pack")
 
@@ -102,7 +102,7 @@ def test_killed_in_the_middle(cli: Run, tmp_path: Path) -> None:
     refused = cli("run", out, "The green")
     assert f"this pack is not finished: run `greenroom pack {source()} -o {out}" in refused.mistake
     ran = cli(*arguments, "--json")
-    assert 3 <= ran.json["kept"] < 16
+    assert 3 <= ran.json["unchanged"] < 16
     for name in ("greenroom.json", "experts.greenroom"):
         assert (out / name).read_bytes() == (packed("int8") / name).read_bytes()
     assert [p.name for p in tmp_path.iterdir()] == ["pack"]
@@ -122,7 +122,7 @@ def test_interrupted(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ran = cli(*arguments)
     assert ran.code == 130
     assert ran.err == "greenroom: interrupted: the same command continues the pack\n"
-    assert cli(*arguments, "--json").json["kept"] > 0
+    assert cli(*arguments, "--json").json["unchanged"] > 0
     assert header(tmp_path / "pack") == header(packed("int8"))
 
 
@@ -139,7 +139,7 @@ def test_the_disk_is_full(cli: Run, tmp_path: Path) -> None:
     assert "experts.greenroom: cannot be written" in ran.mistake
     assert "run the same command again" in ran.mistake
     assert not out.exists()
-    assert cli(*arguments, "--json").json["kept"] > 0
+    assert cli(*arguments, "--json").json["unchanged"] > 0
     assert header(out) == header(packed("int8"))
 
 

@@ -209,7 +209,7 @@ def test_tune_keeps_a_winner_that_a_run_takes(cli: Run, folder: Path, home: Path
     found = ran.json
     assert found["winner"] in [row["name"] for row in found["rows"]]
     assert "plain LRU" in [row["name"] for row in found["rows"]]
-    machines = json.loads(Path(found["kept"]).read_text())["machines"]
+    machines = json.loads(Path(found["stored"]).read_text())["machines"]
     (known,) = machines.values()
     assert known["settings"][0]["by"] == "tune"
     assert len(known["runs"]) == sum(row["prefetch"] == "off" for row in found["rows"])

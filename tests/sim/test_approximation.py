@@ -85,8 +85,8 @@ def test_more_requests_are_exact_with_promotion():
     unapproximated, followed = (
         run(of, Approximation(low=0.5, promote=follow)) for follow in (False, True)
     )
-    assert "adopted" not in unapproximated.as_json()
-    assert followed.as_json()["adopted"] == followed.counts.adopted > 0
+    assert "promoted" not in unapproximated.as_json()
+    assert followed.as_json()["promoted"] == followed.counts.promoted > 0
     assert followed.counts.low < unapproximated.counts.low
     assert followed.times.bytes_moved > unapproximated.times.bytes_moved
 
@@ -102,7 +102,7 @@ def test_the_event_machine_itself_counts_the_same():
         steps, pieces, 16, policy("lru"), costs=COSTS, options=[precision(at, pieces)]
     ).counts
     assert run(of, at).counts == unapproximated
-    assert unapproximated.left_out > 0
+    assert unapproximated.skipped > 0
     assert unapproximated.substituted > 0
 
 

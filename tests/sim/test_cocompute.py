@@ -86,7 +86,7 @@ def test_co_computing_makes_no_token_slower(host_ms):
     assert both.times.gaps.mean() <= 1.02 * moved_only.times.gaps.mean()
     if host_ms <= 1.0:
         assert both.counts.on_host > 0
-        assert both.counts.adopted > 0
+        assert both.counts.promoted > 0
         assert both.times.gaps.mean() < 0.9 * moved_only.times.gaps.mean()
 
 

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**asdict(packed), "folder": str(packed.folder)}))
         return
-    unchanged = f", {packed.kept} of them unchanged" if packed.kept else ""
+    unchanged = f", {packed.unchanged} of them unchanged" if packed.unchanged else ""
     copies = ""
     if args.precision is not None:
         grows = show_bytes(packed.copy_bytes)

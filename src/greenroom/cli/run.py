@@ -39,7 +39,7 @@ STATS_FIELDS = (
     "bytes_read", "stall_s", "peak_rss_bytes", "memory_bytes", "budget_bytes", "policy", "kernels",
     "prefetch", "stalls", "links",
 )  # fmt: skip
-OPTIONAL_FIELDS = ("split", "lesser", "co_compute")  # where there are any
+OPTIONAL_FIELDS = ("split", "approximated", "co_compute")  # where there are any
 
 
 def add_to(parser: Parser) -> None:
@@ -136,7 +136,7 @@ def _run(
         loss = stored_loss(greenroom.setup)
     if verdict := stats.prefetch["verdict"]:
         print(verdict, file=sys.stderr)
-    inexact = stats.lesser is not None
+    inexact = stats.approximated is not None
     if args.json:
         cost = {"quality": None if loss is None else asdict(loss)} if inexact else {}
         print(json.dumps({**as_json(result, stats), **cost}))
@@ -213,8 +213,8 @@ def closing_line(result: Answer, stats: Stats) -> str:
         parts.append(f"TPOT p50 {show_time(result.tpot_s)}, p95 {show_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
-    if stats.lesser is not None:
-        parts.append(f"inexact: {inexact_line(stats.lesser)}")
+    if stats.approximated is not None:
+        parts.append(f"inexact: {inexact_line(stats.approximated)}")
     if stats.co_compute is not None:
         parts.append(f"misses: {co_compute_line(stats.co_compute)}")
     if stats.capacity_least < stats.capacity_most:  # the KV cache grew and shrank

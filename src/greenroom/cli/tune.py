@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
     where = store_winner(harness, load, model.fingerprint, entries, best, plain)
     rows = [entry.as_row(plain) for entry in entries]
     if args.json:
-        print(json.dumps({"winner": best.name, "kept": where and str(where), "rows": rows}))
+        print(json.dumps({"winner": best.name, "stored": where and str(where), "rows": rows}))
         return
     print(table(rows, harness))
     limits = load.read_limit is not None or load.host_memory is not None

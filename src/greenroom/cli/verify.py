@@ -132,7 +132,7 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
         tokens=args.tokens,
         kv=args.kv,
         kernels=args.kernels,
-        lesser=approximation,
+        approximation=approximation,
         say=_reporter(args, progress),
     )
     progress.clear()
@@ -148,8 +148,8 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
         f" {measured.same_top:.1%}"
         f"\nperplexity {measured.perplexity:.6g} (original: {measured.original_perplexity:.6g})"
     )
-    if measured.lesser is not None:
-        print(f"inexact: {inexact_line(measured.lesser)}")
+    if measured.approximated is not None:
+        print(f"inexact: {inexact_line(measured.approximated)}")
 
 
 def _proof(args: argparse.Namespace, progress: Progress) -> None:

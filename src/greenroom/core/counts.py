@@ -30,13 +30,13 @@ class Counts:
 
     low:         computed from a low-precision copy
     low_hits:    of these, misses whose copy was in memory
-    left_out:    not computed
+    skipped:    not computed
     substituted: computed with another expert's weights
     joined:      exact, but only what the low-precision copy lacks was fetched
     on_host:     computed by the host's processor
 
     A promotion fetches an expert that was computed on the host or from its copy. It is counted as a
-    prefetch; `adopted` counts promotions that are complete and resident.
+    prefetch; `promoted` counts promotions that are complete and resident.
     """
 
     steps: int = 0
@@ -53,11 +53,11 @@ class Counts:
     bottom_hits: int = 0
     low: int = 0
     low_hits: int = 0
-    left_out: int = 0
+    skipped: int = 0
     substituted: int = 0
     joined: int = 0
     on_host: int = 0
-    adopted: int = 0
+    promoted: int = 0
 
     @property
     def misses(self) -> int:

@@ -39,9 +39,9 @@ from greenroom.trace import stream as to_stream
 
 RENAMED_COUNTS = ("steps", "requests", "hits")  # counts that a row has under other names
 SPLIT_COUNTS = ("bottoms", "bottom_hits")
-APPROXIMATION_COUNTS = ("low", "low_hits", "left_out", "substituted", "joined")
+APPROXIMATION_COUNTS = ("low", "low_hits", "skipped", "substituted", "joined")
 HOST_COUNTS = ("on_host",)
-PROMOTION_COUNTS = ("adopted",)
+PROMOTION_COUNTS = ("promoted",)
 UNUSED_COUNTS = ("failed",)  # simulated links do not fail
 
 
@@ -127,7 +127,7 @@ class EventRun:
 
     def _inexact(self) -> float:
         c = self.counts
-        return (c.low + c.left_out + c.substituted) / max(1, c.requests)
+        return (c.low + c.skipped + c.substituted) / max(1, c.requests)
 
 
 def simulate_events(

@@ -69,15 +69,15 @@ def test_packing_running_and_what_it_costs(
     assert "CHANGES THE OUTPUT" in ran.err
     assert "inexact: " in ran.err
     found = cli("run", pack, "hello", "--cache", "30%", *LOW, *ANSWER, "--json").json
-    assert found["lesser"]["low"] > 0
+    assert found["approximated"]["low"] > 0
     judged = cli("verify", pack, "--quality", text, "--cache", "30%", *LOW, "--tokens", 24,
                  "--json").json  # fmt: skip
     assert judged["original"] == judged["model"]
     assert judged["kl_mean"] > 1e-6
-    assert 0 < judged["lesser"]["inexact_share"] < 1
+    assert 0 < judged["approximated"]["inexact_share"] < 1
     none = cli("verify", pack, "--quality", text, "--cache", "30%", "--skip-below", "1e-9",
                "--tokens", 24, "--json").json  # fmt: skip
-    assert none["lesser"]["inexact_share"] == 0
+    assert none["approximated"]["inexact_share"] == 0
     assert none["kl_mean"] == 0
 
 

@@ -122,7 +122,7 @@ def test_a_skipped_miss_has_its_own_expert_group_after_the_host_s():
     assert s.on(Computed(0)) == []
     assert groups(s.on(Computed(HOST))) == [(0, [2])]
     assert s.on(Computed(0)) == [Finish()]
-    assert (s.counts.on_host, s.counts.left_out, s.counts.misses) == (1, 1, 5)
+    assert (s.counts.on_host, s.counts.skipped, s.counts.misses) == (1, 1, 5)
 
 
 def test_an_expert_for_the_host_is_read_into_host_memory_only():
@@ -175,7 +175,7 @@ def test_an_expert_that_the_host_computed_is_promoted_while_the_link_is_idle():
     assert (chunk.piece, chunk.link, chunk.demand, finish) == (1, 1, False, Finish())
     assert s.on(Landed(chunk.lane, 1, 1)) == []
     assert s.residents().tolist() == [1, 3, 4, 5]
-    assert (s.counts.on_host, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
+    assert (s.counts.on_host, s.counts.prefetches, s.counts.promoted) == (1, 1, 1)
     assert not s.placement.buffer.borrowed
     assert not tier.cache.state.pinned.any()
     assert groups(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
@@ -188,7 +188,7 @@ def test_an_expert_requested_during_its_promotion_is_moved():
     chunk, _ = s.on(Computed(HOST))
     assert s.on(Routed(6, 0, ids(1))) == []
     assert groups(s.on(Landed(chunk.lane, 1, 1))) == [(0, [1])]
-    assert (s.counts.on_host, s.counts.late, s.counts.adopted) == (1, 1, 0)
+    assert (s.counts.on_host, s.counts.late, s.counts.promoted) == (1, 1, 0)
 
 
 def test_a_prompt_s_experts_are_not_promoted():
@@ -295,7 +295,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         borrowed + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
     )
     c = s.counts
-    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.adopted
+    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.promoted
     assert over + borrowed == c.prefetches
 
 

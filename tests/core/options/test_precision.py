@@ -93,7 +93,7 @@ def test_hits_and_prompts_are_exact():
     groups, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tail_weights=floats(0.1, 1.0))))
     assert groups == [([0, 1], EXACT)]
     end(s, s.on(Routed(2, 0, ids(2, 3))))  # no tail weights
-    assert s.counts.low == s.counts.left_out == 0
+    assert s.counts.low == s.counts.skipped == 0
 
 
 def test_a_miss_below_the_skip_threshold_is_not_computed():
@@ -101,7 +101,7 @@ def test_a_miss_below_the_skip_threshold_is_not_computed():
     groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tail_weights=floats(1.0, 0.3, 0.05))))
     assert moved == [0, N + 1]
     assert sorted(groups) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
-    assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
+    assert (s.counts.low, s.counts.skipped, s.counts.misses) == (1, 1, 3)
 
 
 def test_a_miss_is_computed_with_the_expert_most_often_chosen_with_it():
@@ -161,7 +161,7 @@ def test_the_exact_expert_is_promoted_while_the_link_is_idle():
     assert sorted(groups) == [([0], EXACT), ([1], LOW)]
     s.on(Landed(0, 1))
     assert s.residents().tolist() == [0, 1]
-    assert (s.counts.low, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
+    assert (s.counts.low, s.counts.prefetches, s.counts.promoted) == (1, 1, 1)
     groups, moved = end(s, s.on(Routed(1, 0, ids(1), tail_weights=floats(0.2))))
     assert (groups, moved) == ([([1], EXACT)], [])
     assert (s.counts.hits, s.counts.low) == (1, 1)
@@ -325,5 +325,5 @@ def test_any_order_of_events_computes_every_request_once(
     assert sorted(s.placement.tier_slots) == sorted(initial_tier_slots(s.placement.cache))
     assert len(s.placement.secondary.slot_of) + len(s.placement.secondary._free) == secondary_slots
     c = s.counts
-    assert c.low + c.left_out + c.substituted <= c.misses
+    assert c.low + c.skipped + c.substituted <= c.misses
     assert c.low_hits <= c.low

@@ -151,13 +151,13 @@ def test_a_run_computes_the_decided_weights(of, at, fake):
     try:
         decisions, _ = observe_decisions(model)
         mine = model.generate(prompt, **OPTIONS)
-        stats = model.greenroom.stats().lesser
+        stats = model.greenroom.stats().approximated
     finally:
         model.greenroom.detach()
     parts = [part for step in decisions for part, _ in step.values()]
     assert parts.count(LOW) == stats["low"] > 0
-    assert parts.count(SKIP) == stats["left_out"]
-    assert bool(stats["left_out"]) == bool(at.skip)
+    assert parts.count(SKIP) == stats["skipped"]
+    assert bool(stats["skipped"]) == bool(at.skip)
     others = sum(
         e != whose for step in decisions for e, (part, whose) in step.items() if part == EXACT
     )
@@ -174,13 +174,13 @@ def test_skipping_and_substituting_need_no_copies():
     try:
         decisions, _ = observe_decisions(model)
         model.generate(ids(1, 5), **OPTIONS)
-        stats = model.greenroom.stats().lesser
+        stats = model.greenroom.stats().approximated
     finally:
         model.greenroom.detach()
-    assert stats["left_out"] > 0
+    assert stats["skipped"] > 0
     assert stats["substituted"] > 0
     assert stats["low"] == 0
-    shares = stats["left_out_share"] + stats["substituted_share"]
+    shares = stats["skipped_share"] + stats["substituted_share"]
     assert stats["inexact_share"] == pytest.approx(shares)
     assert len(decisions) > 0
 
@@ -262,9 +262,9 @@ def test_a_loaded_model_reports_its_approximation(of):
         assert "--miss-precision int4 --low-below 0.8 --skip-below 0.1" in line
         assert "CHANGES THE OUTPUT" in line
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
-        approximated = model.greenroom.stats().lesser
+        approximated = model.greenroom.stats().approximated
         assert approximated["precision"] == "int4"
-        assert approximated["seats"] == model.greenroom.setup.copies.secondary_slots
+        assert approximated["secondary_slots"] == model.greenroom.setup.copies.secondary_slots
         assert 0 < approximated["inexact_share"] < 1
         model.greenroom.resize("50%")
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
@@ -278,7 +278,7 @@ def test_a_budget_has_room_for_copies():
     folder = str(with_copies("int8", "int4"))
     model, _ = greenroom.load(folder, memory="100%", miss_precision="int4", low_share="50%")
     try:  # every expert fits: all is exact
-        assert model.greenroom.stats().lesser is None
+        assert model.greenroom.stats().approximated is None
         assert model.greenroom.setup.copies is None
     finally:
         model.greenroom.detach()

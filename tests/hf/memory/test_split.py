@@ -157,7 +157,7 @@ def test_a_run_reports_its_split(tmp_path):
         assert stats.split == {
             "tops": model.greenroom.driver.scheduler.view.group_sizes(),
             "shares": pytest.approx([0.25, 0.75], abs=0.1),
-            "seats": split.secondary_slots,
+            "secondary_slots": split.secondary_slots,
             "bottoms": 0,
             "bottom_hits": 0,
         }

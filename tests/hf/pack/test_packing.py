@@ -281,7 +281,7 @@ def test_finished_experts_are_not_packed_again(
     assert not out.exists()
     assert (tmp_path / "pack.unfinished" / "unfinished").is_file()
     made = pack(str(source()), out, "int8")
-    assert (made.kept > 0) == (at > 0.4)
+    assert (made.unchanged > 0) == (at > 0.4)
     assert not (tmp_path / "pack.unfinished").exists()
     for name in ("greenroom.json", "experts.greenroom", "dense-00001-of-00001.safetensors"):
         assert (out / name).read_bytes() == (packed("int8") / name).read_bytes()
@@ -294,7 +294,7 @@ def test_a_line_that_was_being_written_is_ignored(tmp_path: Path) -> None:
     journal = tmp_path / "pack.unfinished" / "unfinished"
     whole = journal.read_bytes()
     journal.write_bytes(whole + b"expert 15 12")
-    assert pack(str(source()), out, "int8").kept == whole.count(b"\nexpert ")
+    assert pack(str(source()), out, "int8").unchanged == whole.count(b"\nexpert ")
     assert (out / "greenroom.json").read_bytes() == (packed("int8") / "greenroom.json").read_bytes()
 
 
@@ -303,14 +303,14 @@ def test_data_that_is_gone_is_made_again(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         pack(str(source()), out, "int8", progress=stopping(0.9))
     (tmp_path / "pack.unfinished" / "experts.greenroom").unlink()
-    assert pack(str(source()), out, "int8").kept == 0
+    assert pack(str(source()), out, "int8").unchanged == 0
     assert (out / "greenroom.json").read_bytes() == (packed("int8") / "greenroom.json").read_bytes()
 
 
 def test_all_but_its_name_was_done(tmp_path: Path) -> None:
     shutil.copytree(packed("int8"), tmp_path / "pack.unfinished")
     made = pack(str(source()), tmp_path / "pack", "int8")
-    assert made.kept == made.experts
+    assert made.unchanged == made.experts
     shutil.copytree(packed("int8"), tmp_path / "other.unfinished")
     with pytest.raises(OutputError, match="holds another pack: with int8 experts"):
         pack(str(source()), tmp_path / "other", "int4")

@@ -86,19 +86,21 @@ def test_metrics_count_answers(serve: Serve) -> None:
 
 
 def test_metrics_count_approximate_experts() -> None:
-    approximations = {"precision": "int4", "low_below": 0.4, "seats": 9, "low": 3, "left_out": 1,
-              "substituted": 0, "low_hits": 2, "joined": 4, "low_share": 0.3}  # fmt: skip
+    approximations = {
+        "precision": "int4", "low_below": 0.4, "secondary_slots": 9, "low": 3, "skipped": 1,
+        "substituted": 0, "low_hits": 2, "joined": 4, "low_share": 0.3,
+    }  # fmt: skip
     metrics = {
         tuple(sample.labels.values()): sample.value
-        for family in engine_metrics({**STATS, "lesser": approximations})
+        for family in engine_metrics({**STATS, "approximated": approximations})
         for sample in family.samples
         if sample.name == "greenroom_inexact_evaluations_total"
     }
-    assert metrics == {("low",): 3, ("left_out",): 1, ("substituted",): 0}
+    assert metrics == {("low",): 3, ("skipped",): 1, ("substituted",): 0}
 
 
 def test_metrics_count_misses_by_where_they_are_computed() -> None:
-    both = {"moved": 7, "on_host": 3, "adopted": 2, "host_s": 0.25, "on_host_share": 0.3}
+    both = {"moved": 7, "on_host": 3, "promoted": 2, "host_s": 0.25, "on_host_share": 0.3}
     metrics = {
         (sample.name, *sample.labels.values()): sample.value
         for family in engine_metrics({**STATS, "co_compute": both})

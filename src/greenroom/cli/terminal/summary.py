@@ -30,7 +30,7 @@ def summary(stats: dict[str, Any]) -> str:
 
 def inexact_line(counts: dict[str, Any]) -> str:
     """Describe which shares of the expert evaluations were approximated, in words."""
-    named = (("low", f"in {counts['precision']}"), ("left_out", "left out"),
+    named = (("low", f"in {counts['precision']}"), ("skipped", "left out"),
              ("substituted", "replaced"))  # fmt: skip
     shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
     return f"{', '.join(shares) or 'none'} of the expert evaluations"
@@ -50,7 +50,7 @@ def _of_model(stats: dict[str, Any]) -> list[str]:
     limit = f" of {show_bytes(budget)} budget" if budget else ""
     prefetches = stats["prefetch"]
     links = ", ".join(f"{link['link']} {show_bytes(link['bytes'])}" for link in stats["links"])
-    approximated, co_computed = stats.get("lesser"), stats.get("co_compute")
+    approximated, co_computed = stats.get("approximated"), stats.get("co_compute")
     misses = [f"inexact   {inexact_line(approximated)}"] if approximated else []
     misses += [f"misses    {co_compute_line(co_computed)}"] if co_computed else []
     return [

@@ -94,7 +94,7 @@ class Prefetcher:
         placement = self._placement
         if placement.buffer.borrowed[piece].promotion:
             placement.cache.admit(piece, placement.buffer.release(piece))
-            self._counts.adopted += 1
+            self._counts.promoted += 1
         else:
             placement.buffer.complete(piece)
 

@@ -160,7 +160,7 @@ class Step:
         counts = self._counts
         counts.low += len(low)
         counts.low_hits += sum(placement.secondary.is_complete(self.experts[r]) for r in low)
-        counts.left_out += skipped
+        counts.skipped += skipped
         counts.substituted += len(forms) - len(low) - skipped
 
     def compute_on_host(self) -> None:

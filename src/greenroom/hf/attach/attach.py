@@ -266,7 +266,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
-            lesser=approximation_stats(driver, counts, self.setup.approximation),
+            approximated=approximation_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._host_tier is None else {
                 "capacity": self._host_tier.capacity,

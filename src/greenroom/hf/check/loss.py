@@ -33,11 +33,11 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
     thresholds of gate weights. If the file cannot be written, a warning is logged.
     """
     at = config.approximation()
-    if quality.lesser is None or at is None or at.other:
+    if quality.approximated is None or at is None or at.other:
         return
     digest, name = fingerprint(find_checkpoint(quality.model)), machine_name(host_facts())
     loss = Loss(
-        at.precision, at.low, at.skip, at.substitute, quality.lesser["inexact_share"] or 0.0,
+        at.precision, at.low, at.skip, at.substitute, quality.approximated["inexact_share"] or 0.0,
         quality.kl_mean, quality.perplexity, quality.original_perplexity, quality.tokens,
         date.today().isoformat(),
     )  # fmt: skip

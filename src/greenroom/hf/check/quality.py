@@ -47,8 +47,8 @@ class Quality:
                      distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
     same_top:        share of tokens for which both models have the same likeliest token
-    lesser:          counts of cache misses whose expert was approximated (by a low-precision copy,
-                     another expert or nothing); None if all misses were exact
+    approximated:    counts of cache misses whose expert was approximated (by a low-precision
+                     copy, another expert or nothing); None if all misses were exact
     """
 
     model: str
@@ -59,7 +59,7 @@ class Quality:
     perplexity: float
     original_perplexity: float
     same_top: float
-    lesser: dict[str, Any] | None = None
+    approximated: dict[str, Any] | None = None
 
 
 def quality(
@@ -72,30 +72,31 @@ def quality(
     tokens: int | None = None,
     kv: str = "dynamic",
     kernels: str = "auto",
-    lesser: Mapping[str, Any] | None = None,
+    approximation: Mapping[str, Any] | None = None,
     say: Report = lambda line: None,
 ) -> Quality:
     """Measure a model's KL divergence and perplexity against its original on a text.
 
     source:  folder or hub id of the model
     against: the original; by default the model that a pack was made of, or else the model itself
-             without the options `kv`, `kernels` and `lesser`
+             without the options `kv`, `kernels` and `approximation`
     cache:   size of the expert cache of both models
     tokens:  number of the text's first tokens that are computed; None for all
     kv, kernels: options of the model; the original has the defaults
-    lesser:  options that approximate the experts missing from the cache, by name; without `against`
-             the original is then the same checkpoint without them
+    approximation: options that approximate the experts missing from the cache, by name; without
+             `against` the original is then the same checkpoint without them
     say:     called with a line for each stage
 
     A forward pass has 512 tokens of the text; 64 if `kv` is not dynamic, so that later passes use
-    quantised keys; and a single one with `lesser`, as in decoding; then nothing is prefetched.
+    quantised keys; and a single one with `approximation`, as in decoding; then nothing is
+    prefetched.
 
     Raises UsageError if there is no original or the two models do not match, and OutputError if the
     temporary file for the original's logits cannot be written.
     """
-    config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if lesser else "auto")
-    changed = replace(config, kv=kv, kernels=kernels, **(lesser or {}))
-    if lesser and against is None:
+    config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if approximation else "auto")
+    changed = replace(config, kv=kv, kernels=kernels, **(approximation or {}))
+    if approximation and against is None:
         original = source
     else:
         original = _find_original(source, against, itself=changed != config)
@@ -105,7 +106,7 @@ def quality(
         slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     check_copies(skeletons[0].catalog, changed.approximation())
     windows = _cut_windows((source, original), skeletons, text, tokens)
-    step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
+    step = 1 if approximation else PASS if kv != "dynamic" else WINDOW
     size = skeletons[1].model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * skeletons[1].dtype.itemsize)
     rows: list[Tensor] = []
@@ -118,11 +119,13 @@ def quality(
         with streamed_model(source, changed) as model:
             for window, shape in zip(windows, shapes, strict=True):
                 rows += _compare(spool, shape, _logits(model, window, step), window[1:])
-            approximated = model.greenroom.stats().lesser
+            approximated = model.greenroom.stats().approximated
     return _result(source, original, torch.cat(rows), approximated)
 
 
-def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
+def _result(
+    source: str, original: str, rows: Tensor, approximated: dict[str, Any] | None
+) -> Quality:
     """Make the quality result from the rows [n, 4] of `_compare`."""
     kl, theirs, mine, same = rows.mean(0).tolist()
     return Quality(
@@ -134,7 +137,7 @@ def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | N
         perplexity=exp(mine),
         original_perplexity=exp(theirs),
         same_top=same,
-        lesser=lesser,
+        approximated=approximated,
     )
 
 

@@ -58,7 +58,7 @@ class PackResult:
     expert_bytes:        bytes of all packed experts, without low-precision copies
     source_expert_bytes: bytes of all experts of the source model, in memory
     experts:             the number of experts of the model
-    kept:                how many experts an earlier call had packed, or a repair found undamaged
+    unchanged:           how many experts an earlier call had packed, or a repair found undamaged
     seconds:             the duration of the call
     peak_rss_bytes:      peak resident memory of this process
     copy_bytes:          bytes that low-precision copies add; 0 if copies are nested in experts
@@ -69,7 +69,7 @@ class PackResult:
     expert_bytes: int
     source_expert_bytes: int
     experts: int
-    kept: int
+    unchanged: int
     seconds: float
     peak_rss_bytes: int
     copy_bytes: int = 0

@@ -37,7 +37,7 @@ class Stats(Mapping[str, Any]):
     links: traffic of each link (see `link_stats`)
     host: slots, requests and hits of the second expert cache, in host memory; None without one
     split: requests of split experts (see `split_stats`); None if experts are not split
-    lesser: approximated misses (see `approximation_stats`); None if all misses are exact
+    approximated: approximated misses (see `approximation_stats`); None if all misses are exact
     co_compute: misses moved to the device, and misses computed on the host (see `host_stats`);
         None if all misses are moved
     """
@@ -63,7 +63,7 @@ class Stats(Mapping[str, Any]):
     capacity_least: int = 0
     capacity_most: int = 0
     split: dict[str, Any] | None = None
-    lesser: dict[str, Any] | None = None
+    approximated: dict[str, Any] | None = None
     co_compute: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     None if experts are not split.
 
     tops: slots for top segments, for each group of layers that shares slots
-    seats: slots for bottom segments
+    secondary_slots: slots for bottom segments
     shares: the top segment's share of an expert's bytes, by layer
     bottoms, bottom_hits: requests of bottom segments, and requests whose bottom segment was
         completely in its slot
@@ -96,7 +96,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     return {
         "tops": scheduler.view.group_sizes(),
         "shares": [a / (a + b) for a, b in zip(split.tops, split.bottoms, strict=True)],
-        "seats": split.secondary_slots,
+        "secondary_slots": split.secondary_slots,
         "bottoms": counts.bottoms,
         "bottom_hits": counts.bottom_hits,
     }
@@ -109,18 +109,18 @@ def approximation_stats(
 
     low, low_hits: misses computed from a low-precision copy, and those whose copy was completely
         in its slot when the layer began
-    left_out: misses that were not computed
+    skipped: misses that were not computed
     substituted: misses computed with another expert's weights
     joined: exact misses that fetched only the bytes that the expert's copy in memory lacks
-    adopted: exact experts fetched after a miss was computed from their copy
-    seats: slots for low-precision copies
+    promoted: exact experts fetched after a miss was computed from their copy
+    secondary_slots: slots for low-precision copies
 
     A share is None before the first request. Returns None if all misses are computed exactly.
     """
     if at is None:
         return None
     copies = driver.pieces.copies
-    names = ("low", "left_out", "substituted")
+    names = ("low", "skipped", "substituted")
     approximated = {name: getattr(counts, name) for name in names}
     of = counts.requests
     return {
@@ -128,11 +128,11 @@ def approximation_stats(
         "low_below": at.low,
         "skip_below": at.skip,
         "substitute_below": at.substitute,
-        "seats": copies.secondary_slots if copies is not None else 0,
+        "secondary_slots": copies.secondary_slots if copies is not None else 0,
         **approximated,
         "low_hits": counts.low_hits,
         "joined": counts.joined,
-        "adopted": counts.adopted,
+        "promoted": counts.promoted,
         **{f"{name}_share": n / of if of else None for name, n in approximated.items()},
         "inexact_share": sum(approximated.values()) / of if of else None,
     }
@@ -142,7 +142,7 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
     """Count cache misses moved to the GPU, and misses computed on the host processor.
 
     moved, on_host: misses of each kind
-    adopted: experts that were computed on the host and afterwards moved to the GPU
+    promoted: experts that were computed on the host and afterwards moved to the GPU
     host_s: seconds of computation on the host
     on_host_share: share of the misses that the host computed; None before the first miss
 
@@ -153,7 +153,7 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
     return {
         "moved": counts.misses - counts.on_host,
         "on_host": counts.on_host,
-        "adopted": counts.adopted,
+        "promoted": counts.promoted,
         "host_s": seconds,
         "on_host_share": counts.on_host / counts.misses if counts.misses else None,
     }

@@ -113,7 +113,7 @@ def model_stats(engine: ContinuousEngine) -> dict[str, Any]:
             "layers": _by_layer(greenroom),
         },
         **{name: stats[name] for name in ("prefetch", "stalls", "stall_s", "links")},
-        **{name: stats[name] for name in ("lesser", "co_compute") if stats[name] is not None},
+        **{name: stats[name] for name in ("approximated", "co_compute") if stats[name] is not None},
     }
 
 

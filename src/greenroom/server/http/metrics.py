@@ -162,7 +162,7 @@ METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
     (
         Counter,
         "inexact_evaluations",
-        "lesser",
+        "approximated",
         "kind",
         "experts computed approximately, or skipped",
     ),
@@ -179,12 +179,12 @@ APPROXIMATION_SETTINGS = (
     "low_below",
     "skip_below",
     "substitute_below",
-    "seats",
+    "secondary_slots",
     "low_hits",
     "joined",
 )
-SHARE_FIELDS = ("low_share", "left_out_share", "substituted_share", "inexact_share")
-CO_COMPUTE_FIELDS = ("adopted", "host_s", "on_host_share")
+SHARE_FIELDS = ("low_share", "skipped_share", "substituted_share", "inexact_share")
+CO_COMPUTE_FIELDS = ("promoted", "host_s", "on_host_share")
 NOT_COUNTS = frozenset(
     {
         "distance",

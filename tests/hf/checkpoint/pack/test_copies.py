@@ -132,7 +132,7 @@ def test_what_was_damaged_is_made_anew(tmp_path):
     ):
         model(input_ids=ids(4, 40))
     done = pack(str(source()), folder, "int8", precision="int4", repair=True)
-    assert done.kept == done.experts - 2
+    assert done.unchanged == done.experts - 2
     open_checkpoint(folder).pack.check()
     assert (folder / "experts.greenroom").read_bytes() == good
 
@@ -150,7 +150,7 @@ def test_an_interrupted_pack_is_gone_on_with(tmp_path, monkeypatch):
         pack(str(source()), tmp_path / "pack", "same", precision="int4")
     monkeypatch.undo()
     done = pack(str(source()), tmp_path / "pack", "same", precision="int4")
-    assert done.kept > 0
+    assert done.unchanged > 0
     assert done.copy_bytes > 0
     open_checkpoint(tmp_path / "pack").pack.check()
 

@@ -149,13 +149,13 @@ def test_verify_and_repair(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dense-00001.* damaged.*--repair`"):
         verify(str(folder), "25%", tokens=2)
     made = pack(str(source()), folder, "int8", repair=True)
-    assert (made.experts, made.kept) == (16, 15)
+    assert (made.experts, made.unchanged) == (16, 15)
     assert (folder / DATA).read_bytes() == right
     assert header(folder) == header(packed("int8"))
     change(folder, DATA, layer["offset"] + 5 * layer["stride"])
     with pytest.raises(CheckpointError, match=r"expert 5 of .* is damaged"):
         verify(str(folder), "25%", tokens=2)
-    assert pack(str(source()), folder, "int8", repair=True).kept == 15
+    assert pack(str(source()), folder, "int8", repair=True).unchanged == 15
     open_checkpoint(folder).pack.check()
 
 
