@@ -105,6 +105,32 @@ def test_record_with_predictions_train_and_record_with_what_was_trained(
     assert sorted(os.listdir(tmp_path)) == ["again.trace", "p"]
 
 
+def test_next_gate_predicts_a_layer_in_place_of_a_worse_network(
+    cli: Run, folder: Path, prompts: Path, recorded: Path, tmp_path: Path
+) -> None:
+    """A network of one unit is worse than layer 1's router."""
+    out, again = tmp_path / "p", tmp_path / "again.trace"
+    train = ("train-predictor", folder, "--trace", recorded, "-o", out, "--held-out", 0.4)
+    assert "layers that next-gate predicts" not in cli(*train, "--epochs", 1).out
+    shown = cli(*train, "--epochs", 1, "--hidden", 1, "--next-gate").out
+    assert shown.splitlines()[-1] == "layers that next-gate predicts: 1"
+    record = ("trace", "record", folder, "--prompts", prompts, "-o", again, *FEW, "--seed", 3)
+    assert cli(*record, "--predict", "learned,next-gate", "--predictor", out).code == 0
+    made = load(again).predictions
+    ahead = made["next-gate"].experts
+    assert (made["learned"].experts[:, 0] == 255).all()
+    np.testing.assert_array_equal(made["learned"].experts[:, 1], ahead[:, 1])
+    run = ("run", folder, "Act 1", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
+    ran = cli(*run, "--prefetch", "learned", "--predictor", out, "--json")
+    assert ran.json["prefetch"]["predictor"] == "learned", ran.err
+
+    trace = load(recorded)
+    trace.predictions.clear()
+    save(trace, tmp_path / "none")
+    command = ("train-predictor", folder, "--trace", tmp_path / "none", "-o", out, "--next-gate")
+    assert "record it with --predict next-gate:1" in refused(cli(*command))
+
+
 def test_a_predictor_of_another_model_is_refused(
     cli: Run, folder: Path, prompts: Path, recorded: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,52 @@ def test_ranks_by_the_network_of_the_layer_ahead(
     assert tested.predict(-1) == []
 
 
+class Gates:
+    """Routers that rank the expert 3 first, and count their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def rank(self, layer: int, inputs: np.ndarray, width: int) -> np.ndarray:
+        self.calls.append(layer)
+        return np.tile(np.roll(np.arange(width), 1), (len(inputs), 1))
+
+
+def test_layers_of_next_gate_are_ranked_by_their_routers() -> None:
+    """Distance 2: both are predicted at layer 0, layer 2 by its router."""
+    arrays = tensors(distance=2)
+    flags = {"next_gate": np.array([0, 0, 1], np.uint8)}
+    gates = Gates()
+    setup = PredictorSetup(SHAPE, tensors={**arrays, **flags}, gates=gates)
+    mixed = predictor("learned").build(setup)
+    plain = predictor("learned").build(PredictorSetup(SHAPE, tensors=arrays))
+    x = np.random.default_rng(1).standard_normal((1, WIDTH)).astype(np.float32)
+    for each in (mixed, plain):
+        each.begin(start())
+        each.observe(LayerRouting(0, IDS, None, x))
+    first, second = mixed.predict(0)
+    assert first.experts.tolist() == plain.predict(0)[0].experts.tolist()
+    assert second.experts.tolist() == [[3, 0, 1, 2]]
+    assert gates.calls == [2]
+    with pytest.raises(UsageError, match="needs the model's routers: train one without"):
+        predictor("learned").build(PredictorSetup(SHAPE, tensors={**arrays, **flags}))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        np.array([0, 1], np.uint8),
+        np.array([1, 0, 0], np.uint8),
+        np.array([0, 2, 0], np.uint8),
+        np.array([0, 1, 0], np.int64),
+    ],
+)
+def test_damaged_layers_of_next_gate_are_refused(flags: np.ndarray) -> None:
+    setup = PredictorSetup(SHAPE, tensors={**tensors(), "next_gate": flags}, gates=Gates())
+    with pytest.raises(PredictorError, match="`next_gate` is not a 0 or 1 for each of 3 layers"):
+        predictor("learned").build(setup)
+
+
 def test_bfloat16_rounding_is_to_the_nearest() -> None:
     torch = pytest.importorskip("torch")
     random = np.random.default_rng(0)

@@ -76,4 +76,6 @@ def _report(path: Path, results: Any) -> str:
             for label, row in [*rows, ("mean", mean)]
         ),
     ]
+    if results["next_gate"]:
+        lines.append(f"layers that next-gate predicts: {', '.join(map(str, results['next_gate']))}")
     return "\n".join(lines)

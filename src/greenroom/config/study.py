@@ -54,6 +54,10 @@ class TrainConfig:
         "N",
         check=at_least(LEAST_TOKENS),
     )
+    next_gate: bool = option(
+        False, "let next-gate predict the layers for which it is more accurate on held-out"
+        " requests, from a trace of `trace record --predict next-gate:D`, D being the distance",
+    )  # fmt: skip
     held_out: float = option(
         0.2,
         "share of the requests that are not trained on, but measure the accuracy",

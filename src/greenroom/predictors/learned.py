@@ -9,6 +9,7 @@ the networks. The tensors of its file are
 
     distance [1]; for each layer N from 1: N.up.weight [width, hidden], N.up.bias [width],
     N.down.weight [experts, width], N.down.bias [experts]
+    next_gate [layers] uint8 (optional): 1 for layers that are predicted as by next-gate
 
 The time for one token is that of reading `up`, which is stored in bfloat16: this takes half the
 memory of float32, and a quarter less time after experts have displaced it from the processor's
@@ -32,6 +33,7 @@ from greenroom.predictors.next_gate import InputPredictor
 
 Floats = NDArray[np.float32]
 BFloat16 = NDArray[np.uint16]  # bfloat16: the upper 16 bits of float32
+NEXT_GATE = "next_gate"  # name of the tensor
 FEW = 4  # tokens; for more, NumPy multiplies
 
 
@@ -96,6 +98,13 @@ class LearnedPredictor(InputPredictor):
         super().__init__(setup)
         self._networks, self._ahead = networks_of(setup.tensors, setup.shape)
         self.distance = self._ahead
+        self._by_gate = gate_layers(setup.tensors, setup.shape)
+        if self._by_gate and setup.gates is None:
+            raise UsageError(
+                "the file of the predictor learned lets next-gate predict some layers, which needs"
+                " the model's routers: train one without --next-gate"
+            )
+        self._gates = setup.gates
 
     def predict(self, layer: int) -> list[LayerPrediction]:
         if self._inputs is None:
@@ -104,6 +113,9 @@ class LearnedPredictor(InputPredictor):
         return [LayerPrediction(target, self._rank(target, self._inputs)) for target in targets]
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
+        if target in self._by_gate:
+            assert self._gates is not None
+            return self._gates.rank(target, rows, self._shape.width)
         ranked: Ids = top(self._scores(self._networks[target], rows), self._shape.width)
         return ranked
 
@@ -171,6 +183,19 @@ def networks_of(
             "the file of the learned predictor is damaged: its networks have different input sizes"
         )
     return networks, int(distance[0])
+
+
+def gate_layers(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> frozenset[int]:
+    """Return the layers that a file of `learned` leaves to next-gate; PredictorError if damaged."""
+    flags = tensors.get(NEXT_GATE)
+    if flags is None:
+        return frozenset()
+    if flags.shape != (shape.layers,) or flags.dtype != np.uint8 or flags[0] or flags.max() > 1:
+        raise PredictorError(
+            f"the file of the learned predictor is damaged: its tensor `{NEXT_GATE}` is not a 0 or"
+            f" 1 for each of {shape.layers} layers, with 0 for the first"
+        )
+    return frozenset(np.flatnonzero(flags).tolist())
 
 
 learned = PredictorKind(

@@ -11,9 +11,9 @@ import torch
 
 from greenroom.config import TrainConfig
 from greenroom.core.predictor import LayerRouting, PassStart, Shape
-from greenroom.errors import GreenroomError
+from greenroom.errors import GreenroomError, UsageError
 from greenroom.predictors import PredictorSetup, predictor
-from greenroom.runtime.recording.training import accuracy, hidden_size, train
+from greenroom.runtime.recording.training import accuracy, hidden_size, result_metadata, train
 from greenroom.trace import GateInputs, Prediction, Trace
 
 CPU = torch.device("cpu")
@@ -162,6 +162,28 @@ def test_the_accuracy_of_recorded_predictions_is_reported_too() -> None:
     assert result["right"] == [None, 1.0, 1.0]
     assert max(result["wrong"][1:]) < 0.6
     assert result["learned"] == without["learned"]  # that of the training, not an earlier one's
+
+
+def test_next_gate_predicts_the_layers_for_which_it_is_more_accurate() -> None:
+    """At distance 2 layer 1 is compared with next-gate:1, which also reads layer 0."""
+    trace = recording(requests=4)
+    right = np.pad(trace.experts, ((0, 0), (0, 0), (0, 2)), constant_values=255)
+    wrong = np.full_like(right, 255)
+    config = replace(CONFIG, distance=2, epochs=1, next_gate=True)
+
+    def layers(**predictions: tuple[np.ndarray, int]) -> list[int]:
+        recorded = {n.replace("_", "-"): Prediction(*p) for n, p in predictions.items()}
+        trained = train(replace(trace, predictions=recorded), config, CPU)
+        return result_metadata(trace, config, trained)["next_gate"]
+
+    assert layers(next_gate=(right, 1), far=(right, 2), **{"next_gate:2": (wrong, 2)}) == [1]
+    assert layers(next_gate=(wrong, 1), **{"next_gate:2": (right, 2)}) == [2]
+    assert layers(**{"next_gate:2": (right, 2)}) == [2]  # nothing is known of layer 1
+    assert layers(**{"next_gate:2": (wrong, 2)}) == []
+    with pytest.raises(UsageError, match="no predictions of next-gate:2: record it with --predict"):
+        layers(next_gate=(right, 1))
+    config = replace(config, next_gate=False)
+    assert layers(next_gate=(right, 1), **{"next_gate:2": (right, 2)}) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.plan.history.files import load_predictor
 from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
+from greenroom.predictors.learned import NEXT_GATE
 from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_routers, top_k_of
 
 
@@ -65,7 +66,8 @@ def build_predictors(
     with suppress(PredictorError):
         top_k = top_k_of(routers[0]) if routers else top_k
     learned = load_predictor(file, fingerprint) if file is not None else None
-    gates = RouterGates(routers) if "gates" in needs else None
+    gated = learned is not None and NEXT_GATE in learned
+    gates = RouterGates(routers) if gated or "gates" in needs else None
     shape = Shape(catalog.experts_per_layer, top_k)
     setting = PredictorSetup(shape, gates=gates, tensors=learned)
     predictors = {choice.name: choice.build(setting) for choice in chosen}
@@ -97,7 +99,8 @@ def check_prefetch(
                 "--prefetch learned needs a file: make one with `greenroom train-predictor`, and"
                 " give --predictor FILE"
             )
-        load_predictor(file, fingerprint)
+        if NEXT_GATE in load_predictor(file, fingerprint):
+            needs |= {"gates"}
     if "inputs" in needs:
         for router in find_routers(model, catalog.layers):
             if "gates" in needs:

@@ -28,7 +28,8 @@ from greenroom.config.study import LEAST_TOKENS
 from greenroom.core.pieces import Ints
 from greenroom.core.ranking import top
 from greenroom.errors import TraceError, UsageError
-from greenroom.predictors.learned import learned, source_of
+from greenroom.predictors.learned import NEXT_GATE, learned, source_of
+from greenroom.predictors.next_gate import next_gate
 from greenroom.trace import Trace
 
 BATCH = 128  # tokens
@@ -84,11 +85,17 @@ def train(
     config = replace(config, hidden=config.hidden or hidden_size(inputs, experts))
     tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
     shares: list[dict[str, float]] = []
+    by_gate = np.zeros(trace.layers, np.uint8)
     for target in range(1, trace.layers):
         network, shares_of_layer = _train_layer(trace, target, rows, config, device)
         tensors |= {f"{target}.{name}": array for name, array in network.items()}
         shares.append(shares_of_layer)
+        if config.next_gate:
+            right = _gate_accuracy(trace, target, config.distance, rows[1])
+            by_gate[target] = right > shares_of_layer[learned.name]
         on_layer(target + 1)
+    if by_gate.any():
+        tensors[NEXT_GATE] = by_gate
     accuracy = {name: [None, *(each[name] for each in shares)] for name in shares[0]}
     return TrainingResult(tensors, accuracy, config.hidden or 0, chosen.size, held_out)
 
@@ -107,6 +114,11 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
             f"--distance {config.distance}: the model has {trace.layers} MoE layers only, so the"
             f" distance can be at most {trace.layers - 1}"
         )
+    if config.next_gate and _gate_predictions(trace, config.distance) is None:
+        name = f"{next_gate.name}:{config.distance}"
+        raise UsageError(
+            f"--next-gate: the trace has no predictions of {name}: record it with --predict {name}"
+        )
     if trace.requests < 2:
         raise TraceError(
             "the trace has one request: record at least 2, since one is needed to test the training"
@@ -116,6 +128,29 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
     chosen = np.zeros(trace.requests, bool)
     chosen[order[:number]] = True
     return np.repeat(chosen, np.diff(trace.request_starts))[trace.gate_inputs.tokens]
+
+
+def _gate_predictions(trace: Trace, distance: int) -> NDArray[Any] | None:
+    """Return the predictions of `next-gate` at a distance in a trace; None if it has none."""
+    for name, prediction in trace.predictions.items():
+        if name.partition(":")[0] == next_gate.name and prediction.distance == distance:
+            return prediction.experts
+    return None
+
+
+def _gate_accuracy(trace: Trace, target: int, distance: int, test: Ints) -> float:
+    """Return the accuracy of next-gate for a layer, from the layer that `learned` reads too.
+
+    0 if the trace has no predictions of next-gate at that distance. `test` are positions among the
+    tokens with router inputs.
+    """
+    assert trace.gate_inputs is not None
+    predicted = _gate_predictions(trace, target - source_of(target, distance))
+    if predicted is None:
+        return 0.0
+    tokens = trace.gate_inputs.tokens[test]
+    ids, used = predicted[tokens, target, : trace.top_k], trace.experts[tokens, target]
+    return accuracy(ids.astype(np.int64), used.astype(np.int64))
 
 
 def _train_layer(
@@ -205,5 +240,6 @@ def result_metadata(
         "seed": config.seed,
         "tokens": trained.tokens,
         "held_out": trained.held_out,
+        "next_gate": np.flatnonzero(trained.tensors.get(NEXT_GATE, ())).tolist(),
         "accuracy": trained.accuracy,
     }
