@@ -279,6 +279,17 @@ def test_systems_over_a_trace(cli: Run, home: Path):
                           "--json").out)  # fmt: skip
     assert (over["policy"], over["scope"]) == ("fifo", "per-layer")
     assert "nothing to simulate" in cli(*asked).mistake
+    by_rank = (*asked, "--policy", "lru", "--prefetch-rule", "all")
+    assert "--prefetch-rule has an effect only with --machine" in cli(*by_rank).mistake
+    timed = ("--machine", home / "abacus.json", "--expert-bytes", "1MiB")
+    needs = "--prefetch-rule has an effect only with --prefetch or --system"
+    assert needs in cli(*by_rank, *timed).mistake
+    assert "prefetches nothing: give llru" in cli(*asked, "--system", "llru+greenroom").mistake
+    row = cli(*by_rank, *timed, "--prefetch", "markov", "--json").json
+    assert (
+        row["prefetches"]
+        > cli(*by_rank[:-2], *timed, "--prefetch", "markov", "--json").json["prefetches"]
+    )
     assert "unknown system" in cli(*asked, "--system", "x").mistake
     assert "leave out --system" in cli(*asked, "--system", "llru", "--report", "r.html").mistake
 

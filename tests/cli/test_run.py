@@ -81,6 +81,7 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
         ("--memory", "3GiB", "--readers", 1, "--dtype", "bfloat16", "--kernels", "eager"),
         ("--cache", "30%", "--direct", "off", "--device", "fake", "--context", 64),
         ("--cache", "40%", "--prefetch", "markov:2", "--no-guard", "--kernels", "eager"),
+        ("--cache", "40%", "--prefetch", "markov", "--prefetch-rule", "top-k"),
         ("--cache", "40%", "--prefetch", "off", "--read-limit", "20MB", "--kernels", "eager"),
     ],
 )
