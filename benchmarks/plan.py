@@ -128,7 +128,7 @@ def throttle_of(stage: Harness) -> Throttle:
 
 def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
     tokens = len(done.gaps)
-    size = stage.setup.catalog.expert_bytes // stage.experts
+    size = stage.setup.catalog.all_experts_bytes // stage.experts
     measurement = RunMeasurement(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
         done.busy_s, stage.model.greenroom.setup.prefetch != OFF,

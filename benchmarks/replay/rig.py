@@ -63,7 +63,7 @@ class Rig:
         all_layers = prepared(load(recording), layers, vocabulary)
         self.trace = all_layers.select(range(all_layers.requests - LESSONS))  # what is played
         self.lessons = all_layers.select(range(all_layers.requests - LESSONS, all_layers.requests))
-        self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
+        self.expert_bytes = self.catalog.all_experts_bytes // self.catalog.experts
         self.ram = RamStore(self.catalog)
         self._learned: dict[str, Any] = {}  # what a predictor knows beforehand
 

@@ -96,7 +96,7 @@ class LoadedPack:
         self.lessons = cut(
             recording.select(range(recording.requests - LESSONS, recording.requests)), 64
         )
-        self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
+        self.expert_bytes = self.catalog.all_experts_bytes // self.catalog.experts
 
     def attach(
         self, capacity: int, way: dict[str, Any], bandwidth: float, session: Session | None = None

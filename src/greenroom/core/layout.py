@@ -234,7 +234,7 @@ class Catalog:
         return max(layout.nbytes for layout in self.layouts)
 
     @cached_property
-    def expert_bytes(self) -> int:
+    def all_experts_bytes(self) -> int:
         """Return the bytes of all of a checkpoint's experts in their memory slots."""
         each = zip(self.experts_per_layer, self.layouts, strict=True)
         return sum(n * layout.nbytes for n, layout in each)

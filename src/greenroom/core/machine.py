@@ -10,7 +10,7 @@
                      "dense": {...the same...}}]}
 
 Bandwidths are in bytes a second, latencies and times in seconds. The objects `host` and `measured`
-describe the machine and its measurement to people.
+say which machine was measured, with how much memory, and how.
 """
 
 from __future__ import annotations

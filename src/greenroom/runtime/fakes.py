@@ -1,6 +1,7 @@
-"""Fakes for tests: slots filled with NaN until an expert arrives, and a slow, unreliable store.
+"""A store that is slow or fails on demand, and slots filled with NaN until an expert arrives.
 
-`device="fake"` uses both, to show that results do not depend on when and in which order experts
+`--read-limit` reads through the store, to imitate a slower disk; tests inject its errors. The
+device `fake` has both, to show that results do not depend on when and in which order experts
 arrive.
 """
 

@@ -22,7 +22,9 @@ def test_requests_and_misses_are_those_of_the_counted_passes(harness: Harness):
     assert 0 < done.misses <= done.requests
     counts = greenroom.driver.scheduler.counts
     assert counts.requests > done.requests  # the prompt, and the first tokens after it
-    assert done.bytes_read == done.misses * harness.setup.catalog.expert_bytes // harness.experts
+    assert (
+        done.bytes_read == done.misses * harness.setup.catalog.all_experts_bytes // harness.experts
+    )
 
 
 def test_an_answer_without_counted_tokens_is_refused(harness: Harness):

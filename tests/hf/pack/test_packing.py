@@ -104,7 +104,7 @@ def test_from_every_format(made: str, kind: str, tmp_path: Path) -> None:
         assert [x.encodings for x in mine.catalog.layouts] == [
             x.encodings for x in theirs.catalog.layouts
         ]
-        assert mine.catalog.expert_bytes == theirs.catalog.expert_bytes
+        assert mine.catalog.all_experts_bytes == theirs.catalog.all_experts_bytes
     else:
         fill(whole, tmp_path / "pack")
     with streamed(tmp_path / "pack", capacity=3, kernels="eager") as model:

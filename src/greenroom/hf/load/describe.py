@@ -77,9 +77,9 @@ class Description:
         min_slots:    expert slots that must fit; otherwise BudgetError names a sufficient budget
         caller_bytes: bytes of the process that the calling program uses for itself
 
-        On a CPU, the memory of Python and libraries is as measured in the last run of this model
-        on this machine. Without such a run, it is the memory of this process plus an allowance
-        for compiling kernels.
+        On a CPU, the memory of Python and libraries is the least that the last three runs of this
+        model measured on this machine. Without such runs, it is the memory of this process plus an
+        allowance for compiling kernels.
         """
         skeleton, on_a_gpu = self.skeleton, self.keys_values.on_a_gpu
         need = MemoryNeeds(
@@ -138,7 +138,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         fingerprint=description.fingerprint,
         experts_per_layer=catalog.experts_per_layer,
         top_k=description.top_k,
-        expert_bytes=catalog.expert_bytes // catalog.experts,
+        expert_bytes=catalog.all_experts_bytes // catalog.experts,
         slot_bytes=catalog.slot_bytes,
         dense_bytes=need.dense,
         read_bytes=need.dense - unread_bytes(skeleton),

@@ -4,7 +4,8 @@ Loading has five stages, each in a module of this package:
 resolve   find the checkpoint and read its headers
 describe  compute sizes from the model on the meta device
 budget    compute how many experts fit into memory
-place     choose defaults: eviction policy, predictor, split, copies
+choose    choose defaults: eviction policy, predictor, split, copies (`choices`; its
+          `requested_setup` turns the user's options into a setup before the budget)
 attach    load the non-expert weights, start the expert cache, install hooks
 """
 
@@ -20,7 +21,7 @@ from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.describe import Description
-from greenroom.hf.load.place import complete_setup, requested_setup
+from greenroom.hf.load.choices import complete_setup, requested_setup
 from greenroom.hf.load.resolve import resolve
 from greenroom.runtime.memory.system import gc_paused
 

@@ -42,8 +42,10 @@ class Learner(NullPredictor):
         if self._of_distance:
             distance = state.get("distance")
             if distance is None or distance.tolist() != [self._ahead]:
+                layers = "another number of" if distance is None else distance.tolist()
                 raise ValueError(
-                    f"the saved distance of the predictor is {distance}, not [{self._ahead}]"
+                    f"the saved state is of a predictor that looks {layers} layers ahead, but this"
+                    f" one looks {self._ahead} ahead"
                 )
         for name, array in self._arrays().items():
             fill(name, state, array)

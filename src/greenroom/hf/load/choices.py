@@ -1,4 +1,4 @@
-"""Stage 4 of loading: choose defaults for policy, predictor, split experts and copies."""
+"""Choose defaults while loading: policy, predictor, split experts, low-precision copies."""
 
 from __future__ import annotations
 
