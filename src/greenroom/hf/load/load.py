@@ -20,8 +20,8 @@ from greenroom.environment import late_import_warning
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
-from greenroom.hf.load.describe import Description
 from greenroom.hf.load.choices import complete_setup, requested_setup
+from greenroom.hf.load.describe import Description
 from greenroom.hf.load.resolve import resolve
 from greenroom.runtime.memory.system import gc_paused
 

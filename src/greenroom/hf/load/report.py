@@ -107,7 +107,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {show_bytes(kv_bytes)} of KV cache{quantised} for {setup.context} tokens in"
         f" {_memory_name(greenroom)}, {in_host}"
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
-        f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
+        f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by"
+        f" {threads}{slow}{packed})"
         f"{approximation}{kernels}{origin} · same again: {flags}"
     )
 

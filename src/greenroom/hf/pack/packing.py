@@ -129,7 +129,7 @@ def pack(
         x.experts * x.low_copy.stride for x in layers if x.low_copy and not x.low_copy.nested
     )
     return PackResult(
-        folder, _folder_bytes(folder), target, job.catalog.expert_bytes, experts, experts - packed,
+        folder, _folder_bytes(folder), target, job.catalog.all_experts_bytes, experts, experts - packed,
         time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
 
