@@ -1,4 +1,4 @@
-"""A store that is slow or fails on demand, and slots filled with NaN until an expert arrives.
+"""A slow, failing store, and slots filled with NaN until an expert arrives.
 
 `--read-limit` reads through the store, to imitate a slower disk; tests inject its errors. The
 device `fake` has both, to show that results do not depend on when and in which order experts

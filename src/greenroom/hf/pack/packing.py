@@ -129,8 +129,8 @@ def pack(
         x.experts * x.low_copy.stride for x in layers if x.low_copy and not x.low_copy.nested
     )
     return PackResult(
-        folder, _folder_bytes(folder), target, job.catalog.all_experts_bytes, experts, experts - packed,
-        time.perf_counter() - began, peak_rss_bytes(), added,
+        folder, _folder_bytes(folder), target, job.catalog.all_experts_bytes, experts,
+        experts - packed, time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
 
 
