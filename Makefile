@@ -139,7 +139,8 @@ papers: $(READY)
 		promoe_skew prediction task_sets consistency batches hebf; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
-	$(BIN)/python benchmarks/papers/learned_state.py --traces $(TRACES)
+	for script in eamc_groups expert_reuse long_context learned_state; do \
+		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	for figure in docs/figures/*.svg; do cp bench-data/papers/$${figure##*/} $$figure || exit 1; done
 
 clean:

@@ -3,7 +3,9 @@
 Miss ratio over the collection's capacity, with slots for a quarter of the experts, shared by the
 layers. The load is mixed: requests of all kinds in a drawn order, the first 40 tokens of each
 (--limit tokens in all), natural order, step pinning. `iteration` matches this pass's EAM as in
-algorithm 1, `request` the counts since the request began.
+algorithm 1, `request` the counts since the request began. A second table has the miss ratio with
+the largest collection by `tolerance`: EAMs whose cosine distance is at most the smallest one plus
+the tolerance are matched and summed (section 4.5, "several matched EAMs").
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from greenroom.sim.replay import replay
 from greenroom.trace import stream
 
 CAPACITIES = (1, 2, 5, 10, 20, 40, 80, 120)
+TOLERANCES = (0, 0.01, 0.02, 0.05, 0.1, 0.2)
 TOKENS = 40
 
 
 def main(args: argparse.Namespace) -> None:
     capacities = CAPACITIES[::3] if args.quick else CAPACITIES
     fig, panels = figure(1, len(args.models), 0.6 + 2.35 * len(args.models), 2.9)
-    rows = []
+    rows, by_tolerance = [], []
     for (model, recording), axes in zip(recordings(args).items(), panels.flat, strict=True):
         drawn = np.random.default_rng(args.seed).permutation(recording.requests)
         trace = heads(recording, TOKENS, drawn[: max(limit(args) // TOKENS, 1)])
@@ -57,6 +60,9 @@ def main(args: argparse.Namespace) -> None:
             rows.append([MODELS[model], trace.requests, matching, percent(lru), percent(ratios[0]),
                          f"{percent(ratios[near])} ({capacities[near]})", percent(ratios[-1]),
                          f"{percent(ratios[best])} ({capacities[best]})"])  # fmt: skip
+            largest = f"moe-infinity:matching={matching},capacity={capacities[-1]},tolerance="
+            summed = [percent(ratio(f"{largest}{tolerance}")) for tolerance in TOLERANCES]
+            by_tolerance.append([MODELS[model], matching, *summed])
         axes.set_title(MODELS[model], fontsize=8.5)
         axes.set(xlabel="EAMs in the collection", xlim=(0, 125))
         axes.legend(fontsize=7.5)
@@ -65,6 +71,8 @@ def main(args: argparse.Namespace) -> None:
     table(args, "eamc-capacity",
           ["recording", "requests", "matching", "LRU", "1 EAM", "3 % of the requests (EAMs)",
            f"{capacities[-1]} EAMs", "best (EAMs)"], rows)  # fmt: skip
+    header = ["recording", "matching", *(f"tolerance {tolerance:g}" for tolerance in TOLERANCES)]
+    table(args, "eamc-tolerance", header, by_tolerance)
 
 
 if __name__ == "__main__":

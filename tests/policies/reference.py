@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from math import inf
+from math import inf, sqrt
 
 
 @dataclass
@@ -229,7 +229,12 @@ class MoEInfinity(KeyPolicy):
         matched = [self.current]
         if self.collection:
             near = [self.closeness(self.current, other) for other in self.collection]
-            matched = [e for e, n in zip(self.collection, near, strict=True) if n == max(near)]
+            least = max(near)
+            if world.options["tolerance"]:  # as cosines
+                square = sum(n * n for n in self.current.values())
+                near = [sqrt(n / square) if square else 0.0 for n in near]
+                least = max(near) - world.options["tolerance"]
+            matched = [e for e, n in zip(self.collection, near, strict=True) if n >= least]
         for eam in matched:
             for other, n in eam.items():
                 predicted[other] += n

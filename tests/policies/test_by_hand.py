@@ -159,6 +159,19 @@ def test_moe_infinity_falls_back_to_the_current_eam():
         assert evictions(name, 3, layered_steps(2, "ai", "bj"), 2) == "---i"
 
 
+def test_moe_infinity_sums_the_eams_within_the_tolerance():
+    """The prompts leave {a 2 | i 2} and {a 1, b 1 | j 2}. At k this pass's EAM is {a 1 | k 1}.
+
+    Its cosines are 2 / sqrt(8 * 2) = 0.5 and 1 / sqrt(6 * 2) = 0.29. By the first EAM alone, j has
+    the least score, 0.001 * 0.5 / 2. By the sum {a 3, b 1 | i 2, j 2}, i and j score
+    2.001 * 0.5 / 4, and b 1.001 / 4, a little more; i was requested before j.
+    """
+    steps = layered_steps(2, "ai", "ai", "aj", "bj", "ak", prompts="00112")
+    for tolerance, victim in (("0", "j"), ("0.2", "j"), ("0.22", "i"), ("1", "i")):
+        done = evictions(f"moe-infinity:tolerance={tolerance}", 4, steps, 2)
+        assert done == "--...--.." + victim
+
+
 def test_marking_draws_the_victim_from_unmarked_pieces():
     """c ends a phase: a and b lose their marks. Then one of them is there and unmarked, so that d
     must evict it."""

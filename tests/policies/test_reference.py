@@ -24,6 +24,8 @@ VARIANTS = [
     "moe-infinity:matching=request",
     "moe-infinity:capacity=1",
     "moe-infinity:matching=request,capacity=2",
+    "moe-infinity:tolerance=0.137",
+    "moe-infinity:matching=request,capacity=3,tolerance=0.5137",
     "s3fifo:small=0.5",
     "static:part=first-half",
     "hobbit:recency=0,distance=1",

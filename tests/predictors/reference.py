@@ -59,8 +59,11 @@ class PlainMarkov:
 class PlainEamc:
     """EAMs as dictionaries of arrays [layers, experts], compared by cosine."""
 
-    def __init__(self, shape: Shape, capacity: int, by_request: bool) -> None:
+    def __init__(
+        self, shape: Shape, capacity: int, by_request: bool, tolerance: float = 0.0
+    ) -> None:
         self.shape, self.capacity, self.by_request = shape, capacity, by_request
+        self.tolerance = tolerance
         self.collections: dict[bool, list[np.ndarray]] = {True: [], False: []}
         self.growing = {part: self._empty() for part in (True, False)}
         self.matched = {part: self._empty() for part in (True, False)}
@@ -104,7 +107,12 @@ class PlainEamc:
         eam = self.matched[at.prefill]
         if collection:
             cosines = self._cosines(eam, at.prefill)
-            nearest = [e for e, c in zip(collection, cosines, strict=True) if c == max(cosines)]
+            least = max(cosines)
+            if self.tolerance:
+                length = np.sqrt((eam * eam).sum())
+                cosines = [np.sqrt(c) / length for c in cosines]
+                least = max(cosines) - self.tolerance
+            nearest = [e for e, c in zip(collection, cosines, strict=True) if c >= least]
             eam = np.sum(nearest, axis=0)
         row = eam[target % layers]
         return row / max(row.sum(), 1) * (1 - (target - layer) / layers)

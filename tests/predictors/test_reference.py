@@ -53,12 +53,13 @@ def test_markov_predicts_by_the_plain_scores(distance, seed):
 
 
 @pytest.mark.parametrize("matching", ["iteration", "request"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.137])
 @given(seed=SEEDS, distance=st.integers(1, 3), capacity=st.integers(1, 4))
 @FEW
-def test_eamc_predicts_by_the_plain_scores(matching, seed, distance, capacity):
+def test_eamc_predicts_by_the_plain_scores(matching, tolerance, seed, distance, capacity):
     trace = routing(seed, requests=7)
-    plain = PlainEamc(SHAPE, capacity, matching == "request")
-    text = f"eamc:{distance},matching={matching},capacity={capacity}"
+    plain = PlainEamc(SHAPE, capacity, matching == "request", tolerance)
+    text = f"eamc:{distance},matching={matching},capacity={capacity},tolerance={tolerance}"
     for at, layer, predictions in run_predictor(
         predictor(text).build(PredictorSetup(SHAPE)), trace
     ):

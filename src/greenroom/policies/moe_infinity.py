@@ -2,9 +2,11 @@
 
 Source: MoE-Infinity, sections 4.5 and 4.7, algorithm 1, and B.1 for a full collection. An EAM
 (expert activation matrix) counts the tokens that were routed to each expert. The collection (EAMC)
-has the EAMs of past prompts. The predicted EAM, pEAM, is the sum of the collection's EAMs at the
-smallest cosine distance to the current EAM. The victim is the expert e of layer l, counted from 0,
-with the smallest
+has the EAMs of past prompts. The predicted EAM, pEAM, is the sum of the collection's matched EAMs:
+those whose cosine distance to the current EAM is at most the smallest distance plus the option
+`tolerance`. (The paper sums "several matched EAMs", and does not say which match. By default it is
+those at the smallest distance.) The victim is the expert e of layer l, counted from 0, with the
+smallest
     (pEAM[l][e] + eps) * (1 - l / L) / sum(pEAM[l])
 where L is the number of layers; the score is eps if the row pEAM[l] is zero. The option `matching`
 says whether the current EAM counts this pass (`iteration`) or this prompt (`request`). A layer's
@@ -16,6 +18,7 @@ recently is evicted.
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +61,7 @@ class MoeInfinityState(NamedTuple):
     mixed: Floats  # [P] scores where pEAM is a sum of several, or the current EAM
     summed: Ints  # [P] that sum
     index: Ints  # type: ignore[assignment]  # [P] index of each piece's last request
+    tolerance: float  # by which a matched EAM's cosine distance may exceed the smallest one
     begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
     numbers: Ints  # SIZE of the collection; TOKEN of the current EAM; which place is SCORED, -1
     #              for `mixed`, -2 for not yet; whether matching is BY_REQUEST; FIRST prompt
@@ -75,6 +79,7 @@ def build_state(setup: PolicySetup) -> MoeInfinityState:
         mixed=np.zeros(pieces),
         summed=np.zeros(pieces, np.int64),
         index=np.zeros(pieces, np.int64),
+        tolerance=setup.options["tolerance"],
         begin=scan.layer_starts(setup),
         numbers=np.array([0, -1, -2, setup.options["matching"] == "request", 1], np.int64),
     )
@@ -106,6 +111,15 @@ def similarity(dot: int, square: int) -> float:
     is the constant.
     """
     return float(dot) * float(dot) / float(square)
+
+
+@compiled
+def least_similarity(most: float, eam: Ints, tolerance: float) -> float:
+    """Return the `similarity` at which a cosine is `tolerance` below that of `most`."""
+    square = 0
+    for piece in range(eam.size):
+        square += eam[piece] * eam[piece]
+    return min(most, max(0.0, sqrt(most) - tolerance * sqrt(square)) ** 2)
 
 
 @compiled
@@ -183,7 +197,7 @@ def match(state: MoeInfinityState) -> int:
     """Find the scores of all experts under MoE-Infinity's predicted activation matrix.
 
     Returns the index of the stored matrix whose scores apply. If several stored matrices are
-    equally near, or none is stored, the scores are written to `state.mixed`, and the result is -1.
+    near enough, or none is stored, the scores are written to `state.mixed`, and the result is -1.
     """
     size = state.numbers[SIZE]
     if size == 0:
@@ -196,11 +210,15 @@ def match(state: MoeInfinityState) -> int:
             most, best, equals = cosine, place, 1
         elif cosine == most:
             equals += 1
+    if state.tolerance > 0:
+        most, equals = least_similarity(most, state.current, state.tolerance), 0
+        for place in range(size):
+            equals += similarity(state.dots[place], state.squares[place]) >= most
     if equals == 1:
         return best
     state.summed[:] = 0
-    for place in range(best, size):
-        if similarity(state.dots[place], state.squares[place]) == most:
+    for place in range(size):
+        if similarity(state.dots[place], state.squares[place]) >= most:
             for piece in range(state.summed.size):
                 state.summed[piece] += state.counts[piece, place]
     score(state.summed, state.begin, state.mixed)
@@ -269,6 +287,7 @@ moe_infinity = Policy(
             choices=("iteration", "request"),
         ),
         PolicyOption("capacity", 100, "EAMs in the collection", 1, 1_000_000),
+        PolicyOption("tolerance", 0.0, "cosine distance beyond the smallest that matches", 0, 1),
     ),
     learning=Learning(1, export, restore),
 )

@@ -3,7 +3,8 @@
 An EAM (expert activation matrix) counts the tokens routed to each expert; the collection (EAMC)
 contains the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (option
 `matching=iteration`, figure 5 of the paper), or of this request so far (`matching=request`), is
-compared with the collection. pEAM is the sum of the EAMs at the smallest cosine distance. In a
+compared with the collection. pEAM is the sum of the matched EAMs: those whose cosine distance is at
+most the smallest one plus the option `tolerance` (4.5; the paper does not say which match). In a
 model of L layers, expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
@@ -18,6 +19,7 @@ policies/moe_infinity.py evicts by the same pEAM, with one EAM a request.
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -98,11 +100,12 @@ def count(collection: Collection, experts: Ids, begin: int) -> None:
 
 
 @jit
-def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> None:
+def score(collection: Collection, begin: Ids, layer: int, tolerance: float, scores: Floats) -> None:
     """Write scores for the next layers' experts, by the most similar past prompts.
 
     layer: the layer that was routed last; the layers after it are scored
     begin: the model-wide id of each layer's first expert, and the number of experts
+    tolerance: by which a matched EAM's cosine distance may exceed the smallest one
     scores: [distance, experts] likelihoods, as the module's docstring defines them
 
     Cosines are compared by dot ** 2 / square, which gives the same order.
@@ -113,12 +116,17 @@ def score(collection: Collection, begin: Ids, layer: int, scores: Floats) -> Non
         dot = float(collection.dots[place])
         similarity[place] = dot * dot / float(collection.squares[place])
         most = max(most, similarity[place])
+    if tolerance > 0 and size > 0:
+        square = 0.0
+        for piece in range(collection.eam.size):
+            square += float(collection.eam[piece]) ** 2
+        most = min(most, max(0.0, sqrt(most) - tolerance * sqrt(square)) ** 2)
     for ahead in range(scores.shape[0]):
         target = (layer + 1 + ahead) % layers
         first, experts = begin[target], begin[target + 1] - begin[target]
         scores[ahead] = 0
         for place in range(size):
-            if similarity[place] == most:
+            if similarity[place] >= most:
                 for expert in range(experts):
                     scores[ahead, expert] += collection.counts[first + expert, place]
         if size == 0:
@@ -137,6 +145,7 @@ class EamcPredictor(NullPredictor):
     def __init__(self, setup: PredictorSetup) -> None:
         super().__init__(setup)
         self._by_request = setup.options["matching"] == "request"
+        self._tolerance = float(setup.options["tolerance"])
         self._begin = np.cumsum([0, *self._shape.experts_per_layer])
         self._parts = {
             part: empty_collection(int(self._begin[-1]), int(setup.options["capacity"]))
@@ -162,7 +171,7 @@ class EamcPredictor(NullPredictor):
         if layer < 0:
             return []
         scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
-        score(self._collection, self._begin, layer, scores)
+        score(self._collection, self._begin, layer, self._tolerance, scores)
         experts = top(scores, self._shape.width, 0.0)
         layers, tokens = self._shape.layers, self._tokens
         return [
@@ -205,5 +214,6 @@ eamc = PredictorKind(
             choices=("iteration", "request"),
         ),
         PolicyOption("capacity", 100, "EAMs in each collection", 1, 10_000),
+        PolicyOption("tolerance", 0.0, "cosine distance beyond the smallest that matches", 0, 1),
     ),
 )
