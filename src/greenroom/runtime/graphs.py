@@ -17,7 +17,7 @@ def outside_graphs(function: Function) -> Function:
 
     Dynamo ends its graph at a call of the function, and skips the function's code and all that the
     code calls. `torch.compiler.disable` does the same with a wrapper, which costs 1.5 microseconds
-    a call; it is used with versions of torch in which code cannot be marked.
+    a call; it is used only with versions of torch that cannot do without the wrapper.
     """
     try:
         from torch._dynamo.eval_frame import set_code_exec_strategy

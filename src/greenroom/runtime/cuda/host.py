@@ -171,7 +171,7 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
-    """Describe the copies that move a chunk between slots, to the same offsets."""
+    """Return the copies that move a chunk to the same offsets of another slot."""
     copies = []
     for copy in chunk.extent.copies:
         if not copy.contiguous:  # such an extent is one chunk

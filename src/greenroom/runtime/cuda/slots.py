@@ -133,10 +133,11 @@ class DeviceSlots(SlotPool):
         self.capacity = capacity
 
     def fitting_capacity(self, capacity: int) -> int:
-        """Return how many slots fit in the memory of `capacity` slots: at most `capacity`.
+        """Return the largest number of slots that takes at most the memory of `capacity` slots.
 
-        Memory is freed only in whole blocks of slots, so a smaller number is rounded down to the
-        end of a block. The first block is never freed: within it, the number is returned unchanged.
+        Memory is freed only in whole blocks of slots. So if `capacity` ends within an allocated
+        block, the result is the number of slots before that block. The first block is never freed:
+        if `capacity` ends within it, the result is `capacity`.
         """
         if capacity >= self._end:
             return capacity

@@ -238,7 +238,7 @@ class Driver:
 
         `find` (see `ResidentTables`) computes layers up to the first one with an expert that is not
         resident; the caller calls `step` for that one. Returns the number of layers computed; None,
-        without a call of `find`, if the scheduler must decide, or for a timeline."""
+        without a call of `find`, if the scheduler must decide or a timeline is recorded."""
         if self.timeline is not None:
             return None
         with self._step_lock:

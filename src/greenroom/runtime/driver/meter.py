@@ -83,7 +83,7 @@ class Meter:
         self.waited_s += waited
 
     def copy(self) -> Meter:
-        """Return a copy of the counters, whose `at` is the present time."""
+        """Return a copy of the counters, with the present time as `at`."""
         links = [replace(link) for link in self.links]
         return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 

@@ -166,8 +166,9 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
         `failed` (see `core.counts.Counts`), or has not ended yet
     accuracy, accuracy_by_layer: share of the used experts that were among the top-k predicted
     fetch_rate: of the predicted experts that were absent, share that was prefetched in time
-    goodpred: mean of ProMoE's GOODPRED, accuracy x fetch_rate of a layer and a distance (4.1)
-    goodpred_by_layer: these three for each layer and distance
+    goodpred: mean of ProMoE's GOODPRED (section 4.1) over layers and distances; GOODPRED is
+        accuracy x fetch_rate, a distance the number of layers that a prediction is made ahead
+    goodpred_by_layer: accuracy, fetch_rate and GOODPRED of each layer and distance
     on: whether experts are prefetched now; the guard stops prefetching while it does not pay, and
         `verdict` is its reason
 

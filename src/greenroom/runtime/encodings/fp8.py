@@ -2,8 +2,9 @@
 
 codes:  float8_e4m3fn [rows, columns]
 .scale: float32 [R, C]; one scale covers a block of rows / R outputs and columns / C inputs, which
-        are whole numbers. Blocks are 128 x 128, or as long as a shorter side. Gate and up have
-        blocks of their own, so a gated matrix [2I, H] has twice as many rows of scales as [I, H]
+        are whole numbers. A side of a block is 128, or all of a shorter side of the matrix. Gate
+        and up have blocks of their own, so a gated matrix [2I, H] has twice as many rows of scales
+        as [I, H]
 value:  code * scale in float32, rounded to the model's dtype; the reference is transformers'
         `Fp8Dequantize`
 """

@@ -14,12 +14,12 @@ bytes without and with a sign), and the value of a weight with the code q.
     gguf_mxfp4  e u8  | 16 bytes: q[i], q[i + 16]      2^(e - 128) * twice the e2m1 value, where
                                                        both zeros are positive
     q4_k        d f16, dmin f16 | 12 bytes of 8 scales and 8 minima | 128 bytes
-                group j of 32: (d * scale[j]) * q - (dmin * min[j])
+                group j of 32 weights: (d * scale[j]) * q - (dmin * min[j])
                 bytes 32 m .. 32 m + 31 hold group 2 m (low halves) and 2 m + 1 (high halves)
     q5_k        as q4_k, with 32 bytes between scales and codes: bit j of byte i is the fifth bit
                 of element i of group j
     q6_k        128 bytes of low halves, 64 bytes of high pairs | 16 x i8 | d f16
-                group j of 16: (d * scale[j]) * (q - 32)
+                group j of 16 weights: (d * scale[j]) * (q - 32)
 """
 
 from __future__ import annotations

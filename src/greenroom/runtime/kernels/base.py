@@ -128,8 +128,8 @@ class Kernel:
 class PooledKernel(Kernel):
     """A kernel that calls an inner kernel, for expert slots that alternate between memory pools.
 
-    A pool is one block of memory that is cut into slots. Slot number s is slot s // `pools` of its
-    pool.
+    A pool is one block of memory that is cut into slots. Slot number s is slot s // `pools` of
+    pool s % `pools`.
     """
 
     def __init__(self, kernel: Kernel, pools: int = 1) -> None:

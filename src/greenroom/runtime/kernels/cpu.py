@@ -5,11 +5,11 @@ registers and multiplied. Values are rounded where transformers' eager experts r
 (quantised) weights are decoded in registers too, to the values of their format (matrix.py).
 
 An element of the result depends only on its token, the token's experts and their weights, not on
-the group, the slot, the batch or the number of threads. Encoded experts are an exception: an expert
-with few tokens multiplies them one by one, with integers, so the bits depend on the batch, unless
-`batch_invariant` is active. The down projection is summed in blocks of 64 intermediate channels. So
-an expert can be cut there into segments that are computed one after another, without changing a
-bit.
+the group, the slot, the batch or the number of threads. Encoded experts are an exception: if an
+expert has few tokens, they are multiplied one by one, as integers. So the bits depend on the batch,
+unless `batch_invariant` is active. The down projection is summed in blocks of 64 intermediate
+channels. So an expert can be cut between blocks into segments that are computed one after another,
+without changing a bit.
 
 The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and by
 default float32 models: there only the order of summation differs from eager, and transformers'

@@ -61,8 +61,8 @@ class JoinedSlots:
 class SegmentedExperts(LayerExperts):
     """One MoE layer's split experts, stored in segments of their intermediate channels.
 
-    `parts` has one or two lists of `LayerExperts`: one for each segment that lies in the first and
-    in the second pool of slots.
+    `parts` has one list for each pool of slots, of which there are one or two. A list has one
+    `LayerExperts` for each segment that lies in the pool.
     """
 
     def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[Slots], cut: int):

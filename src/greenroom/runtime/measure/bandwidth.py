@@ -177,7 +177,7 @@ def fit_link(reads: Reads) -> Link:
     """Fit the cost model of a link (bandwidth, latency, lanes) to measured disk reads.
 
     bandwidth: the best measured bandwidth
-    latency: how much longer a single thread's read takes than its bytes at this bandwidth (median)
+    latency: median time of a single thread's read, minus the time of its bytes at that bandwidth
     lanes: the fewest threads that reach 95 % of the best bandwidth, with reads of the largest size
     """
     bandwidth = max(reads.values())

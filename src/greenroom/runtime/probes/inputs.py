@@ -36,7 +36,7 @@ class GateInputProbe:
         return capture
 
     def take_tensor(self, layer: int) -> Tensor:
-        """Take a router's latest input out of the probe, as a tensor [tokens, hidden].
+        """Return and forget a router's latest captured input, a tensor [tokens, hidden].
 
         Raises ValueError if the router was not called since the previous input was taken.
         """
@@ -49,14 +49,14 @@ class GateInputProbe:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def take_if_captured(self, layer: int) -> Inputs | None:
-        """Take a router's latest input out of the probe; None if the router was not called.
+        """Return and forget a router's latest captured input; None if there is none.
 
         The experts of a layer may be called without its router.
         """
         return None if self._inputs[layer] is None else self.take_array(layer)
 
     def take_array(self, layer: int) -> Inputs:
-        """Take a router's latest input as a float32 NumPy array [tokens, hidden].
+        """Return and forget a router's latest captured input, float32 [tokens, hidden].
 
         Raises ValueError if the router was not called since the previous input was taken.
         """

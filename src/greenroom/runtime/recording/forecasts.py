@@ -20,8 +20,8 @@ Rows = NDArray[np.int64]
 def parse_predictors(text: str) -> list[PredictorChoice]:
     """Parse the expert predictors of `--predict NAME[:distance][,option=value...],NAME...`.
 
-    An item with `=` before any colon is an option of the predictor before. Raises UsageError for a
-    wrong or repeated predictor, and for one that works in replays of a trace only.
+    An item with `=` before any colon is an option of the predictor before it. Raises UsageError for
+    a wrong or repeated predictor, and for one that works in replays of a trace only.
     """
     names: list[str] = []
     for part in text.split(","):
@@ -49,11 +49,11 @@ def distance_of(predictor: Predictor) -> int:
 class ForecastRecorder:
     """Runs expert predictors while a model runs, and collects each pass's predictions.
 
-    A replay of the recorded trace makes the same predictions. A prediction counts if it is made the
-    predictor's distance ahead of its layer or earlier; the last one for a layer replaces those
-    before. Predictors that read router inputs predict each layer once, so all of theirs count. A
-    prediction made at the start of a pass counts if the predictor has no distance, if the
-    pass has several tokens, and in the first pass of the trace.
+    A replay of the recorded trace makes the same predictions. Of a predictor's predictions for a
+    layer, the last one is stored that is made at least its distance (a number of layers) ahead;
+    predictors that read router inputs have no such limit. A prediction made at the start of a pass
+    is stored if the predictor has no distance, if the pass has several tokens, or if it is the
+    first pass of the trace.
     """
 
     def __init__(self, predictors: Mapping[str, Predictor], shape: Shape) -> None:

@@ -1,8 +1,8 @@
 """Recorder of the experts that a running model's routers choose, by forward hooks.
 
 The recorder counts forward passes as a run does: a pass begins with the first MoE layer. So a
-replay of the trace in `runtime` order makes the cache requests of the run. Expert predictors may be
-called too: their predictions are recorded, and nothing is fetched.
+replay of the trace (`--order runtime`) accesses the expert cache as the run did. Expert predictors
+may be called too: their predictions are recorded, and nothing is fetched.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ layer 0 itself has no network. Inputs are standardised for training; afterwards 
 is folded into the weights. The loss is the binary cross entropy of each expert's use.
 
 The paper's networks have two layers and about 2 million parameters (4.4); it names no activation,
-and the models that it uses have router inputs of 2048 or more values. Ours have ReLU, and a hidden
-layer of at most MOST_HIDDEN units, about the paper's for 2048 inputs. Memory holds the inputs of
-one layer at a time, for `TrainConfig.tokens` tokens and the tokens of the test.
+and the models that it uses have router inputs of 2048 or more values. Greenroom's networks have
+ReLU, and a hidden layer of at most 1024 units, about as many as the paper's have for 2048 inputs.
+Memory holds the inputs of one layer at a time, for `TrainConfig.tokens` tokens and the tokens of
+the test.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class TrainingResult(NamedTuple):
 
 
 def hidden_size(inputs: int, experts: int) -> int:
-    """Return the hidden size with which a predictor network has about PARAMETERS parameters."""
+    """Return a predictor network's hidden size, for about 2 million parameters at most.
+
+    It is a multiple of 16, from 16 to 1024.
+    """
     hidden = PARAMETERS // (inputs + experts + 1) // HIDDEN_STEP * HIDDEN_STEP
     return min(max(hidden, HIDDEN_STEP), MOST_HIDDEN)
 

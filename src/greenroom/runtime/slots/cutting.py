@@ -82,7 +82,7 @@ class Cutting:
         return unit >= self.channels or unit * per % self.channels == 0
 
     def cut(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
-        """Cut intermediate channels out of a tensor of an uncut expert.
+        """Return the part of an uncut expert's tensor for a range of intermediate channels.
 
         The channels are `first` to `end` - 1.
         """

@@ -71,7 +71,7 @@ class HostSlots(SlotPool):
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
         """Write a chunk of an expert into a slot in host memory (see `SlotPool.write`).
 
-        The planes of a nested expert are joined after its last chunk.
+        A nested expert is stored as two 4-bit planes, which are joined after its last chunk.
         """
         target = self.bytes(slot)
         _copy(target, copies, data, start)
@@ -79,9 +79,10 @@ class HostSlots(SlotPool):
             self._plane_joiner.count_bytes(slot, target, copies, data.size)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Copy the planes of an expert's low-precision copy into the exact expert's slot.
+        """Copy to a nested expert's slot the bytes that its int4 copy shares.
 
-        `copy` has the bytes of the copy's slot. The other planes have to be read from the store.
+        A nested expert is int8, stored as two 4-bit planes; one of them is the int4 copy's codes.
+        `copy` has the bytes of the copy's slot. The other plane has to be read from the store.
         """
         assert self._plane_joiner is not None
         _copy(self.bytes(slot), self._plane_joiner.from_copy(layer), copy, 0)

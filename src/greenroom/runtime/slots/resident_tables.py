@@ -19,7 +19,7 @@ SlotTables: TypeAlias = "array[int]"
 class ResidentTables:
     """Tables in which compiled code finds the cache slots of resident experts.
 
-    `request_counts` has the number of requests of each expert; compiled code adds to these numbers.
+    `request_counts` has how often each expert was used; compiled code adds to these numbers.
     """
 
     def __init__(self, scheduler: Scheduler, request_counts: Ints) -> None:
@@ -28,14 +28,14 @@ class ResidentTables:
         self._tables: SlotTables
 
     def steps(self, layer: int, find: Callable[[SlotTables], Sequence[int]]) -> int | None:
-        """Serve consecutive MoE layers from `layer` on, while all chosen experts are resident.
+        """Compute consecutive MoE layers by `find`, while all chosen experts are resident.
 
-        `find(tables)` gets the tables of the first layer. It looks up the slots of the chosen
-        experts, records their use in the tables, and returns the number of experts of each layer,
-        up to the first layer with an expert that is not resident.
+        `find(tables)` gets the tables of the first layer, `layer`. It looks up the slots of the
+        chosen experts, records their use in the tables, and computes the layers up to the first one
+        with an expert that is not resident. It returns each layer's number of experts.
 
-        Returns the number of layers served; None, without a call of `find`, if the scheduler has to
-        decide (see `AllResident`).
+        Returns the number of layers computed; None, without a call of `find`, if the scheduler has
+        to decide (see `AllResident`).
         """
         if (path := self._scheduler.all_resident_path) is None:
             return None

@@ -67,7 +67,8 @@ class SlotPool(Slots):
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
         """Write the bytes that an expert shares with its low-precision copy to the expert's slot.
 
-        Only slots in host memory that join nested experts support this.
+        Only slots in host memory support this, for nested experts: those that are stored as two
+        4-bit planes, one of which is the copy.
         """
         raise AssertionError("these slots cannot join nested experts: use HostSlots")
 
@@ -78,9 +79,9 @@ class SlotPool(Slots):
         """
 
     def fitting_capacity(self, capacity: int) -> int:
-        """Return how many slots fit in the memory of `capacity` slots: at most `capacity`.
+        """Return the largest number of slots that takes at most the memory of `capacity` slots.
 
-        The number is lower if a pool frees memory only in larger units.
+        It is below `capacity` if a pool frees memory only in larger units than a slot.
         """
         return capacity
 
@@ -89,10 +90,11 @@ class SlotPool(Slots):
 
 
 def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
-    """Return the part of a contiguous copy that lies in a range of an extent.
+    """Return which bytes of a range are copied to which bytes of a slot.
 
-    The range has `nbytes` bytes from byte `start` of the extent on. Returns two slices: the part
-    within this range, and the part within the slot. Returns None if there is no overlap.
+    The range has `nbytes` bytes from byte `start` on of an extent (a contiguous byte range of a
+    file); the copy must be contiguous. Returns two slices: of the range, and of the slot. Returns
+    None if the copy takes none of the range's bytes.
     """
     begin, end = max(copy.source, start), min(copy.source + copy.nbytes, start + nbytes)
     if begin >= end:

@@ -65,11 +65,11 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A read buffer aligned for direct reads, which grows to its largest request.
+    """A read buffer aligned for direct reads, which grows for larger reads.
 
     The buffer lies in pages of 2 MiB if the system has them: the disk then writes to a few long
-    runs of memory instead of a thousand short ones, up to twice as fast (docs/log/). Alternatively
-    `memory` is the caller's.
+    runs of memory instead of a thousand short ones, up to twice as fast (docs/log/). A caller that
+    passes `memory` has that memory used instead.
     """
 
     def __init__(

@@ -25,10 +25,13 @@ def stamp_of(file: str | int) -> Stamp:
 
 
 class Stamps:
-    """The stamps (inode, size, modification time) of a checkpoint's files, to detect changes."""
+    """The stamps of a checkpoint's files, to detect changes.
+
+    A stamp is a file's device, inode, size and modification time.
+    """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
-        """Record the size and modification time of each file.
+        """Record the present stamp of each file.
 
         Raises CheckpointError if a file cannot be found.
         """

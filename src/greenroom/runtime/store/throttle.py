@@ -11,9 +11,9 @@ MOST_OVERSLEPT = 0.001  # seconds; a later wake-up means that the thread was not
 class Throttle:
     """A simulated link that carries one chunk after another at `bandwidth` bytes a second.
 
-    The throttle is thread-safe. A thread sleeps until its chunk, and all chunks requested before,
-    would have been carried. A sleep lasts longer than requested; the thread's next request is dated
-    back by the excess, up to a millisecond, so a single thread reaches the bandwidth too.
+    The throttle is thread-safe. A thread sleeps until its chunk, and all chunks before it, would
+    have been carried. A sleep lasts longer than planned. The thread's next chunk counts as begun
+    earlier by the excess, up to a millisecond, so a single thread reaches the bandwidth too.
     `bandwidth` may be set while no chunk is carried.
     """
 
@@ -25,9 +25,9 @@ class Throttle:
     def carry(self, nbytes: int, early: float = 0.0) -> None:
         """Sleep until the simulated link would have carried `nbytes` bytes.
 
-        The sleep ends `early` seconds before that time, in which the caller copies the bytes. So
-        the copy counts as part of the transfer, as on a link that writes bytes while it carries
-        others.
+        The sleep ends `early` seconds before that time: the caller copies the bytes in the
+        meantime. So the copy counts as part of the transfer, as on a link that writes bytes while
+        it carries others.
         """
         if self.bandwidth == float("inf"):
             return

@@ -71,7 +71,7 @@ class RemoteBackend:
     def _first_model(self) -> str:
         models = self._json("GET", "/v1/models").get("data")
         if not (isinstance(models, list) and models and isinstance(models[0], dict)):
-            raise GreenroomError(f"{self._url}: the server has no model in /v1/models")
+            raise GreenroomError(f"{self._url}: the server lists no models: name one as MODEL")
         return str(models[0].get("id"))
 
     def _body(self, messages: Messages) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Admission:
     def release(self, sequence: Sequence, keep: bool) -> None:
         """Free the KV-cache memory that an ended request had reserved.
 
-        With `keep`, its keys and values go to the prefix cache.
+        With `keep`, the request's keys and values go to the prefix cache.
         """
         self.reserved -= sequence.max_kv_bytes
         cache, sequence.cache = sequence.cache, None

@@ -13,9 +13,9 @@ SHARE = 0.25  # default share of the memory that the expert cache could use
 def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     """Return the byte limit of all requests' KV caches together, from `--kv-memory`.
 
-    The default is enough for `max_batch` full contexts. With `--memory`, the default is at most a
-    quarter of the memory that the expert cache could use, and at least one full context. A request
-    is admitted only if its greatest length fits, so that none is ever preempted.
+    The default limit is enough for `--max-batch` full contexts. If `--memory` is given, it is at
+    most a quarter of the memory that the expert cache could use, but at least one full context. A
+    request is admitted only if its greatest length fits, so that no request is ever preempted.
 
     BudgetError if the limit is smaller than one full context, larger than `--memory` allows, or a
     share without `--memory`.

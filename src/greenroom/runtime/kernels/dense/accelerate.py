@@ -206,8 +206,8 @@ def linear_forward(
     stored: a matrix in its checkpoint's encoding, to use instead of the module's weight
     rounded: round the weights of `stored` to the module's type before use
 
-    The compiled code computes rows of the module's type. The original forward, or torch's product
-    with the decoded matrix, computes other inputs.
+    The compiled code computes contiguous inputs in the dtype of the weight. The original forward,
+    or torch's product with the decoded matrix, computes other inputs.
     """
     parameters, original = module._parameters, type(module).forward
     weight, bias = parameters["weight"], parameters["bias"]
@@ -329,7 +329,7 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
 
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
-    """Make a compiled RMSNorm forward for few rows of the module's own type."""
+    """Make a compiled RMSNorm forward for few input rows in the weight's dtype."""
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()

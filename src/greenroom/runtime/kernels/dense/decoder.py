@@ -152,8 +152,8 @@ class FusedDecoderLayer:
     def accepts(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Check that compiled code can compute a call of the decoder layer.
 
-        The layer's submodules must be unchanged and without hooks, and x must be one token of the
-        layer's type.
+        The layer's submodules must be unchanged and without hooks, and x must be one token in
+        the layer's dtype.
         """
         return self._parts_check.passes() and self.attention.accepts(
             x,

@@ -85,12 +85,13 @@ def find_sublayers(
 ) -> tuple[str, str, str] | None:
     """Find the names of a decoder layer's norms and MLP or MoE block.
 
-    The layer must compute, in its own type,
+    The layer must compute, in the dtype of its input x,
 
         y = x + attention(norm(x)); y + block(other_norm(y))
 
-    `attention` is the name of its attention, `norms` are the names of submodules that may be its
-    norms. Return (first norm, second norm, block), or None if the layer computes anything else.
+    `attention` is the name of the layer's attention, `norms` are the names of submodules that may
+    be its norms. Return (first norm, second norm, block), or None if the layer computes
+    anything else.
     """
     return _find_at_all_scales(
         lambda draw: _find_sublayers(layer, attention, norms, draw), hidden, dtype

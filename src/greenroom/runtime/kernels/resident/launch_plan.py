@@ -39,7 +39,8 @@ STEP = TABLES + STEP_INDEX - 1
 class PatchedArgument(NamedTuple):
     """A kernel argument that changes for each token.
 
-    Its value is bases[base] + offset + per_token * (number of tokens in the layer's KV cache).
+    Its value is a sum: number `base` of the token's own values (such as the address of its hidden
+    state), `offset`, and `per_token` times the number of tokens in the layer's KV cache.
     """
 
     target: int  # index in the copies

@@ -60,9 +60,9 @@ def panels(kind, w, ld, K, N, block, carry, x, out, cells):
     """Multiply one row with a transposed weight matrix, reading along the matrix's rows.
 
     Computes out[:N] = x[:K] @ w, or adds the product to out if `carry` is not 0. N is a multiple of
-    the vector length. The tiles of `axpys` would touch a new page of memory for every few cache
-    lines.
+    the vector length.
     """
+    # The tiles of `axpys` would touch a new page of memory for every few cache lines.
     if carry == 0:
         for n in range(N):
             put(F, out, n, F)

@@ -70,7 +70,8 @@ class IntegerProduct:
     def vectors(self) -> int:
         """Return the number of vectors of packed inputs that one iteration reads.
 
-        They are two for int16 inputs, else four of bytes, then sums for offsets and for minima.
+        int16 inputs take two vectors. Inputs as two int8 take four, and further vectors of sums
+        if the encoding has an offset or minima.
         """
         if not self.order:
             return 2

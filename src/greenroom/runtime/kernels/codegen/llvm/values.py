@@ -196,7 +196,7 @@ class Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
     def below(self, lanes: int = LANES) -> Value:
-        """Make a mask of a vector's first lanes, whose number this int64 value is."""
+        """Make a mask of a vector's first n lanes; this int64 value is n."""
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
 
     # Numbers of a weight type, as float32.
