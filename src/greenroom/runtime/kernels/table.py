@@ -21,7 +21,7 @@ GPU_KERNEL = "triton"  # imported when it is used: only GPUs need its library
 
 
 def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
-    """Describe an expert kernel: its name, and which layers the eager kernel computes."""
+    """Return an expert kernel's name, and why the eager kernel computes some layers."""
     reasons = (
         {layer.fallback_reason for layer in layers} - {""}
         if isinstance(chosen, CpuKernel)

@@ -44,8 +44,8 @@ class NestedLayout:
     planes: the planes of each matrix
     from_copy: copies from the slot of the expert's int4 copy to the expert's slot, for experts of
         which only the remainder is fetched
-    totals: how many bytes complete an expert that is read from an extent (a byte range of a file):
-        those of both planes, or of the remainder only; by the copies that write the extent's bytes
+    totals: number of bytes after which an expert is complete, for a read of both planes and for a
+        read of the remainder only; the keys are the copies that write the bytes of such a read
     """
 
     planes: tuple[MatrixPlanes, ...]

@@ -67,7 +67,7 @@ class TritonMatrix:
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
-        """Describe a weight matrix of an MoE layer's experts to Triton programs."""
+        """Make the constant Triton kernel arguments for an MoE layer's weight matrix."""
         codes, scales = weight.parts[0], weight.parts[-1]
         code, scale = codes.dtype, scales.dtype
         rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)

@@ -35,12 +35,12 @@ class IntegerProduct:
     One iteration of its loop takes `unit` inputs of a row.
 
     terms:  function of (row, index of the iteration's first input, vectors of the packed inputs,
-            number of inputs left, None for a complete iteration) that returns terms of the sums
+            number of inputs left; None: a complete iteration) that returns terms of the sums
     shift:  a row has one float32 scale for 2^shift inputs
     order:  the iteration's inputs in the order of the codes' bytes, if inputs are stored as two
             int8; empty if inputs are int16
     offset, factor: a weight is scale * factor * (code - offset), minus its minimum if there is one
-    separate_halves: have the first and the last half of `order` different sums?
+    separate_halves: are the first and the last half of `order` summed separately?
     minima: has the encoding minima, one for 32 inputs?
     paired: do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after another on processors for which that is faster?

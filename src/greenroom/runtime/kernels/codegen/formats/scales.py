@@ -36,8 +36,8 @@ class Row:
     """The addresses of a row of quantised weights and its scales, in LLVM code.
 
     codes:  the row's codes
-    ready:  memory for the scales in float32; minima, if any, one for each scale, follow after
-            inputs / 8 bytes
+    ready:  memory for the scales in float32; the minima, if the encoding has them, begin
+            inputs / 8 bytes later
     inputs: number of the row's elements
     scale:  the row's first scale, if scales are a separate tensor
     share:  number of groups of 32 inputs with one scale, if that differs between models

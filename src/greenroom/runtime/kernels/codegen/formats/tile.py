@@ -49,9 +49,10 @@ class Iteration:
     """LLVM code of one loop iteration of a product with quantised weights.
 
     unit:       number of inputs of an iteration
-    parts:      function of (x, index of the first input, number of inputs left or None) that yields
-                parts; a part returns terms of a row's sums; all rows compute a part before the next
-    order:      index of the sum in each lane of a vector
+    parts:      function of (x, index of the first input, number of inputs left; None: a complete
+                iteration) that yields functions of a row; each returns terms to add to the row's
+                sums, and is called for all rows before the next
+    order:      the lanes of a vector of sums, in the order of the inputs
     paired:     do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after the other?
     beyond:     distance in bytes of a second prefetch, beyond the next rows
