@@ -135,7 +135,8 @@ TRACES ?= ../shared/traces
 papers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
-	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic moepic_start \
+	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic \
+		moepic_start moepic_motivation moepic_systems moepic_tau \
 		promoe_skew prediction task_sets consistency batches hebf; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"

@@ -4,9 +4,8 @@
 
 As benchmarks/split.py: an expert computes in 1 ms, the rest of a layer in 1 ms, and an expert is
 carried in --ratio ms; Algorithm 1 is given the first half of the tokens, the second half is
-timed. `w/o SP` guesses at random: each guess is right as often as chance is. The scheduler learns
-that such guesses are not worth a transfer and begins next to none of them, so this is a run without
-prefetching (the last column says how many were begun). `w/o LCP` evicts at random, `w/o CCA` has
+timed. The ablation prefetches as the paper does, down the ranks of all experts while there is time
+(`--prefetch-rule all`). `w/o SP` ranks at random. `w/o LCP` evicts at random, `w/o CCA` has
 equal budgets and cuts every expert in the middle; as in the paper's Table 3, factors are of the
 whole. A ratio of 0 (`prefetch only`) cannot be had: an eighth stays at least; `cache only` is whole
 experts without prefetching.
@@ -26,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # after this folder: both have 
 from split import CHUNK, EXPERT, costs, halves
 
 from common import options, table  # isort: skip
+from greenroom.core.config.scheduler import NO_OPTIONS, with_options
 from greenroom.core.cost import Costs
 from greenroom.plan.configurator import LayerAllocation, TokenLatency, configure, layer_statistics
 from greenroom.plan.sizing import predicted_activity
@@ -65,16 +65,20 @@ def ablation(
 ) -> None:
     """Table 3."""
     chance = trace.top_k / float(trace.experts_per_layer.mean())
-    guesses = f"noisy-oracle:accuracy={chance:.3f}"
+    predicted, guesses = (
+        f"{args.prefetch},width=all",
+        f"noisy-oracle:accuracy={chance:.3f},width=all",
+    )
+    by_rank = with_options(NO_OPTIONS, prefetch_rule="all")
     equal = {"scope": "per-layer", "split": 0.5}
     rows, first = [], None
     for label, prefetch, evicts, way in (
-        ("MoEpic", args.prefetch, "lcp", layer_curves),
+        ("MoEpic", predicted, "lcp", layer_curves),
         ("w/o SP", guesses, "lcp", layer_curves),
-        ("w/o LCP", args.prefetch, "random", layer_curves),
-        ("w/o CCA", args.prefetch, "lcp", equal),
+        ("w/o LCP", predicted, "random", layer_curves),
+        ("w/o CCA", predicted, "lcp", equal),
     ):
-        result = timed(trace, capacity, machine, prefetch, evicts, args.seed, **way)
+        result = timed(trace, capacity, machine, prefetch, evicts, args.seed, config=by_rank, **way)
         pair = float(np.mean(result.times.ttft)), float(np.mean(result.times.gaps))
         first = first or pair
         factors = [f"{a / b:.2f}" for a, b in zip(pair, first, strict=True)]

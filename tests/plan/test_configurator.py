@@ -70,6 +70,25 @@ def test_algorithm_1_step_by_step():
     assert [(each.cached, each.ratio) for each in configuration] == [(2, 0.625), (1, 0.75)]
 
 
+def test_with_given_ratios_only_budgets_move():
+    """Halves: V = 1 holds the tops of 2 experts, V = 1.25 those of 2 and half of another's hits.
+
+    H = (0.4, 0.6, 0.8) and (1, 1, 1), K = 1, nothing predicted: m = H(V / 0.5) / 2 = 0.3 and 0.5;
+    missed 0.7 * 4 and 0.5 * 4, hidden 0.3 and 0.5. With 1.25: m = (0.6 + 0.8) / 2 / 2 = 0.35.
+    Layer 1 loses nothing down to V = 0.5: two steps are taken, and in layer 0 nothing remains.
+    """
+    layers = [unpredicted(0.4, 0.6, 0.8), unpredicted(1.0, 1.0, 1.0)]
+    halves = [0.5, 0.5]
+    first, second = expert_split(layers, [1.0, 1.0], SECONDS, halves)
+    assert (first.cached, first.ratio, first.loaded) == (2, 0.5, pytest.approx(0.3))
+    assert (first.exposed, second.exposed) == (pytest.approx(2.5), pytest.approx(1.5))
+    assert expert_split(layers, [1.25, 1.0], SECONDS, halves)[0].loaded == pytest.approx(0.35)
+    chosen = configure(layers, 2.0, SECONDS, zeta=0.125, ratios=halves)
+    assert [each.budget for each in chosen] == [1.5, 0.5]
+    assert [each.ratio for each in chosen] == halves
+    assert [each.cached for each in chosen] == [3, 1]
+
+
 @given(st.integers(0, 10_000), st.floats(0.3, 5.0), st.sampled_from([0.01, 0.05, 0.2]))
 @settings(max_examples=40, deadline=None)
 def test_never_worse_than_uniform_and_within_the_budget(seed, budget, zeta):

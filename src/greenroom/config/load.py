@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from greenroom.amounts import Amount, bytes_check
 from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, parse_device
-from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
 
@@ -108,6 +108,10 @@ class LoadConfig(SchedulerConfig):
         if self.memory is not None and self.cache is not None:
             raise UsageError("--memory and --cache exclude each other: use one of them")
         SchedulerConfig.__post_init__(self)
+        if self.tau != TAU and self.split != "auto":
+            raise UsageError(
+                f"--tau has an effect only with --split auto, got --split {self.split}: give both"
+            )
         if self.host_memory is not None and self.device == "cpu":
             raise UsageError(
                 "--host-memory is for a GPU, but --device is cpu: use --memory alone, or"

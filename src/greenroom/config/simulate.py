@@ -9,7 +9,7 @@ from pathlib import Path
 from greenroom.amounts import Amount
 from greenroom.config.tables import SYSTEMS
 from greenroom.core.config.base import VALUE
-from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UnknownName, UsageError
 from greenroom.option import (
     INEXACT,
@@ -151,6 +151,8 @@ class SimulateConfig(SchedulerConfig):
                 "--split auto takes shares from a model's earlier runs, which a simulation does not"
                 " have: give a share as 0.5, or a file of `greenroom trace budgets`"
             )
+        if self.tau != TAU and self.system is None:
+            raise UsageError("--tau has an effect only with --system moepic: give both")
         self._check_policies()
         for each in options_in(self):
             if each.metadata["group"] == TIME or each.name in TIMED:

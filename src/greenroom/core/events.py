@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from greenroom.core.pieces import Ints
 
 if TYPE_CHECKING:  # it imports Numba, which the command line does not wait for
+    from greenroom.core.cache.scope import Scope
     from greenroom.core.policy import Rows, Weights
 
 HOST = -1  # the host's processor; devices are numbered from 0
@@ -106,10 +107,12 @@ class Resized:
 
     capacity: the new number of slots, counted in unsplit experts
     ahead:    how many slots prefetches may borrow at a time; None keeps the present number
+    scope:    how layers divide the slots; None keeps the present scope
     """
 
     capacity: int
     ahead: int | None = None
+    scope: Scope | None = None
 
 
 @dataclass(slots=True)

@@ -79,6 +79,11 @@ class Split:
         return cls(tops, tuple(nbytes - top for top in tops), secondary_slots)
 
     @property
+    def ratios(self) -> tuple[float, ...]:
+        """Return the share of an expert in its top segment, for each layer."""
+        return tuple(a / (a + b) for a, b in zip(self.tops, self.bottoms, strict=True))
+
+    @property
     def unsplit_bytes(self) -> int:
         """Return the bytes of a slot that fits any unsplit expert.
 

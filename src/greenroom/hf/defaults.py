@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from greenroom.config import LoadConfig, changed_options, scope_of, split_of
 from greenroom.core.cache.scope import Scope, least_capacity
+from greenroom.core.config.scheduler import TAU
 from greenroom.core.layout import Catalog
 from greenroom.core.machine import machine_name
 from greenroom.core.pieces import Split
@@ -14,7 +15,7 @@ from greenroom.hf.history.split_counts import SplitCounts
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import split_experts
-from greenroom.plan.configurator import TAU, TokenLatency, configure, layer_statistics
+from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
 from greenroom.plan.defaults import default_setting
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.history.routing import RoutingHistory

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,6 @@ from greenroom.errors import BudgetError, UsageError
 
 Floats = NDArray[np.float64]
 ZETA = 0.01  # share of all budget that one step moves
-TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +133,44 @@ def best_split(
     return int(cached[at]), float(ratio[at]), float(loaded[at])
 
 
+def given_split(
+    layer: LayerStatistics, budget: float, window: float, latency: TokenLatency, ratio: float
+) -> tuple[int, float, float]:
+    """Compute what a layer with a given split ratio loads in time (MoEpic, equation 10).
+
+    Arguments and result are those of `best_split`. A fraction of a cached expert counts in
+    proportion, so that a small change of the budget has an effect.
+    """
+    cached = min(float(layer.experts), budget / ratio)
+    below = int(cached + 1e-9)
+    above, share = min(below + 1, layer.experts), max(0.0, cached - below)
+    hits = (1 - share) * layer.hits[below] + share * layer.hits[above]
+    both = layer.predicted_hits[1:]
+    part = 1 - ((1 - share) * both[:, below] + share * both[:, above]) * ratio
+    done = np.cumsum(part * latency.load) <= window
+    ahead = float((part * layer.accuracy[1:] * done).sum())
+    return below, ratio, min(layer.top_k, layer.top_k * float(hits) * ratio + ahead)
+
+
 def expert_split(
-    layers: Sequence[LayerStatistics], budgets: Sequence[float] | Floats, latency: TokenLatency
+    layers: Sequence[LayerStatistics],
+    budgets: Sequence[float] | Floats,
+    latency: TokenLatency,
+    ratios: Sequence[float] | None = None,
 ) -> list[LayerAllocation]:
     """Choose each layer's split of experts (MoEpic's function ExpertSplit).
 
     `budgets` are the sizes of the layers' caches in experts. The layers must be in the model's
-    order, since each one determines the prefetch window of the next.
+    order, since each one determines the prefetch window of the next. With `ratios`, one for each
+    layer, the splits are these.
     """
     window, allocations = latency.head + latency.attention, []
-    for layer, budget in zip(layers, budgets, strict=True):
-        cached, ratio, loaded = best_split(layer, budget, window, latency)
+    each = [None] * len(layers) if ratios is None else ratios
+    for layer, budget, fixed in zip(layers, budgets, each, strict=True):
+        if fixed is None:
+            cached, ratio, loaded = best_split(layer, budget, window, latency)
+        else:
+            cached, ratio, loaded = given_split(layer, budget, window, latency, fixed)
         hide = loaded * latency.moe / layer.top_k
         miss = (layer.top_k - loaded) * latency.load
         window = latency.moe - min(hide, miss) + latency.attention
@@ -154,24 +181,30 @@ def expert_split(
 
 
 def configure(
-    layers: Sequence[LayerStatistics], budget: float, latency: TokenLatency, zeta: float = ZETA
+    layers: Sequence[LayerStatistics],
+    budget: float,
+    latency: TokenLatency,
+    zeta: float = ZETA,
+    ratios: Sequence[float] | None = None,
 ) -> list[LayerAllocation]:
     """Divide a budget of experts among layers and choose split ratios (MoEpic's VramAllocation).
 
     `budget` is the size of the cache in experts. The search starts from equal budgets, and moves a
-    share `zeta` of the total budget in each step. UsageError for a zeta outside (0, 1), BudgetError
-    for a budget that is not above 0.
+    share `zeta` of the total budget in each step. With `ratios` (one for each layer, as in a cache
+    whose slots have their sizes already) only budgets are chosen. UsageError for a zeta outside (0,
+    1), BudgetError for a budget that is not above 0.
     """
     if not 0 < zeta < 1:
         raise UsageError(f"--zeta must be above 0 and below 1, got {zeta:g}")
     if budget <= 0:
         raise BudgetError(f"the cache must have more than 0 slots, got {budget:g}")
+    split = partial(expert_split, layers, latency=latency, ratios=ratios)
     step = zeta * budget
     budgets = np.full(len(layers), budget / len(layers))
     while True:
-        now = expert_split(layers, budgets, latency)
-        larger = expert_split(layers, budgets + step, latency)
-        smaller = expert_split(layers, np.maximum(budgets - step, 1e-9), latency)
+        now = split(budgets)
+        larger = split(budgets + step)
+        smaller = split(np.maximum(budgets - step, 1e-9))
         gains = np.array([a.exposed - b.exposed for a, b in zip(now, larger, strict=True)])
         losses = np.array([b.exposed - a.exposed for a, b in zip(now, smaller, strict=True)])
         receiver = int(np.argmax(gains))
@@ -182,7 +215,26 @@ def configure(
         moved = budgets.copy()
         moved[receiver] += step
         moved[donor] -= step
-        after = expert_split(layers, moved, latency)
+        after = split(moved)
         if sum(each.exposed for each in after) >= sum(each.exposed for each in now):
             return now
         budgets = moved
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of a cache's slots among layers by Algorithm 1, with given split ratios.
+
+    capacity: slots, counted in unsplit experts
+    ratios:   each layer's share of an expert in its top segment; 1 if its experts are not split
+    """
+
+    capacity: int
+    latency: TokenLatency
+    ratios: tuple[float, ...]
+
+    def __call__(self, activity: Activity) -> tuple[float, ...]:
+        """Return each layer's cache size in experts, for counts of used and predicted experts."""
+        layers = layer_statistics(activity)
+        chosen = configure(layers, float(self.capacity), self.latency, ratios=self.ratios)
+        return tuple(float(each.budget) for each in chosen)

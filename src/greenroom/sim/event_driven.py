@@ -23,16 +23,22 @@ from greenroom.core.counts import Counts
 from greenroom.core.events import Pinned
 from greenroom.core.pieces import SECONDARY_SLOTS_PER_CHOICE, Pieces, Split
 from greenroom.core.policy import Arrays, Policy
-from greenroom.core.predictor import PassStart
+from greenroom.core.predictor import PassStart, Shape
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
-from greenroom.predictors import OFF
+from greenroom.predictors import OFF, PredictorSetup, predictor
 from greenroom.sim.approximation import CopySizes, check_weights, tail_weights_of
 from greenroom.sim.clock import Clock, TraceStep
-from greenroom.sim.foresight import foresight_of, teach_predictor
+from greenroom.sim.foresight import (
+    CountedForesight,
+    Divide,
+    Reconfiguration,
+    foresight_of,
+    teach_predictor,
+)
 from greenroom.sim.timed import Floats, SimulatedTimes, learned_by_policy, times_by_request
 from greenroom.trace import Trace
 from greenroom.trace import stream as to_stream
@@ -65,6 +71,9 @@ class EventOptions:
     nested:      whether experts are int8 and contain their copies
     stay:        ids of experts that are never evicted once they are in the cache
     history:     an earlier trace, from which policy and predictor have learned; the cache is empty
+    tau:         decoded tokens after which the slots are divided among layers anew, between two
+                 requests; 0: never
+    divide:      computes this division from the experts that were used and predicted
     """
 
     scope: Scope = "shared"
@@ -80,6 +89,8 @@ class EventOptions:
     nested: bool = False
     stay: Sequence[int] = ()
     history: Trace | None = None
+    tau: int = 0
+    divide: Divide | None = None
 
     @property
     def approximation(self) -> Approximation | None:
@@ -181,9 +192,14 @@ def simulate_events(
         return scheduler
 
     foresight = None if prefetch == OFF else _foresight(trace, prefetch, options)
+    reconfiguration = _reconfiguration(trace, foresight, options)
+    if reconfiguration is not None:
+        foresight = reconfiguration.counted
     trace_passes = passes(trace, stream, tail_weights=options.approximation is not None)
     clock = Clock(new_scheduler(), costs, foresight)
-    spent = _simulate_passes(trace_passes, clock, new_scheduler if options.reset else None)
+    spent = _simulate_passes(
+        trace_passes, clock, new_scheduler if options.reset else None, reconfiguration
+    )
     view = clock.scheduler.view
     counts = view.counted()
     times = SimulatedTimes(
@@ -203,15 +219,29 @@ def _foresight(trace: Trace, prefetch: str, options: EventOptions) -> Foresight:
     return foresight
 
 
+def _reconfiguration(
+    trace: Trace, foresight: Foresight | None, options: EventOptions
+) -> Reconfiguration | None:
+    """Build what divides the slots anew between requests, and counts predictions for it."""
+    if not options.tau or options.divide is None:
+        return None
+    shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
+    chosen = foresight.predictor if foresight else predictor(OFF).build(PredictorSetup(shape))
+    counted = CountedForesight(chosen, trace.offsets.tolist())
+    return Reconfiguration(counted, options.tau, options.divide, options.scope)
+
+
 def _simulate_passes(
     passes: Iterator[tuple[PassStart, list[TraceStep]]],
     clock: Clock,
     new_scheduler: Callable[..., Scheduler] | None,
+    reconfiguration: Reconfiguration | None,
 ) -> Floats:
     """Simulate the forward passes of a trace in turn; return the seconds of each pass.
 
     If requests begin with an empty cache, `new_scheduler` builds the scheduler of each request but
     the first. It continues the learned state and the counts of the scheduler before.
+    `reconfiguration` divides the slots among layers between requests.
     """
     spent, request = [], 0
     for at, steps in passes:
@@ -219,6 +249,8 @@ def _simulate_passes(
             before = clock.scheduler
             before.empty(clock.now)
             clock.restart(new_scheduler(after=before))
+        if reconfiguration is not None and at.request != request:
+            reconfiguration.between_requests(clock)
         request, begin = at.request, clock.now
         clock.begin(at)
         for step in steps:

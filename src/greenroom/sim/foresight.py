@@ -1,16 +1,30 @@
-"""Expert predictors in a simulation: computed from a trace, or replayed from recordings."""
+"""Expert predictors in a simulation: computed from a trace, or replayed from recordings.
+
+MoEpic divides the cache's slots among layers anew every tau tokens (Algorithm 1, lines 8 to 10),
+from what was used and predicted. `CountedForesight` counts, `Reconfiguration` applies a division
+that a function computes, so this module knows no algorithm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import TypeAlias
 
-from greenroom.core.predictor import LayerRouting, PassStart, Shape
+from greenroom.core.activity import Activity
+from greenroom.core.cache.scope import Scope
+from greenroom.core.events import Predicted, Resized
+from greenroom.core.pieces import Ints
+from greenroom.core.predictor import LayerRouting, PassStart, Predictor, Shape
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, PredictorChoice, PredictorSetup, predictor
-from greenroom.sim.clock import TraceStep
+from greenroom.sim.clock import Clock, TraceStep
 from greenroom.trace import Trace
+
+# The experts that were used and predicted so far -> each layer's cache size.
+Divide: TypeAlias = Callable[[Activity], tuple[float, ...]]
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
@@ -109,3 +123,54 @@ def teach_predictor(
             assert step.chosen is not None
             earlier.routed(LayerRouting(step.layer, step.chosen))
     foresight.predictor.restore(earlier.predictor.state())
+
+
+class CountedForesight(Foresight):
+    """A predictor whose predictions, and the experts of decoded tokens, are counted.
+
+    activity: the counts so far, which go on over all requests
+    """
+
+    def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:
+        super().__init__(predictor, offsets)
+        self.activity = Activity([b - a for a, b in pairwise(offsets)])
+        self._first = tuple(offsets)
+        self._expected: dict[int, Ints] = {}
+        self._in_prompt = False
+
+    def begin(self, at: PassStart) -> list[Predicted]:
+        """Begin a forward pass; returns predictions of its first layers' experts."""
+        self._in_prompt = at.prefill
+        return self._note(super().begin(at))
+
+    def routed(self, routing: LayerRouting) -> list[Predicted]:
+        """Count the experts that a router chose; returns predictions for later layers."""
+        if not self._in_prompt:
+            expected = self._expected.pop(routing.layer, None)
+            for row in routing.experts:
+                self.activity.token(routing.layer, row, expected)
+        return self._note(super().routed(routing))
+
+    def _note(self, events: list[Predicted]) -> list[Predicted]:
+        self._expected |= {each.layer: each.experts - self._first[each.layer] for each in events}
+        return events
+
+
+class Reconfiguration:
+    """Divides the slots of a simulated cache among layers every `tau` decoded tokens."""
+
+    def __init__(self, counted: CountedForesight, tau: int, divide: Divide, scope: Scope) -> None:
+        self.counted, self._scope = counted, scope
+        self._tau, self._divide, self._due = tau, divide, tau
+
+    def between_requests(self, clock: Clock) -> None:
+        """Divide the slots anew, if tau tokens were decoded since the last division.
+
+        A cache that was emptied and built again gets the last division again.
+        """
+        tokens, scheduler = int(self.counted.activity.tokens.min()), clock.scheduler
+        if tokens >= self._due:
+            self._due = tokens + self._tau
+            self._scope = self._divide(self.counted.activity)
+        if scheduler.view.scope != self._scope:
+            clock.send(Resized(scheduler.capacity, scope=self._scope))

@@ -138,6 +138,7 @@ class Study(EventOptions):
         Event-driven simulation excludes policies that must know the whole trace beforehand.
         """
         parts = self.split is not None or self.approximation is not None
+        parts |= bool(self.tau) and self.divide is not None
         wide = self.host > 0 or self.devices > 1 or self.history is not None
         return wide or parts or self.config.proposes()
 

@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 
 import greenroom
 from greenroom.core.cache.state import group_sizes
+from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.events import Pinned
 from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageError
 from greenroom.hf import defaults
 from greenroom.hf.attach.attach import Greenroom
@@ -26,6 +29,8 @@ from greenroom.hf.memory.split import nearest, split_experts
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.pack.packing import pack
+from greenroom.plan import configurator
+from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import RoutingHistory
 from tests.hf.check.test_parity import ids
 from tests.hf.pack.rig import fill
@@ -317,3 +322,75 @@ def test_verify_splits_experts_too():
     verdict = verify(str(packed()), "30%", tokens=4)
     assert verdict.identical
     assert sum("experts split at" in check for check, _ in verdict.checks) == 2
+
+
+@pytest.mark.parametrize("shares", [None, 0.75], ids=str)
+def test_slots_are_divided_anew_every_tau_tokens_between_requests(monkeypatch, shares):
+    """Layer 0 uses random experts, layer 1 always the same two: layer 0 gets more. Same bits."""
+    monkeypatch.setattr(
+        split_counts, "latency_of", lambda driver, head: TokenLatency(1e-3, 1e-3, head, 1.0)
+    )
+    want, _ = logits(source(), capacity=64)
+    skeleton = ModelSkeleton.of(packed())
+    catalog, split = skeleton.catalog, None
+    if shares is not None:
+        catalog, split = split_experts(catalog, shares, 2)
+    model = skeleton.load()
+    config = SchedulerConfig(tau=40, split="auto")
+    setup = ModelSetup(catalog, 7, "lcp", "per-layer", split, counts_split=True, config=config)
+    model.greenroom = attached = Greenroom(model, setup)
+    counts, view = attached._split_counts, attached.driver.scheduler.view
+    random = np.random.default_rng(0)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+
+    def answer() -> torch.Tensor:
+        out = model.generate(ids(1, 7), return_dict_in_generate=True, **options)
+        return torch.cat(out.logits)
+
+    def count(tokens: int) -> None:
+        for _ in range(tokens):
+            counts.activity.token(0, random.choice(catalog.experts_per_layer[0], 2, replace=False))
+            counts.activity.token(1, np.array([0, 1]))
+
+    try:
+        equal = view.group_sizes()
+        assert torch.equal(answer(), want)
+        count(30)  # 33 tokens with those of the answer
+        assert torch.equal(answer(), want)
+        assert view.group_sizes() == equal
+        count(10)
+        attached.reconfigure(idle=False)  # a request is computed
+        assert view.group_sizes() == equal
+        assert torch.equal(answer(), want)
+        first, second = view.group_sizes()
+        assert first > equal[0]
+        assert second < equal[1]
+        assert torch.equal(answer(), want)  # less than tau tokens later: as it was
+        assert view.group_sizes() == [first, second]
+        attached.resize("60%")  # the new division holds for another capacity
+        assert view.group_sizes()[0] > view.group_sizes()[1]
+        assert torch.equal(answer(), want)
+    finally:
+        attached.detach()
+
+
+def test_slots_that_pinned_experts_need_are_not_given_away(monkeypatch, caplog):
+    monkeypatch.setattr(
+        split_counts, "latency_of", lambda driver, head: TokenLatency(1e-3, 1e-3, head, 1.0)
+    )
+    few = [SimpleNamespace(budget=each) for each in (9.0, 1.0)]
+    monkeypatch.setattr(configurator, "configure", lambda *args, **options: few)
+    skeleton = ModelSkeleton.of(packed())
+    model = skeleton.load()
+    config = SchedulerConfig(tau=1, split="auto")
+    setup = ModelSetup(skeleton.catalog, 10, "lcp", "per-layer", counts_split=True, config=config)
+    model.greenroom = attached = Greenroom(model, setup)
+    try:
+        attached.driver.send(Pinned(skeleton.catalog.offsets[1] + np.arange(2)))
+        for layer in range(2):
+            attached._split_counts.activity.token(layer, np.array([0, 1]))
+        attached.reconfigure()
+        assert attached.driver.scheduler.view.group_sizes() == [5, 5]
+        assert "--split auto does not divide the slots among layers anew: 2 pinned" in caplog.text
+    finally:
+        attached.detach()

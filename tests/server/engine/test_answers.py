@@ -194,3 +194,15 @@ def test_a_prompt_waits_for_others_as_long_as_batch_delay(served: Any) -> None:
     for each in [s.ask(draw(6, seed), 2) for seed in (2, 3, 4)]:  # no place is left to wait for
         each.end()
     assert time.monotonic() - begin < 0.99
+
+
+def test_slots_are_divided_anew_only_while_the_engine_is_idle(served: Any, monkeypatch) -> None:
+    """After each round the cache is told whether a request waits or runs: at the end none does."""
+    s, told = served(), []
+    monkeypatch.setattr(s.engine.greenroom, "reconfigure", lambda idle: told.append(idle))
+    for recorder in [s.ask(draw(4, seed), 6) for seed in range(2)]:
+        recorder.end()
+    s.close()
+    assert len(told) >= 6
+    assert told[-1]
+    assert not any(told[:5])

@@ -276,7 +276,7 @@ class Cache:
         """Replace the set of experts that are never evicted once they are resident.
 
         BudgetError if the new set would take all slots of a slot group."""
-        self._check_pinned(self.sizes, pieces)
+        self.check_pinned(self.sizes, pieces)
         self.state.pinned[self.pinned_set] -= 1
         self.pinned_set = np.sort(pieces)
         self.state.pinned[self.pinned_set] += 1
@@ -286,10 +286,10 @@ class Cache:
 
         BudgetError if the pinned experts would take all slots of a slot group."""
         sizes = group_sizes(self.pieces, capacity, self.scope)
-        self._check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
+        self.check_pinned(sizes, self.pinned_set if pinned_set is None else pinned_set)
         return sizes
 
-    def _check_pinned(self, sizes: Sequence[int], pinned_set: Ints) -> None:
+    def check_pinned(self, sizes: Sequence[int], pinned_set: Ints) -> None:
         of_groups = np.bincount(self.state.group_of[pinned_set], minlength=len(sizes))
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
             if count >= size:

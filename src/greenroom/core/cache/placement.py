@@ -9,7 +9,12 @@ from collections.abc import Collection, Sequence
 
 from greenroom.core.cache.buffer import BorrowedSlot, PrefetchBuffer
 from greenroom.core.cache.cache import Cache
-from greenroom.core.cache.reshape import initial_tier_slots, kinds_of, reshape
+from greenroom.core.cache.reshape import (
+    check_new_scope,
+    initial_tier_slots,
+    kinds_of,
+    reshape,
+)
 from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.secondary import SecondarySlots
 from greenroom.core.events import Action, Trim
@@ -27,6 +32,7 @@ class Placement:
     capacity:   the number of slots, counted in unsplit experts
     target_capacity: the requested number of slots; it differs from `capacity` until a resize is
                      applied
+    resizing:   whether a requested resize, or another scope, is still to be applied
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Placement:
         self.home_device: list[int] = pieces.home_device.tolist()  # the device of each piece
         self._kinds = kinds_of(self.cache)
         self.target_capacity, self._ahead = capacity, ahead
+        self.resizing = self._rescoped = False
         self._set_capacity(capacity)
         self.buffer = PrefetchBuffer(self._borrow_limit())
 
@@ -145,24 +152,24 @@ class Placement:
 
     # ---- resizing
 
-    @property
-    def resizing(self) -> bool:
-        """Tell whether a requested resize of the cache is not applied yet."""
-        return self.target_capacity != self.capacity
-
     def _set_capacity(self, capacity: int) -> None:
         """Set the number of slots, in unsplit experts."""
         self.capacity = capacity
         # Every expert has a slot, once it has been loaded.
         self.holds_all = self.cache.capacity >= len(self.pieces) and not self.secondary
 
-    def resize(self, capacity: int, ahead: int | None) -> None:
-        """Request another capacity of the cache, which `apply_resize` applies later.
+    def resize(self, capacity: int, ahead: int | None, scope: Scope | None = None) -> None:
+        """Request another capacity or scope of the cache, which `apply_resize` applies later.
 
-        `ahead` is the number of slots that prefetches may borrow at a time; None keeps the present
-        number. The limit of borrowed slots changes at once.
+        `ahead` is the number of slots that prefetches may borrow at a time. None keeps the present
+        number, or scope. The limit of borrowed slots changes at once. UsageError or BudgetError for
+        an impossible scope.
         """
+        if scope is not None:
+            check_new_scope(self.cache, capacity, scope)
+            self.cache.scope, self._rescoped = scope, True
         self.target_capacity = capacity
+        self.resizing = self._rescoped or capacity != self.capacity
         if ahead is not None:
             self._ahead = ahead
         self.buffer.size = self._borrow_limit()
@@ -174,6 +181,7 @@ class Placement:
         """
         self.tier_slots, moves = reshape(self.cache, self.tier_slots, self.target_capacity)
         self._set_capacity(self.target_capacity)
+        self.resizing = self._rescoped = False
         return [*moves, Trim(self.capacity)]
 
     def _borrow_limit(self) -> int:

@@ -12,8 +12,11 @@ from itertools import pairwise
 import numpy as np
 
 from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import Scope
+from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Move
 from greenroom.core.pieces import Ints
+from greenroom.errors import UsageError
 
 
 def kinds_of(cache: Cache) -> int:
@@ -64,6 +67,20 @@ def reshape(cache: Cache, tier_slots: Ints, capacity: int) -> tuple[Ints, list[M
     for slot in np.flatnonzero(fresh < 0).tolist():
         fresh[slot] = free[int(initial[slot]) % kinds].pop()
     return fresh, moves
+
+
+def check_new_scope(cache: Cache, capacity: int, scope: Scope) -> None:
+    """Check that the slots of a cache can be divided among layers in another way.
+
+    Only layers with slots of their own can get other numbers: UsageError otherwise, BudgetError if
+    the capacity or the pinned experts do not allow the division.
+    """
+    if "shared" in (cache.scope, scope):
+        raise UsageError(
+            "a cache whose layers share all slots cannot be divided among them later, nor the other"
+            " way round: choose --scope when the model is loaded"
+        )
+    cache.check_pinned(group_sizes(cache.pieces, capacity, scope), cache.pinned_set)
 
 
 def initial_tier_slots(cache: Cache) -> Ints:

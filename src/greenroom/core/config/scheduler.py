@@ -12,13 +12,14 @@ from greenroom.core.options.cocompute import CoComputeConfig
 from greenroom.core.options.demand_order import DemandOrderConfig
 from greenroom.core.options.precision import PrecisionConfig
 from greenroom.errors import UsageError
-from greenroom.option import CACHE, PREFETCHING, check_options, option
+from greenroom.option import CACHE, PREFETCHING, at_least, check_options, option
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.pieces import Pieces
     from greenroom.core.plan import Option
 
+TAU = 5000  # tokens between two configurations of split experts' caches (MoEpic, section 4.1)
 Config = TypeVar("Config", bound="SchedulerConfig")
 
 
@@ -49,6 +50,13 @@ class SchedulerConfig(
         " expected to save time; top-k: as many of the likeliest as a token uses, whatever it"
         " costs; all: all predicted ones, the likeliest first",
         None, PREFETCH_RULES, group=PREFETCHING,
+    )  # fmt: skip
+
+    tau: int = option(
+        TAU, "with --split auto or the system moepic, tokens after which the slots are divided"
+        " among the layers anew, while no request is computed; 0: never (default: %(default)s)",
+        "TOKENS",
+        group=CACHE, check=at_least(0, unit="token"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:

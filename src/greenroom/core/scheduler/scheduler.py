@@ -244,7 +244,7 @@ class Scheduler:
             self._pump(actions)
         if step is not None:
             self._advance(actions)
-        if self.step is None and placement.target_capacity != placement.capacity:
+        if self.step is None and placement.resizing:
             self._try_resize(actions)
 
     def _failed(self, event: Failed, actions: list[Action]) -> None:
@@ -316,7 +316,7 @@ class Scheduler:
             transfers.start(actions, self._now)
         waits = step is not None and (step.waiting or step.awaiting_secondary)
         placement = self.placement
-        if not placement.buffer.size or waits or placement.target_capacity != placement.capacity:
+        if not placement.buffer.size or waits or placement.resizing:
             return
         if self.lookahead.candidates or self._proposers:
             busy = step.experts_on_host() if step is not None and step.on_host else ()
@@ -348,7 +348,7 @@ class Scheduler:
     def _finish(self, step: Step, actions: list[Action]) -> None:
         step.close()
         self.step = None
-        if self.placement.target_capacity != self.placement.capacity:
+        if self.placement.resizing:
             self._try_resize(actions)
         if self.transfers.busy or self.lookahead.candidates or self._proposers:
             self._pump(actions)
@@ -368,7 +368,7 @@ class Scheduler:
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """Request a resize, which waits for the current step and for prefetches under way."""
-        self.placement.resize(event.capacity, event.ahead)
+        self.placement.resize(event.capacity, event.ahead, event.scope)
         self.transfers.busy = True  # slots may be borrowed again: update the pace of links
         self._try_resize(actions)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from greenroom.core.cache.learned import export_learned, restore_learned
 from greenroom.core.cache.placement import Placement
+from greenroom.core.cache.reshape import check_new_scope
 from greenroom.core.cache.scope import Scope
 from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
@@ -60,6 +61,18 @@ class StateView:
     def scope(self) -> Scope:
         """The scope of the expert cache: which layers share slots."""
         return self._placement.cache.scope
+
+    def check_scope(self, scope: Scope) -> None:
+        """Check that layers can divide the cache's slots by another scope.
+
+        UsageError or BudgetError if they cannot.
+        """
+        check_new_scope(self._placement.cache, self._placement.capacity, scope)
+
+    @property
+    def resizing(self) -> bool:
+        """Tell whether a requested resize of the cache is still pending."""
+        return self._placement.resizing
 
     @property
     def borrow_limit(self) -> int:

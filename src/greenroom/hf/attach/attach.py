@@ -89,9 +89,7 @@ class Greenroom:
         self._gate_inputs = predictors.capture_inputs() if predictors else None
         key = setup.fingerprint if setup.remember else ""
         history = files.load_routing(key) if key else None
-        self._split_counts = (
-            SplitCounts(setup.catalog.offsets, history) if setup.counts_split else None
-        )
+        self._split_counts = SplitCounts.of(setup, history)
         records_routing = key and files.is_enabled() and not model.config.is_encoder_decoder
         self._recent_routing = (
             RecentRouting(setup.catalog.offsets, history) if records_routing else None
@@ -122,6 +120,8 @@ class Greenroom:
             self.bindings.bind(model, self._gate_inputs, on_routing)
             self.hooks.install(model)
             self._head_timer = HeadTimer(model) if setup.counts_split else None
+            if self._split_counts is not None:
+                self.hooks.between_requests = self.reconfigure
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
             self.hooks.check_weights = module_guard.make_address_check(model, modules, compiled)
@@ -223,6 +223,14 @@ class Greenroom:
             for task in setup.pins.tasks.values():
                 self.driver.scheduler.view.check_capacity(fewest, task.experts)
             self.hooks.observers.append(TaskPins(setup.pins, self.driver))
+
+    def reconfigure(self, idle: bool = True) -> None:
+        """Divide the slots among layers anew every tau tokens, with `--split auto`.
+
+        Nothing happens unless the model is `idle`, between two requests.
+        """
+        if idle and self._split_counts is not None and self._head_timer is not None:
+            self._split_counts.reconfigure(self.driver, self._head_timer.seconds)
 
     def warm_up(self) -> None:
         """Fill the cache with the experts that earlier runs used most, before any prompt.

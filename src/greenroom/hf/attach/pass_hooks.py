@@ -59,6 +59,7 @@ class PassHooks:
         self._setup, self._driver, self._bindings = setup, driver, bindings
         self.observers = observers
         self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
+        self.between_requests: Callable[[], None] = lambda: None  # not where prompts are announced
         self._request, self._tokens = 0, 0
         self._new_prompts: int | None = None  # as announced for the next pass
         self._trial = False  # passes of a trial are not reported
@@ -149,6 +150,7 @@ class PassHooks:
             self._request, self._new_prompts = self._request + self._new_prompts, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
+            self.between_requests()
         if self._request != before:
             self.check_weights()
         prompt = max(lengths) > 1

@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 from greenroom.core.activity import Activity
 from greenroom.core.events import Predicted
 from greenroom.core.predictor import Ids
-from greenroom.plan.configurator import TokenLatency
+from greenroom.errors import BudgetError
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.plan.configurator import Division, TokenLatency
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.runtime.driver.driver import Driver
 
@@ -86,10 +88,13 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
 class SplitCounts:
     """Counts of the experts that decoded tokens use, and of those that were predicted.
 
-    They continue the counts of earlier runs if `history` has some.
+    They continue the counts of earlier runs if `history` has some. Every `tau` tokens they allow
+    another division of slots among layers; never if tau is 0.
     """
 
-    def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
+    def __init__(
+        self, offsets: Sequence[int], history: RoutingHistory | None, tau: int = 0
+    ) -> None:
         self._offsets = tuple(offsets)
         self.activity = Activity(np.diff(offsets).tolist())
         self._expected: dict[int, Ids] = {}
@@ -102,6 +107,19 @@ class SplitCounts:
                     "--split auto ignores the expert counts of earlier runs: %s",
                     error,
                 )
+
+        self._tau, self._due = tau, int(self.activity.tokens.min()) + tau
+
+    @classmethod
+    def of(cls, setup: ModelSetup, history: RoutingHistory | None) -> SplitCounts | None:
+        """Return the counts for a run with `--split auto`; None for another run.
+
+        A `--scope` that the user gave is never changed.
+        """
+        if not setup.counts_split:
+            return None
+        config = setup.config
+        return cls(setup.catalog.offsets, history, config.tau if config.scope == "shared" else 0)
 
     def predicted(self, event: Predicted) -> None:
         """Store a layer's predicted experts, likeliest first, until its router has chosen."""
@@ -122,6 +140,30 @@ class SplitCounts:
         n = self.activity.experts[layer]
         for row in experts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
+
+    def reconfigure(self, driver: Driver, head: float) -> bool:
+        """Divide the cache's slots among layers by Algorithm 1, if tau tokens were counted.
+
+        This is MoEpic's lines 8 to 10, to be called while nothing is computed. Split ratios stay,
+        because with others the slots would have other sizes. `head` is the mean time of the output
+        head, in seconds. Returns whether the slots were divided anew.
+        """
+        counted, view = int(self.activity.tokens.min()), driver.scheduler.view
+        if not self._tau or counted < self._due or view.scope == "shared" or driver.all_have_slots:
+            return False
+        self._due, latency = counted + self._tau, latency_of(driver, head)
+        if latency is None:
+            return False
+        split, capacity = driver.pieces.split, driver.scheduler.capacity
+        ratios = (1.0,) * driver.pieces.layers if split is None else split.ratios
+        scope = Division(capacity, latency, ratios)(self.activity)
+        try:
+            view.check_scope(scope)
+        except BudgetError as error:
+            log.warning("--split auto does not divide the slots among layers anew: %s", error)
+            return False
+        driver.resize(capacity, scope)
+        return True
 
     def state(self, driver: Driver, head: float) -> Arrays | None:
         """Return the expert counts and latencies to save for later runs.

@@ -53,6 +53,7 @@ def load(
     predictor: str | None = None,
     no_guard: bool = False,
     prefetch_rule: str = "value",
+    tau: int = 5000,
     context: int = 4096,
     kv: str = "dynamic",
     readers: int = 2,
@@ -71,10 +72,9 @@ def load(
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
     policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
-    device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
-    host_memory: with a GPU, the limit for the process in host memory
+    device, host_memory: auto, cpu, cuda, "cuda:0,cuda:1", fake; with a GPU, limit in host memory
     scope, pin: slots: shared by layers, per-layer, "N,N,...", a file; file of experts never evicted
-    split: share of each packed expert that stays in the cache: off, auto, "0.5", "N,N,...", a file
+    split, tau: share of each packed expert in the cache: off, auto, "0.5", ...; tokens to a change
     prefetch: predictor of the experts to read early: auto, off, next-gate, learned, markov, ...
     predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower
     prefetch_rule: which predicted experts to read early: value (what saves time), top-k, all

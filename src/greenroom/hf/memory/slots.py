@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from greenroom.config import Amount
+from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
@@ -22,7 +23,7 @@ from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested_planes import PlaneJoiner
-from greenroom.runtime.slots.tier import MultiPoolTier, SlotPool, Tier
+from greenroom.runtime.slots.tier import MultiPoolTier, Sizes, SlotPool, Tier
 from greenroom.runtime.store.disk import Chunk
 
 Chunks = Sequence[tuple[Chunk, ...]]
@@ -131,13 +132,17 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     elif split is not None:
         strides, most = list(split.tops), [b - a for a, b in pairwise(pieces.offsets)]
 
-    def sizes(capacity: int) -> list[int]:
-        if split is not None:
-            return [*group_sizes(pieces, capacity, setup.scope), split.secondary_slots]
-        if copies is not None:
-            return [sum(group_sizes(pieces, capacity, setup.scope)), copies.secondary_slots]
-        return pieces.slots_per_device(capacity)
+    def sizes_for(scope: Scope) -> Sizes:
+        def sizes(capacity: int) -> list[int]:
+            if split is not None:
+                return [*group_sizes(pieces, capacity, scope), split.secondary_slots]
+            if copies is not None:
+                return [sum(group_sizes(pieces, capacity, scope)), copies.secondary_slots]
+            return pieces.slots_per_device(capacity)
 
+        return sizes
+
+    sizes = sizes_for(setup.scope)
     counts = sizes(setup.capacity)
     if split is not None:
         strides, most = [*strides, max(split.bottoms)], [*most, split.secondary_slots]
@@ -159,7 +164,9 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
     return (
-        MultiPoolTier(slot_pools, setup.capacity, sizes) if len(slot_pools) > 1 else slot_pools[0]
+        MultiPoolTier(slot_pools, setup.capacity, sizes, sizes_for)
+        if len(slot_pools) > 1
+        else slot_pools[0]
     )
 
 

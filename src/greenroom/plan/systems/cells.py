@@ -17,8 +17,12 @@ from greenroom.core.activity import Activity
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.config.scheduler import option_names, with_options
 from greenroom.errors import UsageError
-from greenroom.plan.configurator import TokenLatency
-from greenroom.plan.sizing import CacheConfiguration, predicted_activity, slots_with_fewest_misses
+from greenroom.plan.configurator import Division, TokenLatency
+from greenroom.plan.sizing import (
+    CacheConfiguration,
+    predicted_activity,
+    slots_with_fewest_misses,
+)
 from greenroom.plan.systems.table import System
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.predictors.helpers.kind import ALL, WIDTH
@@ -214,10 +218,13 @@ def sized_study(
         return replace(study, scope=sizes), ()
     latency = TokenLatency.of(study.costs, study.expert_bytes, study.trace.top_k)
     best = CacheConfiguration.of(activity(), capacity, latency)
-    unsplit = replace(study, scope=best.scope)
+    division = Division(capacity, latency, (1.0,) * study.trace.layers)
+    unsplit = replace(study, scope=best.scope, tau=study.config.tau, divide=division)
     if best.split is None or user_options.get("split") is not None or not can_split(study):
         return unsplit, ()
     pieces = split_pieces(study.trace, study.expert_bytes, best.split)
     if capacity < least_capacity(pieces, best.scope):
         return unsplit, (f"Algorithm 1's splits, which need more than {capacity} slots",)
-    return replace(unsplit, split=best.split), ()
+    assert pieces.split is not None
+    divide = replace(division, ratios=pieces.split.ratios)
+    return replace(unsplit, split=best.split, divide=divide), ()

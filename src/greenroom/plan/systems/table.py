@@ -284,6 +284,8 @@ def part_of(option: str, value: Any) -> str | None:
         return APPROXIMATION_OPTIONS[0]
     if option == "scope":  # a name is an option of every row; sizes of layers are a part
         return None if value in SCOPES else option
+    if option == "tau":  # how often the slots of split experts are divided anew
+        return "split"
     return option if option in ("pin", "split", "co_compute", "predictor") else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from greenroom.core.cache.scope import Scope
 from greenroom.core.events import (
     HOST,
     Action,
@@ -255,19 +256,18 @@ class Driver:
             self._begin_exclusive()
             self._handle(event)
 
-    def resize(self, capacity: int) -> None:
+    def resize(self, capacity: int, scope: Scope | None = None) -> None:
         """Change the number of cache slots for experts, and wait until the cache has them.
 
         Raises DeviceError if the memory is too small; the number of slots then stays."""
         with self._step_lock:
             self._begin_exclusive()
-            if capacity == self.scheduler.capacity:
+            if capacity == self.scheduler.capacity and scope is None:
                 return
-            if capacity > self.slots.capacity:
-                self.slots.trim(capacity)
-            self._handle(Resized(capacity))
+            self.slots.grow(capacity, scope)
+            self._handle(Resized(capacity, scope=scope))
             with self._changed:  # prefetches in flight land first
-                while self.scheduler.capacity != capacity:
+                while self.scheduler.view.resizing:
                     self._actions.wait()
         least, most = self.capacity_range
         self.capacity_range = min(least, capacity), max(most, capacity)

@@ -8,8 +8,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from greenroom.core.cache.scope import Scope
 from greenroom.core.layout import Copy, TensorSpec
 from greenroom.errors import DeviceError
+
+Sizes: TypeAlias = Callable[[int], list[int]]  # capacity -> slots of each pool
 
 
 class Slots(Protocol):
@@ -78,6 +81,14 @@ class SlotPool(Slots):
         Raises DeviceError if the memory has no room for added slots.
         """
 
+    def grow(self, capacity: int, scope: Scope | None = None) -> None:
+        """Add slots before the cache is resized to a capacity; `trim` follows the resize.
+
+        scope: how layers divide the slots, which is another number of slots in pools of layers
+        """
+        if capacity > self.capacity:
+            self.trim(capacity)
+
     def fitting_capacity(self, capacity: int) -> int:
         """Return the largest number of slots that takes at most the memory of `capacity` slots.
 
@@ -116,13 +127,18 @@ class MultiPoolTier:
 
     Pools may have slots of different sizes. With n pools, slot s of the tier is slot s // n of pool
     s % n. `sizes(capacity)` returns the number of slots of each pool of a cache for `capacity`
-    experts.
+    experts; `sizes_for(scope)` is such a function for another division of slots among layers.
     """
 
     def __init__(
-        self, pools: Sequence[SlotPool], capacity: int, sizes: Callable[[int], list[int]]
+        self,
+        pools: Sequence[SlotPool],
+        capacity: int,
+        sizes: Sizes,
+        sizes_for: Callable[[Scope], Sizes] | None = None,
     ) -> None:
         self.pools, self.capacity, self._sizes = tuple(pools), capacity, sizes
+        self._sizes_for = sizes_for
 
     def at(self, slot: int) -> tuple[SlotPool, int]:
         count = len(self.pools)
@@ -154,6 +170,18 @@ class MultiPoolTier:
                     pool.trim(had)
             raise
         self.capacity = capacity
+
+    def grow(self, capacity: int, scope: Scope | None = None) -> None:
+        """Add slots before the cache is resized to a capacity, or divided by another scope.
+
+        Pools that will have fewer slots keep them until `trim`, which follows the resize.
+        """
+        if scope is not None and self._sizes_for is not None:
+            self._sizes = self._sizes_for(scope)
+            for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
+                pool.grow(size)
+        elif capacity > self.capacity:
+            self.trim(capacity)
 
     def fitting_capacity(self, capacity: int) -> int:
         most = [

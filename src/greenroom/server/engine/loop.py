@@ -265,6 +265,7 @@ class ContinuousEngine:
             for sequence, logits in self.passes.run(shares):
                 self._answer(sequence, logits)
         self._drop_ended()
+        self.greenroom.reconfigure(idle=not (self._running or self._waiting))
         return True
 
     def _prepare(self, sequence: Sequence) -> None:
