@@ -1,8 +1,8 @@
 """A slow, failing store, and slots filled with NaN until an expert arrives.
 
-`--read-limit` reads through the store, to imitate a slower disk; tests inject its errors. The
-device `fake` has both, to show that results do not depend on when and in which order experts
-arrive.
+With `--read-limit`, experts are read through this store, which imitates a slower disk. Its errors
+are for tests. The device `fake` has such a store and such slots, to show that results do not depend
+on when and in which order experts arrive.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def chunk_room(chunk: Chunk) -> int:
-    """Return the bytes of memory that a direct read of an expert's chunk needs.
+    """Return how many bytes of memory a direct read of an expert's chunk needs.
 
     Direct reads begin and end at multiples of 4 KiB.
     """
@@ -159,7 +159,7 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Return the bytes of a staging slot and of a cache slot in host memory.
+    """Return the sizes in bytes of a staging slot and a cache slot in host memory.
 
     Slots contain bytes as they are on disk. A staging slot has room for the largest chunk of an
     expert, a cache slot for the largest expert.

@@ -25,8 +25,9 @@ class Stats(Mapping[str, Any]):
     slot_bytes: bytes of a slot
     passes: forward passes
     expert_requests: experts used by MoE layers, each distinct expert of a layer's pass counted once
-    expert_hits, hit_ratio: requests whose expert was completely in a slot when its layer began:
-        resident in the cache, or prefetched to a borrowed slot; and their share of all requests
+    expert_hits: expert requests whose expert was completely in a slot when its layer began, either
+        resident in the cache or prefetched to a borrowed slot
+    hit_ratio: share of the expert requests that were hits
     bytes_read: bytes of experts read from disk
     stall_s: seconds in which MoE layers only waited for experts; `stalls` has them by cause
     peak_rss_bytes: the most resident memory (RSS) that the process has had since it began

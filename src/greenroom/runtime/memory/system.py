@@ -21,7 +21,7 @@ _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory available to this process.
+    """Return how many bytes of memory are available to this process.
 
     This is the smallest of the machine's available memory and the free memory of the process's
     cgroups.
@@ -65,7 +65,7 @@ def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> lis
 
 
 def rss_bytes() -> int:
-    """Return the bytes of memory that this process and its helper processes hold.
+    """Return how many bytes of memory this process and its helper processes hold.
 
     Helper processes are the living children. Of this process all resident pages count, also those
     of mapped library files; of a helper process anonymous and shared-memory pages count. A memory

@@ -14,7 +14,7 @@ BODY_BYTES = 6  # for each byte of the largest bodies, as objects
 
 
 def overhead_bytes(context: int, serve: ServeConfig) -> int:
-    """Return the bytes of `--memory` that are set aside for HTTP bodies and prompt texts.
+    """Return how many bytes of `--memory` are set aside for HTTP bodies and prompts.
 
     The memory of the process that renders chat templates is included.
     """

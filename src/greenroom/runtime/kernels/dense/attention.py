@@ -327,8 +327,8 @@ class _TrialCache:
 def matches_class(attention: OneTokenAttention, rotary: int) -> bool:
     """Check that a compiled attention forward equals its module class's, up to rounding.
 
-    Both compute random inputs: small ones, and large ones, on which a cap on scores or values would
-    show. `rotary` is the number of rotated elements of a head.
+    Both are called with small and large random inputs: if one forward caps scores or values, the
+    outputs for large inputs differ. `rotary` is the number of rotated elements of a head.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -194,7 +194,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters, buffers and encoded dense matrices.
+    """Return the size in bytes of a model's parameters, buffers and encoded matrices.
 
     A tensor that several modules share counts once. Tensors on the meta device do not count.
     """
@@ -231,7 +231,7 @@ def expanded_bytes(model: nn.Module) -> int:
 
 
 def product_scratch(columns: int) -> int:
-    """Return the bytes of scratch memory that a product with an encoded matrix needs."""
+    """Return how many bytes of scratch memory a product with an encoded matrix needs."""
     return 8 * FRAME_ARGUMENTS + 12 * columns + 4096
 
 

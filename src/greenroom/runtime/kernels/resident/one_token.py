@@ -185,7 +185,7 @@ class OneTokenExperts:
 
     @property
     def stride(self) -> int:
-        """Return the bytes of scratch memory that experts need per thread."""
+        """Return how many bytes of scratch memory experts need per thread."""
         return self._plan.scratch
 
     def scratch(self, stride: int) -> int:

@@ -173,7 +173,8 @@ class TritonStep(base.KernelStep):
     def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Copy the tiles of an expert group to the GPU.
 
-        The first copy includes the step's routing. Return the tiles as a vector of 4 numbers each.
+        The first copy includes the step's routing. Return the tiles as one vector, with
+        4 numbers for each tile.
         """
         tiles, device = self.make_tiles(experts, slots).ravel(), self.plan.device
         if self.tokens is not None:

@@ -41,9 +41,9 @@ class AnswerDelta:
 class AnswerEnd:
     """The end of an answer: why the answer ended, and its stop string.
 
-    `reason` is stop, length or tool_calls; for an answer that was cancelled, ran out of time or
-    failed, it is the reason of `finished`. `stop` is the stop string that ended the answer, if one
-    did.
+    `reason` is stop, length or tool_calls. For an answer that was cancelled, ran out of time or
+    failed, it is the reason in the engine's event `finished`. `stop` is the stop string that
+    ended the answer, if one did.
     """
 
     reason: str

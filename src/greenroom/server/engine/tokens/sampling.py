@@ -42,10 +42,10 @@ class Settings:
 
     @classmethod
     def of(cls, requested: Sampling, defaults: Any) -> Settings:
-        """Complete requested settings with `defaults`, the model's generation config.
+        """Return requested settings, completed by `defaults`, the model's generation config.
 
-        Without do_sample in `defaults`, only its repetition_penalty is used, and the answer is
-        greedy unless a temperature is requested. UsageError for invalid values.
+        If do_sample is not true in `defaults`, only its repetition_penalty is used, and the answer
+        is greedy unless a temperature is requested. UsageError for invalid values.
         """
         check(requested)
         samples = bool(getattr(defaults, "do_sample", False))

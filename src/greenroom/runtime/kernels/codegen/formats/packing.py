@@ -37,7 +37,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
 
 
 def packed_bytes(encoding: str, inputs: int) -> int:
-    """Return the bytes of an input row of `inputs` numbers that is packed as integers."""
+    """Return the size in bytes of an input row of `inputs` numbers, packed as integers."""
     form = INTEGER_PRODUCTS[encoding]
     units = -(-inputs // form.unit)
     return LINE * (units * form.vectors + 1) + 4 * units * (form.unit >> form.shift)

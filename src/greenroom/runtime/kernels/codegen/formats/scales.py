@@ -85,11 +85,10 @@ def prepare_in_vectors(
 ) -> None:
     """Write a row's scales as float32, one vector of LANES scales at a time.
 
-    value(at, left) returns the scales from index `at` on; `left` is None if all lanes exist. The
-    last vector overlaps with the one before. Only if there are fewer scales than lanes, `left` is
-    their number. Even then the store is not masked, since a load soon after a masked store waits
-    for the store.
+    value(at, left) returns a vector of scales from index `at` on. `left` is None, but if the row
+    has fewer scales than LANES, it is their number. The last vector overlaps with the one before.
     """
+    # No store is masked: a load soon after a masked store waits for the store.
 
     def put(at: Value, left: Value | None) -> None:
         row.put(at, value(at, left), left)

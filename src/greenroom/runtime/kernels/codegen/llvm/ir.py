@@ -356,7 +356,7 @@ def address_of(typingctx, pointer):
 
 @intrinsic
 def size_of(typingctx, kind):
-    """Return the bytes of one weight of a weight type."""
+    """Return the size in bytes of one weight of a weight type."""
     return inline(_INT(kind), lambda witness: witness.constant(SIZE[kind], I64))
 
 
