@@ -2,8 +2,8 @@
 
 The host's kernel computes from slots in host memory, on a copy of the layer's inputs. The host's
 outputs are merged with the GPU's before the GPU sums over a token's experts, in ascending order of
-their ids, like every kernel. On the fake device both kernels are the same, so the result is bit for
-bit that of the device alone; a real GPU's matrix products round differently from a CPU's.
+their ids, as every kernel does. On the fake device both kernels are the same, so the result is bit
+for bit that of the device alone; a real GPU's matrix products round differently from a CPU's.
 """
 
 from __future__ import annotations

@@ -159,10 +159,10 @@ class HostMemory:
 
 
 def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
-    """Return the sizes in bytes of a staging slot and a cache slot in host memory.
+    """Return the sizes in bytes of a staging slot and of a cache slot.
 
-    Slots contain bytes as they are on disk. A staging slot has room for the largest chunk of an
-    expert, a cache slot for the largest expert.
+    The slots are in host memory, and contain bytes as they are on disk. A staging slot has room for
+    the largest chunk of an expert, a cache slot for the largest expert.
     """
     return (
         max(chunk_room(chunk) for each in chunks for chunk in each),

@@ -12,8 +12,8 @@ channels. So an expert can be cut between blocks into segments that are computed
 without changing a bit.
 
 The eager kernel computes layers without a compiled product (`LayerExperts.fallback_reason`), and by
-default float32 models: there only the order of summation differs from eager, and transformers'
-`grouped_mm`, which calls eager's matrix product, is nearer to eager than any other order can be.
+default float32 models. Compiled float32 code would differ from eager in the order of summation; so
+transformers' `grouped_mm`, which calls eager's matrix product, would be nearer to eager.
 """
 
 from __future__ import annotations
