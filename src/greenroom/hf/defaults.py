@@ -30,6 +30,7 @@ def apply_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int)
     """Return a run's setup with the default settings for this model and machine.
 
     room: expert slots that the settings are for, about as many as the run will have
+
     The settings (policy, scope, split, prefetch) are those that `greenroom tune` or `greenroom
     plan` stored, or else those that a quick simulation finds. The setup is returned unchanged if
     the user set one of these options, or if the settings cannot work with the setup.
@@ -90,10 +91,9 @@ def auto_split(
 ) -> tuple[Catalog, Split | None, Scope]:
     """Split experts for `--split auto`: return their catalog, sizes, and slots of each layer.
 
-    MoEpic's Algorithm 1 computes them from the expert counts of earlier runs. Until 5,000 tokens
-    were counted, experts are not split, and all layers have equally many slots (Algorithm 1, line
-    4, splits them in halves: docs/split.md says why this start is faster). Raises UsageError as
-    `split_experts` does.
+    Algorithm 1 of the MoEpic paper computes the shares and the numbers of slots from the expert
+    counts of earlier runs. Until 5,000 tokens were counted, experts are not split, and all layers
+    have equally many slots. Raises UsageError if the experts are not packed in segments.
     """
     counts = SplitCounts(catalog.offsets, history)
     enough = int(counts.activity.tokens.min()) >= TAU

@@ -1,6 +1,7 @@
 """Adapter for Switch Transformers, encoder-decoder models with one expert per token.
 
-If more than `expert_capacity` tokens choose an expert, no expert computes the tokens beyond it.
+An expert computes at most `expert_capacity` tokens. No expert computes the other tokens that chose
+it.
 """
 
 from __future__ import annotations

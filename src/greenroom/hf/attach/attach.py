@@ -210,8 +210,8 @@ class Greenroom:
         """Apply `--pin`: never evict the experts of the task that a prompt resembles.
 
         The tasks and their experts are those in the file of `--pin`. Without it, nothing happens.
-        Raises BudgetError if some task's experts leave too few slots for a step when the KV cache
-        is full.
+        Raises BudgetError if a task's experts leave too few slots to compute a token when the KV
+        cache is full.
         """
         setup = self.setup
         if setup.pins is not None:

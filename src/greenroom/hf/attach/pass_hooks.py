@@ -28,7 +28,7 @@ class Observer(Protocol):
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """Handle the start of a forward pass.
 
-        request:   number of the request that the pass belongs to
+        request:   number of the prompt, or batch of prompts, that the pass belongs to
         prompt:    whether the pass has several tokens per sequence, as a prompt has
         sequences: number of sequences in the batch
         """

@@ -111,8 +111,8 @@ def _check_passes(model: PreTrainedModel) -> None:
     """Check that a model's passes run all layers, as predictors expect; UsageError otherwise."""
     if model.config.is_encoder_decoder:
         raise UsageError(
-            f"{type(model).__name__} is an encoder-decoder model, and predictors need models whose"
-            " forward pass runs all layers: use --prefetch off"
+            f"{type(model).__name__} is an encoder-decoder model, and expert predictors work only"
+            " with decoder-only models: use --prefetch off"
         )
 
 
@@ -127,7 +127,7 @@ def _needs(chosen: Sequence[PredictorChoice], file: object) -> frozenset[str]:
         if "trace" in choice.kind.needs:
             raise UsageError(
                 f"predictor {choice.name} needs a recorded trace: it works only in"
-                " `greenroom simulate`"
+                " `greenroom simulate`: choose another with --prefetch"
             )
     return needs
 

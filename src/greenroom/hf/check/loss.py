@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 def store_loss(config: LoadConfig, quality: Quality) -> None:
     """Store the measured quality loss of approximate cache misses for later runs.
 
-    Nothing is stored if `quality` was measured without approximate misses, or with rules other than
-    thresholds of gate weights. If the file cannot be written, a warning is logged.
+    Nothing is stored if `quality` was measured without approximate misses, or if anything besides
+    thresholds of gate weights selected them. If the file cannot be written, a warning is logged.
     """
     at = config.approximation()
     if quality.approximated is None or at is None or at.other:
@@ -50,8 +50,8 @@ def store_loss(config: LoadConfig, quality: Quality) -> None:
 def stored_loss(setup: ModelSetup) -> Loss | None:
     """Return the quality loss measured with a run's options for approximate cache misses.
 
-    The result is None if the options approximate no misses or have rules other than thresholds of
-    gate weights, or if no loss was measured with them.
+    The result is None if the options approximate no misses, if anything besides thresholds of gate
+    weights selects them, or if no loss was measured with these options.
     """
     at = setup.approximation
     if at is None or at.other or not setup.fingerprint:

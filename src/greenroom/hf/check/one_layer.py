@@ -5,10 +5,10 @@ layer by layer, transformers' own code loads the layer's parameters, and its eag
 the same inputs. If all layers' outputs are equal, the logits are equal: every other module is
 transformers' own.
 
-The distance of other kernels is measured to the eager forward too. If the checkpoint stores values
-that the model's dtype cannot hold, the reference is the eager forward in float32 with the stored
-values. Otherwise the distance would be mostly the rounding of transformers, which converts the
-values to the model's dtype.
+For other kernels, the largest difference of their outputs from those of the eager forward is
+measured. If the checkpoint stores values that the model's dtype cannot hold, the reference is the
+eager forward in float32 with the stored values. Otherwise the difference would be mostly the
+rounding of transformers, which converts the values to the model's dtype.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ def quality(
              `against` the original is then the same checkpoint without them
     say:     called with a line for each stage
 
-    A forward pass has 512 tokens of the text; 64 if `kv` is not dynamic, so that later passes use
-    quantised keys; and a single one with `approximation`, as in decoding; then nothing is
-    prefetched.
+    A forward pass has 512 tokens of the text. If `kv` is not dynamic, it has 64 tokens, so that
+    later passes read quantised keys. With `approximation`, it has one token, as in decoding, and no
+    expert is prefetched.
 
     Raises UsageError if there is no original or the two models do not match, and OutputError if the
     temporary file for the original's logits cannot be written.

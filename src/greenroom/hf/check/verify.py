@@ -5,8 +5,8 @@ Three claims are checked:
 - With `kernels="eager"`, logits and greedy tokens are bit-identical to those of transformers with
   `experts_implementation="eager"`.
 - The kernels to be judged give the same bits for every cache size, with and without prefetching,
-  and in every order in which experts arrive. The reference run has every expert in memory; if the
-  model does not fit, it has the given cache.
+  and in every order in which experts arrive. The run that others are compared with has every expert
+  in memory; if the model does not fit, its cache has the size that the caller gives.
 - The layer outputs of these kernels differ from those of the eager forward at most twice as much as
   those of transformers' `grouped_mm` (one_layer.py has the details).
 """
@@ -50,8 +50,9 @@ class Verdict:
         transformers' grouped_mm, from transformers' eager: of logits, or of layer outputs if the
         entire model was not loaded
     kernels: the kernels that were judged
-    layer_differences: the same two differences of layer outputs for the same inputs. The kernels
-        are judged by these, since a router with nearly equal scores makes logits differ by a lot
+    layer_differences: largest difference from eager of the outputs of layers with equal inputs, for
+        the judged kernels and for grouped_mm. The kernels are judged by layers, since a router with
+        nearly equal scores makes logits differ by a lot
     as_stored: whether the eager layers had weights as stored, not rounded to the model's dtype
     resolution: one unit in the last place of the largest layer output
     checks: each comparison that must be bit-identical, and whether it passed
@@ -69,7 +70,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Return whether all outputs that must be bit-identical are."""
+        """Return whether all comparisons that must be bit-identical passed."""
         return all(passed for _, passed in self.checks)
 
     @property
@@ -296,5 +297,8 @@ def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> GreedyRun:
 
 
 def pass_inputs(ids: Tensor, tokens: list[int]) -> list[Tensor]:
-    """Return the token ids of each forward pass in which `greedy` decoded these tokens."""
+    """Return the token ids that enter each forward pass of `greedy`.
+
+    `ids` are the prompt's token ids [1, tokens of the prompt], and `tokens` the decoded tokens.
+    """
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

@@ -296,7 +296,7 @@ def _stored(
     if not shape or shape[-1] % block:
         raise CheckpointError(
             f"{path}: the tensor {name} has rows of {shape[-1] if shape else 0} values, but"
-            f" {ggml.name} needs a multiple of {block}"
+            f" {ggml.name} needs a multiple of {block}: download the file again"
         )
     size = prod(shape) // block * nbytes
     if ggml.name in DTYPES:  # ggml and safetensors have the same names

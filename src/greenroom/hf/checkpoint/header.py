@@ -57,7 +57,8 @@ BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch'
 class StoredTensor:
     """The file position, type and shape of one tensor on disk, plain or quantised.
 
-    file, offset, nbytes: the tensor's bytes, or its quantised codes; `file` indexes a list of paths
+    file, offset, nbytes: where the tensor's bytes or quantised codes lie: the file's index in a
+                list of paths, the first byte in the file, and the number of bytes
     dtype:      torch's name of the stored type
     shape:      the shape of the decoded tensor: [..., outputs, inputs], or [..., inputs, outputs]
                 if `transposed`
@@ -98,7 +99,8 @@ class StoredTensor:
     def rows(self, first: int, count: int) -> StoredTensor:
         """Return a range of a stored tensor's rows: `count` rows from row `first` on.
 
-        The bytes at `offset` are divided evenly among the rows; companions are left as they are.
+        The bytes at `offset` are divided evenly among the rows. The tensors of scales in
+        `companions` are unchanged.
         """
         size = self.nbytes // self.shape[0]
         shape = (count, *self.shape[1:])
@@ -170,7 +172,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
         raise CheckpointError(
             f"{path}: damaged: the tensor {name} has too many elements, or more than {MOST_AXES}"
-            " axes"
+            " axes: download the file again"
         )
     expected = -(-prod(shape) * bits // 8)
     if end - begin != expected:
@@ -193,7 +195,7 @@ def check_name(path: Path, name: str) -> None:
     if not name.isprintable() or len(name) > LONGEST_NAME:
         raise CheckpointError(
             f"{path}: {show_value(name)} is not a valid name of a tensor: a name has at most"
-            f" {LONGEST_NAME} printable characters"
+            f" {LONGEST_NAME} printable characters: download the file again"
         )
 
 

@@ -66,9 +66,9 @@ class HeadTimer:
 def latency_of(driver: Driver, head: float) -> TokenLatency | None:
     """Return MoEpic's latencies, in seconds, as measured on decoded tokens.
 
-    They are the time of a layer's attention (with all else but experts, output head and waits), of
-    a layer's experts, of the output head (`head`), and of loading one whole expert. None before the
-    first decoded token, or if no expert was loaded.
+    They are the times of a layer's attention, of its experts, of the output head (`head`), and of
+    loading one whole expert. The time of attention includes all other work of the model, but
+    no waits. None before the first decoded token, or if no expert was loaded.
     """
     meter, pieces = driver.meter, driver.pieces
     link = meter.links[-1]

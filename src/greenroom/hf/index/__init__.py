@@ -5,6 +5,6 @@ gguf_conversions  the same for GGUF files
 experts           the experts modules of a model
 catalog           makes the index, in three steps:
 columns           the checkpoint tensors of each expert
-blocks            which elements of them go where in the model's parameters
+blocks            where each element of these tensors goes in the model's parameters
 extents           the byte ranges to read, and the copies from them to memory
 """

@@ -133,7 +133,8 @@ def derive_blocks(
     sources: the expert's checkpoint tensors, to which `conversion` applies
     targets: the parameters of all experts, by full name
 
-    Returns the blocks by parameter name; they count elements, or rows if the tensors are quantised.
+    Returns the blocks by parameter name. Their positions and sizes are in elements, or in rows if
+    the tensors are quantised.
     Raises CheckpointError if the tensors' shapes do not fit the parameters, UnsupportedModel if the
     conversion moves elements too irregularly.
     """
@@ -148,7 +149,7 @@ def derive_blocks(
             raise CheckpointError(
                 f"{checkpoint.files[sources[0].stored.file]}: the shapes of one expert's tensors"
                 f" ({having}) do not fit the config, by which an expert of {full_name} has shape"
-                f" {list(shape[1:])}{got}"
+                f" {list(shape[1:])}{got}: download the model again"
             )
         sizes = [prod(part.shape) for part in sources]
         matrix: Tensor | None = numbers[0]

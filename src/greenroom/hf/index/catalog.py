@@ -173,7 +173,7 @@ class _Indexer:
                     raise CheckpointError(
                         f"{self.checkpoint.files[part.stored.file]}: the tensor {part.name} has"
                         f" shape {list(part.shape)}, but must have shape {list(other.shape)} to fit"
-                        " the model's config"
+                        " the model's config: download the model again"
                     )
             raise mixed_types_error(by_expert, conversion.targets[0], self.checkpoint.folder)
 
@@ -307,5 +307,6 @@ def _check_packed(
         if shape != each.shape:
             raise CheckpointError(
                 f"{pack.folder / HEADER}: the parameter {each.full_name} has shape {list(shape)},"
-                f" but must have shape {list(each.shape)} to fit the model's config"
+                f" but must have shape {list(each.shape)} to fit the model's config: make the pack"
+                " again"
             )

@@ -85,7 +85,7 @@ def _column(
     if len(names) != 1 or fused.shape[:1] != (experts,) or not fused.nbytes:
         raise CheckpointError(
             f"{checkpoint.files[fused.file]}: the tensor {name} has shape {list(fused.shape)},"
-            f" which does not fit the {experts} experts of the config"
+            f" which does not fit the {experts} experts of the config: download the model again"
         )
     return [SourceTensor(name, pattern, fused[e]) for e in range(experts)]
 
@@ -106,7 +106,7 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> No
     if rows % stored.unit:
         raise UnsupportedModel(
             f"{path}: the tensor {name} has {rows} outputs, which is not a multiple of"
-            f" {stored.unit}, the outputs that share a scale"
+            f" {stored.unit}, the number of outputs that share a scale"
         )
 
 
@@ -137,10 +137,10 @@ def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
         name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
         raise CheckpointError(
             f"{folder}: the tensor {name} is missing, though the config says that a layer has"
-            f" {experts} experts"
+            f" {experts} experts: download the model again"
         )
     if len(names) != experts:
         raise CheckpointError(
             f"{folder}: the checkpoint has {len(names)} tensors named like {names[-1]}, but the"
-            f" config says that a layer has {experts} experts"
+            f" config says that a layer has {experts} experts: download the model again"
         )

@@ -39,7 +39,7 @@ def gguf_conversions(
     """Find the weight conversions from GGUF tensors to a model's parameters.
 
     Returns (conversions by the full name of their first parameter, names of unused tensors), like
-    `find_conversions`. Tensors whose axes of length 1 GGUF leaves out get their axes back.
+    `find_conversions`. Axes of length 1, which GGUF leaves out, are added to the tensors.
     """
     if checkpoint.has_value_mapping:
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)

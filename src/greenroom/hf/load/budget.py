@@ -102,5 +102,5 @@ def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
 
 
 def least_slots(setup: ModelSetup) -> int:
-    """Return the fewest expert slots with which the cache can serve one token."""
+    """Return the fewest expert slots with which a token can be computed."""
     return least_capacity(pieces_of(setup), setup.scope)

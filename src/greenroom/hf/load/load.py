@@ -30,62 +30,59 @@ log = logging.getLogger(__name__)
 
 @check_keywords
 def load(
-    model: str,
-    memory: str | int | None = None,
-    cache: str | int | None = None,
-    policy: str = "auto",
-    kernels: str = "auto",
-    device: str = "auto",
-    *,
-    host_memory: str | int | None = None,
-    scope: str = "shared",
-    pin: str | None = None,
-    split: str = "off",
-    miss_precision: str = "off",
-    low_below: float | None = None,
-    low_share: str = "12.5%",
-    low_follow: bool = False,
-    skip_below: float = 0.0,
-    substitute_below: float = 0.0,
-    co_compute: str = "off",
-    demand_order: str = "id",
-    prefetch: str = "auto",
-    predictor: str | None = None,
-    no_guard: bool = False,
-    prefetch_rule: str = "value",
-    tau: int = 5000,
-    context: int = 4096,
-    kv: str = "dynamic",
-    readers: int = 2,
-    direct: str = "auto",
-    read_limit: str | int | None = None,
-    dtype: str = "auto",
-    threads: int | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model: str, memory: str | int | None = None, cache: str | int | None = None,
+    policy: str = "auto", kernels: str = "auto", device: str = "auto", *,
+    host_memory: str | int | None = None, scope: str = "shared", pin: str | None = None,
+    split: str = "off", miss_precision: str = "off", low_below: float | None = None,
+    low_share: str = "12.5%", low_follow: bool = False, skip_below: float = 0.0,
+    substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
+    prefetch: str = "auto", predictor: str | None = None, no_guard: bool = False,
+    prefetch_rule: str = "value", tau: int = 5000, context: int = 4096, kv: str = "dynamic",
+    readers: int = 2, direct: str = "auto", read_limit: str | int | None = None,
+    dtype: str = "auto", threads: int | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
     Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
 
     `model` is a Hugging Face folder, a GGUF file, a hub id (downloaded), or `demo`. Options:
+
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
+    host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
-    policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
+    context: most tokens of a prompt and its answer together
+    kv: type of the KV cache: dynamic, offloaded; fp8, int4 or int2, which change the output
+    device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
+    dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
-    device, host_memory: auto, cpu, cuda, "cuda:0,cuda:1", fake; with a GPU, limit in host memory
-    scope, pin: slots: shared by layers, per-layer, "N,N,...", a file; file of experts never evicted
-    split, tau: share of each packed expert in the cache: off, auto, "0.5", ...; tokens to a change
+    threads: number of threads that compute on the CPU
+    readers: number of threads that read experts from disk
+    direct: bypass the page cache when experts are read: auto, on, off
+    read_limit: most bytes that are read in a second, to imitate a slower disk: "50MB"
+
+    policy: eviction policy of the expert cache: auto, lru, llru, moe-infinity, ...
+    scope: division of slots among layers: shared (none), per-layer (equal), "N,N,...", a file
+    pin: file of experts that are never evicted, made by `greenroom trace hot`
+    split: share of each packed expert that is cached: off, auto, "0.5", "N,N,...", a file
+    tau: with `split="auto"`, number of tokens after which slots are divided among layers anew
     prefetch: predictor of the experts to read early: auto, off, next-gate, learned, markov, ...
-    predictor, no_guard: file of `--prefetch learned`; prefetch even if it makes tokens slower
     prefetch_rule: which predicted experts to read early: value (what saves time), top-k, all
-    context, kv: length of the KV cache in tokens; its type: dynamic, fp8, int4, int2, offloaded
-    direct, read_limit: bypass the page cache (auto, on, off); most bytes per second, as "50MB"
-    dtype: to compute in: auto (as stored), bfloat16, ...; readers, threads: that read, that compute
-    miss_precision: compute missing experts from a pack's int8 or int4 copies; changes the output
-    low_below: gate weight below which copies are computed; low_share: the copies' share of memory
-    low_follow: read the exact expert after its copy; demand_order: misses by id or hottest first
-    skip_below, substitute_below: leave out or replace missing experts; changes the output
+    predictor: file for `prefetch="learned"`, made by `greenroom train-predictor`
+    no_guard: prefetch even while it makes tokens slower
+    demand_order: order in which a layer's missing experts are read: id, or hottest (chosen by the
+        most tokens) first
     co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
+        (the last bits of the output may differ from run to run)
+
+    Options for approximate experts, which change the output:
+    miss_precision: compute missing experts from a pack's low-precision copies: off, int8, int4
+    low_below: share of a token's gate weights below which a missing expert's copy is computed
+    low_share: share of the cache's memory for low-precision copies
+    low_follow: after a copy was computed, read the exact expert for later tokens
+    skip_below: share of a token's gate weights below which a missing expert is left out
+    substitute_below: share of a token's gate weights below which another expert replaces a missing
+        one
     """
     named, every = locals(), options_in(LoadConfig)
     return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))

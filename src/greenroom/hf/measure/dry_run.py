@@ -93,17 +93,17 @@ def compute_seconds(session: Measurement) -> float:
 def wait_seconds(session: Measurement) -> float:
     """Return the mean seconds that a token waits for experts.
 
-    The sum of waits counts at most 4 ms (COOLED) for each miss: a longer wait does not make the
-    next computation any slower.
+    On average, at most 4 ms are counted for each cache miss: a longer wait does not make the next
+    computation any slower.
     """
     return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
 
 
 def wake_cost(short: Measurement, long: Measurement) -> float:
-    """Return by how many seconds each second of waiting lengthens computation, from two runs.
+    """Return by how many seconds each second of waiting lengthens computation.
 
-    The runs wait for about the same number of experts, one for longer than the other. The result is
-    a processor's `wake` cost.
+    The figure comes from two runs that wait for about the same number of experts: `long` waits
+    longer than `short`. It is stored as a processor's `wake` cost.
     """
     more = wait_seconds(long) - wait_seconds(short)
     return max(0.0, (compute_seconds(long) - compute_seconds(short)) / more) if more > 0 else 0.0

@@ -38,11 +38,12 @@ class Measurement:
     """Measurement of one benchmark setting on some prompts; times are in seconds.
 
     ttft:   time to the first token of each answer
-    gaps:   times between tokens, without those of each answer's first tokens (`settle` of `play`)
+    gaps:   times between tokens, without the first tokens of each answer, which are not counted
     tokens: token ids of the answers, the same with every setting that does not change the output
-    requests, misses, bytes_read: of the expert cache, in the decode passes of `gaps`
-    stall_s: time in which these passes waited for experts
-    busy_s:  time in which these passes' reads kept the first link (the disk) busy
+    requests, misses, bytes_read: expert requests, cache misses, and bytes that were read, in the
+            forward passes of the counted tokens
+    stall_s: time in which these forward passes waited for experts
+    busy_s:  time in which reads for these forward passes kept the disk busy
     """
 
     ttft: tuple[float, ...]

@@ -243,7 +243,7 @@ class Workspace:
 
         length: new tokens of each sequence
         tokens: all tokens of a sequence, new ones included
-        block:  tokens of a prompt that a pass computes at once; shorter passes count as so many
+        block:  tokens of a prompt that a pass computes at once; a pass with fewer counts as `block`
         """
         rows = max(batch * length, min(block, tokens))
         attention = batch * tokens * (self.context + length * self.pair)

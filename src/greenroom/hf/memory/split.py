@@ -24,7 +24,10 @@ def split_experts(
     layers = len(catalog.layers)
     each = [shares] * layers if isinstance(shares, float) else list(shares)
     if len(each) != layers:
-        raise UsageError(f"--split has {len(each)} numbers, but the model has {layers} MoE layers")
+        raise UsageError(
+            f"--split has {len(each)} numbers, but the model has {layers} MoE layers: give one"
+            " number for all layers, or one for each"
+        )
     if not isinstance(catalog, PackCatalog) or not any(x.segments for x in catalog.layouts):
         raise UsageError(
             "--split needs experts that are packed in segments: make such a pack with"

@@ -253,7 +253,8 @@ class ModelSkeleton:
         if info.conversion_errors:
             name = next(iter(info.conversion_errors))
             raise CheckpointError(
-                f"{folder}: the tensors for {name} do not have the shapes that the config says"
+                f"{folder}: the tensors for {name} do not have the shapes that the config says:"
+                " download the model again"
             )
         if info.mismatched_keys:
             name, got, expected = sorted(info.mismatched_keys)[0]

@@ -120,7 +120,7 @@ class ExpertPacker:
     target:     the layout of packed experts
     transposed: the `is_transposed` of the experts module
     where:      the name of the experts module, for messages
-    cutting:    how experts are cut into segments, if the pack has segments
+    cutting:    how experts are divided into segments, if the pack has segments
     """
 
     kind: str

@@ -28,7 +28,7 @@ class CallFormat:
 
     A call is written as `before`, the tool's name, `between`, the arguments as JSON, and `after`.
 
-    free: whether the template adds no text to an answer that calls no tool
+    free: True if the template writes an answer without a tool call exactly as its text
     """
 
     before: str

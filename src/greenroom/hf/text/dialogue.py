@@ -120,7 +120,8 @@ class Dialogue:
         """
         if not self.has_template:
             raise UsageError(
-                "this model has no chat template: send a text to complete instead of messages"
+                "this model has no chat template: instead of messages, send one text that the"
+                " model continues"
             )
         self._limit.check_messages(messages, tools)
         text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **variables)

@@ -42,7 +42,7 @@ class Adapter:
     block:       name of the transformers class whose modules are changed; "" if none are
     adapt:       function that changes one module of that class in place; it raises UnsupportedModel
                  for a config that Greenroom does not support
-    special:     remark for the table of architectures
+    special:     remark on the architecture in the list that `greenroom models` prints
     transforms:  function that filters or extends transformers' weight transforms for the model
     added:       further weight transforms, for the changed modules
     is_unused:   function that tells from a tensor's name whether the changed model ignores it
@@ -76,9 +76,10 @@ def merge_experts(
 
 
 def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
-    """Make a test of tensor names: True for experts with at least a given number.
+    """Return a function that tells which tensors belong to a model's last experts.
 
-    This number is the value of the attribute that `first` names, in the model's text config.
+    It takes a tensor's name and the model, and returns True for experts from a number on. This
+    number is an attribute of the model's text config, which `first` names.
     """
 
     def is_unused(name: str, model: PreTrainedModel) -> bool:
@@ -106,7 +107,7 @@ def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool)
 def decorate(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of an experts class, with transformers' experts decorator applied.
 
-    Call `set_interface_attributes` on each instance, since the decorator cannot know its flags.
+    Call `set_interface_attributes` on each instance: its flags are unknown to the decorator.
     """
     subclass: type[nn.Module] = use_experts_implementation(
         type(kind.__name__, (kind,), {"__module__": kind.__module__})

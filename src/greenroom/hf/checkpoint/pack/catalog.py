@@ -87,7 +87,7 @@ class PackCatalog(Catalog):
         return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
-        """Return the CRC-32 in a pack's header of an expert, expert segment or copy.
+        """Return the CRC-32 that a pack's header has for an expert, segment or copy.
 
         `piece` is its id; segments and copies have ids of their own.
         """

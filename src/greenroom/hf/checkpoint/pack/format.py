@@ -144,7 +144,7 @@ class PackHeader:
 
     @property
     def segments(self) -> int:
-        """Most segments that an expert of a pack is divided into; 1 if experts are undivided."""
+        """Largest number of segments of an expert in a pack; 1 if experts are undivided."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
@@ -272,7 +272,10 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
 
 
 def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
-    """Return a pack's layers with offsets set: one after another, after 4096 bytes."""
+    """Set the byte offsets of a pack's layers, and return these layers.
+
+    In the data file, layers follow one another after the first 4096 bytes.
+    """
     placed: list[PackLayer] = []
     end = BLOCK
     for layer in layers:
