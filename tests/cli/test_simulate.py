@@ -314,7 +314,7 @@ TIMED = {
     ),
     "a policy of the future": (
         ("--prefetch", "oracle", "--policy", "opt", "--expert-bytes", "1MB"),
-        "policy opt must know all requests beforehand",
+        "policy opt must know all expert requests beforehand",
     ),
     "an unknown processor": (("--expert-bytes", "1MB", "--processor", "tpu"), "choose one of cpu"),
     "an unknown store": (("--expert-bytes", "1MB", "--store", "tape"), "choose one of disk, host"),

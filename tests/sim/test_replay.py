@@ -72,9 +72,9 @@ def test_unknown_names_are_errors():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("best", "part of static must be all, first-half"),
-        ("40-50", "part of static is '40-50', which has no step"),
-        ("prefill", "part of static is 'prefill', which has no step"),
+        ("best", "part of policy static must be all, first-half"),
+        ("40-50", "part of policy static is '40-50', which has no step"),
+        ("prefill", "part of policy static is 'prefill', which has no step"),
     ],
 )
 def test_an_unknown_part_of_the_trace_is_an_error(part, message):

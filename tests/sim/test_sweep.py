@@ -81,7 +81,7 @@ def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.Monkey
 def test_prefetching_that_cannot_be():
     with pytest.raises(UsageError, match="does not work with prefetching"):
         sweep(TIMED, [Cell("lru", 8, "none", "oracle")])
-    with pytest.raises(UsageError, match="policy opt must know all requests beforehand"):
+    with pytest.raises(UsageError, match="policy opt must know all expert requests beforehand"):
         sweep(TIMED, [Cell("opt", 8, prefetch="oracle")])
 
 

@@ -143,7 +143,8 @@ class SimulateConfig(SchedulerConfig):
         at = self.approximation()
         if self.nested and (at is None or at.precision != "int4"):
             raise UsageError(
-                "--nested is for --miss-precision int4, whose copies are a part of int8 experts"
+                "--nested is for --miss-precision int4, whose copies are a part of int8 experts:"
+                " give --miss-precision int4, or leave out --nested"
             )
         SchedulerConfig.__post_init__(self)
         if self.split == "auto":

@@ -98,7 +98,7 @@ class Computed:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Event: the current step (one layer of a pass) is abandoned; unstarted chunks are dropped."""
+    """Event: the current step (one layer of a pass) is abandoned, and no more chunks start."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ def home_devices(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
     """
     if not 1 <= devices <= offsets[-1]:
         raise UsageError(f"{offsets[-1]} experts can be spread over 1 to {offsets[-1]} devices,"
-                         f" not {devices}")  # fmt: skip
+                         f" not {devices}: give fewer devices")  # fmt: skip
     each = [layer + np.arange(b - a) for layer, (a, b) in enumerate(pairwise(offsets))]
     return np.concatenate(each) % devices
 

@@ -129,10 +129,10 @@ class View(Protocol):
         """
 
     def promotions(self) -> int:
-        """Return how many experts may wait to be fetched after their computation without a slot.
+        """Return the largest number of promotion candidates that an option should keep.
 
-        The number is 0 if none can be fetched: no slots may be borrowed, or the policy never
-        inserts.
+        A candidate is an expert that was computed without a slot, and may be fetched into one. The
+        number is 0 if no slots may be borrowed, or the policy never inserts.
         """
 
     def backlog(self, step_pieces: Sequence[int]) -> Sequence[tuple[int, int, int]]:
@@ -167,7 +167,10 @@ class Option:
         return plan
 
     def order(self, pieces: Sequence[int]) -> Sequence[int]:
-        """Return demanded pieces that have not begun in the order in which they shall begin."""
+        """Sort the transfers that a step waits for and that have not begun.
+
+        pieces: the ids of the experts, segments or copies to transfer
+        """
         return pieces
 
     def started(self, link: int, lane: int, now: float) -> None:

@@ -110,7 +110,7 @@ class PolicyOption:
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """Facts for an eviction policy before the first request: model, slots, trace.
+    """Facts of model, slots and trace, from which an eviction policy builds its state.
 
     A slot group is a set of slots under one budget: those of all layers, of one layer, or of a
     device. There are P pieces (unsplit experts, segments or copies).
@@ -163,8 +163,8 @@ class Learning(NamedTuple):
 
     version: the version of the arrays; arrays of another version are not restored
     export:  returns copies of the arrays that a policy's state has learned
-    restore: sets a state to one that has learned these arrays, but has seen no request; ValueError,
-             before anything changes, if they do not fit the model. Options may differ
+    restore: puts these arrays into a new state. ValueError, before anything changes, if they do not
+             fit the model. The options of the policy may differ from those of the earlier run
 
     Cache contents and logical times are not learned.
     """
@@ -212,7 +212,7 @@ class Policy:
     learning: Learning | None = None
 
     def check_online(self) -> None:
-        """Check that an eviction policy can run online, without knowing future requests.
+        """Check that an eviction policy can run online, without knowing which experts come next.
 
         UsageError if it cannot.
         """
@@ -261,7 +261,10 @@ class Policy:
         version = arrays.get("version")
         if version is None or version.shape != () or version != self.learning.version:
             text = "no version" if version is None else f"version {version}"
-            raise ValueError(f"the arrays have {text}, not version {self.learning.version}")
+            raise ValueError(
+                f"the stored arrays of policy {self.name} have {text}, but must have version"
+                f" {self.learning.version}"
+            )
         self.learning.restore(state, arrays)
 
     def setup(

@@ -237,7 +237,7 @@ def victim(
 
 
 def export(state: MoeInfinityState) -> Arrays:
-    """Export the collection of EAMs, with the current prompt's: its run is over (B.2)."""
+    """Export the collection of EAMs, with that of the last prompt of the run (B.2)."""
     size, capacity = int(state.numbers[SIZE]), state.squares.size
     eams = list(state.counts[:, :size].T)
     if state.numbers[FIRST] == 0 and state.prompt.any():

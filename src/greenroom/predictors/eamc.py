@@ -2,10 +2,10 @@
 
 An EAM (expert activation matrix) counts the tokens routed to each expert; the collection (EAMC)
 contains the EAMs of 100 past prompts. After each layer l the EAM of this pass so far (option
-`matching=iteration`, figure 5 of the paper), or of this request so far (`matching=request`), is
-compared with the collection. pEAM is the sum of the matched EAMs: those whose cosine distance is at
-most the smallest one plus the option `tolerance` (4.5; the paper does not say which match). In a
-model of L layers, expert e of a layer i > l has the likelihood
+`matching=iteration`, figure 5 of the paper), or of this prompt and its answer so far
+(`matching=request`), is compared with the collection. pEAM is the sum of the matched EAMs: those
+whose cosine distance is at most the smallest one plus the option `tolerance` (4.5; the paper does
+not say which match). In a model of L layers, expert e of a layer i > l has the likelihood
 
     pEAM[i][e] / sum(pEAM[i]) * (1 - (i - l) / L)
 
@@ -13,8 +13,8 @@ Layers l + 1 .. l + distance are predicted; layer numbers go on into the next pa
 prefetched in the order of this likelihood, whichever layer they belong to (4.5, figure 5, step 3).
 While the collection is empty, the current EAM is used as pEAM.
 Prefill and decode have an EAM and a collection each (4.3). An EAM is added to the collection when
-the next request begins; in a full collection it replaces the nearest one (B.1). The policy in
-policies/moe_infinity.py evicts by the same pEAM, with one EAM a request.
+the next prompt begins; in a full collection it replaces the nearest one (B.1). The policy in
+policies/moe_infinity.py evicts by the same pEAM, with one EAM for prefill and decode.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Collection(NamedTuple):
         self.eam[:] = 0
 
     def store_request(self) -> None:
-        """Add a finished request's expert activation matrix, and begin a new one.
+        """Add a finished prompt's expert activation matrix, and begin a new one.
 
         In a full collection it replaces the matrix at the smallest cosine distance. A matrix
         without counts is not added.

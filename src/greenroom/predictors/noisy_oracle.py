@@ -107,16 +107,17 @@ def rank_all(predicted: NDArray[np.int16], sizes: Ids, seed: int) -> NDArray[np.
 
 
 def build(setup: PredictorSetup) -> ReplayPredictor:
-    """Build the predictor `noisy-oracle`; UsageError if the setup has no trace.
+    """Build the predictor `noisy-oracle`.
 
-    UsageError also for two accuracies, and for a distance at which none was measured.
+    UsageError if the setup has no trace, if the options `accuracy` and `like` are both given, or if
+    the accuracy of `like` was not measured at this distance.
     """
     routed = true_routing(setup, "noisy-oracle")
     chosen, like = float(setup.options["accuracy"]), str(setup.options["like"])
     if like and chosen != PAPER:
         raise UsageError(
-            f"predictor noisy-oracle has accuracy={chosen:g} and like={like}, which is another"
-            " accuracy: give one of them"
+            f"predictor noisy-oracle has accuracy={chosen:g} and like={like}, but each of"
+            " these options sets the accuracy: give one of them"
         )
     layers = setup.shape.layers
     if like:

@@ -107,7 +107,8 @@ def logits_of(model: PathModel, token: int, layer: int, early: Floats, passed: F
 def score(model: PathModel, first: int, layer: int, corrected: bool, scores: Floats) -> None:
     """Write scores [rows, experts] of a layer's experts, for tokens from row `first` on.
 
-    `corrected`: by the logits that earlier layers have corrected.
+    `corrected` tells whether the scores are the logits `passed`, which earlier layers have
+    corrected, or `early` (see the module).
     """
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):

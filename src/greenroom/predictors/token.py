@@ -7,9 +7,9 @@ This is the token-based prediction of ProMoE (section 4.2), after Xue et al. (20
 
 All layers are predicted before a pass begins, and none of the next pass. The paper counts in a
 recording made beforehand; here the counts are learned while the model runs, and may be saved
-between runs. `share` is how often any token used expert e, divided by that number for the layer's
-most used expert: it decides for unknown ids and between equal counts. The table of ids is bounded
-(predictors/helpers/token_table.py).
+between runs. `share` is the number of uses of expert e by all tokens, divided by the uses of the
+layer's most used expert: it decides for unknown ids and between equal counts. The table of ids is
+bounded (predictors/helpers/token_table.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Miss-ratio curves of LRU and OPT: all cache capacities in one pass over a trace.
 
 Both policies are stack algorithms: a cache contains everything that a smaller cache contains
-(Mattson et al., 1970, "Evaluation techniques for storage hierarchies"). So each request has a
-depth, which is the smallest capacity at which it is a hit. No expert is protected from eviction.
+(Mattson et al., 1970, "Evaluation techniques for storage hierarchies"). So each access to an expert
+has a depth, which is the smallest capacity at which it is a hit. No expert is protected from
+eviction.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from greenroom.trace.kernels import stack_depths
 class MissCurve(NamedTuple):
     """Misses of an eviction policy at every cache capacity.
 
-    `misses[i]` of the `requests` are misses if the cache has `capacities[i]` slots. Capacities
-    ascend.
+    `misses[i]` of the `requests` (accesses to experts) are misses if the cache has `capacities[i]`
+    slots. Capacities ascend.
     """
 
     capacities: Ints
@@ -74,11 +75,11 @@ lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=Tru
 
 
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
-    """Compute for each request the fewest slots with which an LRU cache has a hit.
+    """Compute the fewest slots with which an LRU cache hits, for each expert access.
 
     Every layer has its own cache. `offsets` has the first expert id of each layer, and the number
-    of all experts. With `reset`, the caches are empty at the start of every request. The result is
-    0 for a request that no size of cache can hit, such as the first of an expert.
+    of all experts. With `reset`, the caches are empty at the start of every prompt. The result is 0
+    for an access that no size of cache can hit, such as the first to an expert.
     """
     return _depths(stream, layer_of_ids(offsets), reset, future=False)
 

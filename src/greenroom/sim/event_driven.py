@@ -1,8 +1,8 @@
 """Event-driven simulation of a trace, in which the runtime's scheduler handles every event.
 
-With prefetching, a request is a hit only if the expert's transfer has ended in time. So misses
-cannot be computed before the times, as `timed.py` does. An event takes tens of microseconds of
-Python, under the GIL.
+With prefetching, an access to an expert is a hit only if the expert's transfer has ended in time.
+So misses cannot be computed before the times, as `timed.py` does. An event takes tens of
+microseconds of Python, under the GIL.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EventOptions:
 
     scope:       one cache for all layers ("shared"), or one per layer
     seed:        seed of policies and predictors that draw random numbers
-    reset:       whether every request begins with an empty cache; learned state stays
+    reset:       whether every prompt begins with an empty cache; what was learned stays
     ahead:       most slots of the cache that prefetched experts may take at a time; None: as in a
                  real run
     chunk_bytes: largest transfer; larger experts are moved in several chunks
@@ -103,7 +103,7 @@ class EventRun:
     """Result of an event-driven simulation: times, counts, and accuracy of predictions.
 
     times:    simulated seconds and stalls
-    counts:   cache requests, hits and misses, prefetches and their fates
+    counts:   expert requests, hits and misses; prefetches by how they ended
     ahead:    most slots of the cache that prefetched experts could take at a time
     accuracy: share of needed experts that were predicted; None if nothing was predicted
     goodpred: mean of ProMoE's GOODPRED over layers (see `core.prefetch.accuracy`); None likewise
@@ -303,7 +303,7 @@ def check_policy(policy: Policy) -> None:
     """Raise UsageError for an eviction policy that must know the whole trace beforehand."""
     if policy.needs_trace:
         raise UsageError(
-            f"policy {policy.name} must know all requests beforehand, and prefetching"
+            f"policy {policy.name} must know all expert requests beforehand, and prefetching"
             " changes them: simulate this policy without --prefetch"
         )
 

@@ -111,9 +111,11 @@ def _find_recording(trace: Trace, choice: PredictorChoice) -> str | None:
 def teach_predictor(
     foresight: Foresight, earlier: Foresight, passes: list[tuple[PassStart, list[TraceStep]]]
 ) -> None:
-    """Give a predictor what another one of its kind learns from earlier passes.
+    """Teach a predictor by passes of an earlier trace.
 
-    earlier: the predictor that observes `passes`, which learns nothing if its state is empty
+    foresight: the predictor to teach
+    earlier:   another predictor of its kind, which observes `passes`; what it learns is copied to
+               the first one. Nothing is done if predictors of this kind learn nothing
     """
     if not earlier.predictor.state():
         return

@@ -67,7 +67,8 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float, score: str = "
     share: share of each layer's experts to pin, above 0 and below 1; at least one expert per layer
     score: by which experts are chosen (see `expert_scores`)
 
-    A task's pattern has counts, whatever the score: a run compares it with a prompt's counts.
+    Whatever the score, a task's pattern has the share of its tokens that used each expert: a run
+    compares the pattern with a prompt's counts.
     Raises UsageError for another share, UnknownName for a label that no request has, and the errors
     of `expert_scores`.
     """

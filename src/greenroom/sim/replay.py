@@ -1,6 +1,6 @@
 """Replay of a trace's expert requests against an eviction policy, to count cache misses.
 
-One compiled call serves all requests, by the same functions as in a run of a model.
+One compiled call serves all expert requests, by the same functions as in a run of a model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from greenroom.errors import BudgetError, UsageError
 class ReplayResult:
     """Result of a replay: numbers of expert requests and of cache misses.
 
-    A request is for one expert in one step. `missed` says for each request whether it was a miss;
-    it is None unless the replay was called with `detail`. `learned` is what the policy has learned;
-    it is None unless the replay was called with `learned`.
+    An expert request is for one expert in one step. `missed` says for each of them whether it was a
+    miss; it is None unless the replay was called with `detail`. `learned` is what the policy has
+    learned; it is None unless the replay was called with `learned`.
     """
 
     requests: int
@@ -65,7 +65,7 @@ def replay(
     scope:    one cache for all layers ("shared"), or a share of the capacity for each layer
     pin:      "step" protects the experts of the current step from eviction; "none" does not
     seed:     seed of policies that draw random numbers
-    reset:    start every request with an empty cache and a policy without memory
+    reset:    start every prompt with an empty cache and a policy that has learned nothing
     detail:   return `missed` too
     pinned:   (step, experts) in ascending order: from that step on, these experts are never evicted
               once they are in the cache, and those of the entry before may be; not with `reset`
@@ -123,7 +123,7 @@ def layer_of_ids(offsets: Ints) -> Ints:
 def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
     """Split a replay's steps into ranges (begin, end) that start with an empty cache.
 
-    There is one range for each request with `reset`, else a single range for all steps.
+    With `reset` there is one range for each prompt and its answer, else one for all steps.
     """
     steps = stream.layer.size
     if not reset or steps == 0:
@@ -150,7 +150,7 @@ def _check_reset(pinned: Sequence[tuple[int, Ints]], learned: Arrays | None) -> 
     if pinned:
         raise UsageError(
             "--pin FILE and --reset exclude each other, since --reset empties the cache before each"
-            " request: leave one out"
+            " prompt: leave one out"
         )
 
 
@@ -196,9 +196,9 @@ def loop(
     """Serve the expert requests of steps `begin` to `end - 1`; return the number of misses.
 
     pin:     whether the experts of the current step are protected from eviction
-    missed:  receives for each request whether it was a miss; may be empty
+    missed:  receives for each expert request whether it was a miss; may be empty
     open_to: slots of each cache group that are not taken by permanently pinned experts
-    anew:    whether the first step begins a request, even if the step before has the same number
+    anew:    whether the first step begins a prompt, even if the step before is of the same one
     """
     # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
     misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0

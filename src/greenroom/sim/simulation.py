@@ -97,13 +97,13 @@ def simulate(
     trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
     policy: eviction policies; options follow a colon, as in "moe-infinity:matching=request"
     capacity: cache sizes in experts, or as shares of all experts: 64, "25%"
-    order: requests by token (natural, the default), by token and rank of the expert (rounds), or by
-        forward pass (runtime, the default with a machine)
+    order: the order of the accesses to experts: by token (natural, the default), by token and rank
+        of the expert (rounds), or by forward pass (runtime, the default with a machine)
     scope: one cache for all layers (shared), one per layer (per-layer), "N,N,..." or a file
     pin: "step" protects the experts of the current step from eviction, "none" does not
     seed: seed of policies that draw random numbers
     limit: number of tokens to simulate, from the start of the trace
-    reset: start every request with an empty cache
+    reset: start every prompt with an empty cache
     machine: a machine profile (file of `greenroom doctor -o`, or a `Machine`); adds times
     prefetch: expert predictors to prefetch with (needs a machine); "off" is without prefetching
     expert_bytes, dense_bytes: bytes of an expert, and of a layer's other weights (with a machine;

@@ -2,7 +2,7 @@
 
 Without prefetching, and with a slot for every expert of a step, all transfers end within their
 step. Then the times follow a recurrence: chunks arrive in the order in which they start, each lane
-(a number of transfers that a link carries at a time) takes the next chunk when its last has
+(a link with n lanes carries n chunks at a time) takes the next chunk when its last has
 arrived, and the processor computes experts as they arrive. A step that uses a slot twice needs
 events (`timed.StepTimer`). Tests check that both give the same times.
 """

@@ -39,8 +39,8 @@ def sweep(
     cells:     the combinations to simulate
     workers:   number of simulations at a time; None: one per core
     done:      called after each simulation
-    compiling: called before code is compiled or loaded, with (policy, number of compiled, number of
-               all)
+    compiling: called before the code of a policy is compiled or loaded, with (policy, number of
+               policies before it, number of all policies)
 
     Returns one row of results per cell, in their order. Long simulations with prefetching run in
     new processes, so a script that calls this function needs `if __name__ == "__main__"`.

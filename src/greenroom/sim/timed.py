@@ -1,7 +1,7 @@
-"""Simulated times of a trace on a machine: TTFT, TPOT and stalls of every request.
+"""Simulated times of a trace on a machine: TTFT, TPOT and stalls of every prompt.
 
-A compiled replay first finds out which requests are misses. Then one compiled call computes the
-times of all steps (`steps.py`). Steps that use a slot twice are simulated by events instead.
+A compiled replay first finds out which expert requests are misses. Then one compiled call computes
+the times of all steps (`steps.py`). Steps that use a slot twice are simulated by events instead.
 `event_driven.py` simulates all steps by events; it gives the same times, a thousand times slower.
 """
 
@@ -33,11 +33,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Simulated times of a run that serves a trace's requests one after another, in seconds.
+    """Simulated times of a run that answers a trace's prompts one after another, in seconds.
 
-    requests:    number of cache requests, each for one expert
+    requests:    number of expert requests, each an access to one expert in the cache
     misses:      number of cache misses
-    ttft:        time to first token of each request: the time of its prompt's passes (of its first
+    ttft:        time to first token of each answer: the time of its prompt's passes (of its first
                  pass, if the trace has no prompts)
     gaps:        time of each later decoding pass, which is the time between two tokens
     seconds:     time in all
@@ -121,7 +121,7 @@ def time_trace(
 def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
     """Split the times of all forward passes into times to first token and decoding times.
 
-    Returns (time to first token of each request, time of each later decoding pass).
+    Returns (time to first token of each answer, time of each later decoding pass).
     """
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)

@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 
 @jit
 def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
-    """Compute each request's stack depth: the size of the smallest cache that hits.
+    """Compute each expert request's stack depth: the size of the smallest cache that hits.
 
     The caches replace by LRU, or by Belady's OPT (Mattson et al., 1970).
 
@@ -22,11 +22,12 @@ def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) 
     group_of:  the group of each piece; every group has a cache of its own
     following: the index of the next request of the same piece, for OPT; empty for LRU
 
-    Returns an array like `pieces`; the depth is 0 at the first request of a piece. Each group has a
-    stack with a number for each piece: its next request (OPT), or a number that falls with its last
-    request (LRU). The requested piece goes to the top. From the top down to the piece's old place,
-    of two neighbours the one with the smaller number stays, and the other moves down.
+    Returns an array like `pieces`; the depth is 0 at the first request of a piece.
     """
+    # Each group has a stack with a number for each piece: its next request (OPT), or a number that
+    # falls with its last request (LRU). The requested piece goes to the top. From the top down to
+    # the piece's old place, of two neighbours the one with the smaller number stays, and the other
+    # moves down.
     count, future = group_of.size, following.size > 0
     depths = np.zeros(pieces.size, np.int64)
     groups = group_of.max() + 1

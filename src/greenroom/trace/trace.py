@@ -118,7 +118,7 @@ class Trace:
         return np.repeat(np.arange(self.requests), np.diff(self.first_passes))
 
     def uses(self, begin: int = 0, end: int | None = None) -> Ints:
-        """Count how many of a trace's tokens `begin` .. `end` used each expert.
+        """Count how many of a trace's tokens `begin` to `end - 1` used each expert.
 
         Returns an array [experts of all layers], indexed by dense id.
         """

@@ -126,6 +126,7 @@ class PrefetchBuffer:
 def default_borrow_limit(top_k: int) -> int:
     """Return the default number of cache slots that prefetches may borrow at a time.
 
-    The number is `top_k` (experts per token) times four layers; docs/log/ compares other limits.
+    The number is four times `top_k`, the experts of four layers for one token; docs/log/
+    compares other limits.
     """
     return 4 * top_k

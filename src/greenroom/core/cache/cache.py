@@ -152,12 +152,12 @@ class Cache:
     ) -> ServedStep:
         """Request distinct experts (or top segments) of one layer from the cache, in order.
 
-        now:           the logical time: pass or token * layers + layer
+        now:           the logical time: (pass or token) * layers + layer
         token:         the number of the pass or token; now // layers by default
         request:       the number of the prompt and its answer
-        rows, weights: how many tokens chose each piece, and their gate weights' sums, [n] or None
-        pin:           with "step" the pieces stay pinned until `release`, unless the step is larger
-                       than its slot group
+        rows, weights: how many tokens chose each expert, and sums of gate weights, [n] or None
+        pin:           with "step" the experts stay pinned until `release`, unless the step is
+                       larger than its slot group
         fill:          how many misses may be inserted, into free slots only; -1: no limit
         without_slot:  flags of misses that get no slot, [n] or empty"""
         if pin != "step":
@@ -244,7 +244,7 @@ class Cache:
         return misses
 
     def pin_hits(self) -> None:
-        """Pin the experts of the last step of cache hits, unless the step is over."""
+        """Pin the experts of the latest step with hits only, unless it is over."""
         self.state.pinned[self._unpinned] += 1
         self._unpinned = NO_PIECES
 
@@ -343,8 +343,8 @@ class Cache:
     def borrow(self, piece: int) -> tuple[int, int]:
         """Borrow a cache slot for a prefetched expert: a free slot, or one by eviction.
 
-        Returns (slot, evicted piece or -1); the slot is -1 if every resident is pinned. The policy
-        sees no insertion. `return_slot` frees the slot again."""
+        Returns (slot, id of what was evicted or -1); the slot is -1 if every resident is pinned. No
+        insertion is reported to the policy. `return_slot` frees the slot again."""
         state, policy_state, at = self._at(piece)
         slot, evicted = self._bound.borrow(state, policy_state, piece, at)
         return int(slot), int(evicted)
@@ -393,7 +393,7 @@ class Cache:
 
 
 def compile_for(policy: Policy) -> None:
-    """Compile the cache's functions for an eviction policy before the first request needs them."""
+    """Compile the cache's functions for an eviction policy before the first pass needs them."""
     cache, piece = Cache(Pieces.unsplit([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
     cache.serve(piece, 0)
     cache.release(piece)

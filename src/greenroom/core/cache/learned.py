@@ -29,7 +29,8 @@ def restore_learned(cache: Cache, arrays: Arrays) -> None:
     devices = {re.match(r"(\d*)/?", name)[1] for name in arrays}  # type: ignore[index]
     if devices != {str(device) for device in range(cache.pieces.devices)}:
         raise ValueError(
-            f"the arrays are of {len(devices)} devices, but the cache has {cache.pieces.devices}"
+            f"the stored arrays are of {len(devices)} devices, but the cache has"
+            f" {cache.pieces.devices}"
         )
     for device, state in enumerate(cache.policy_states):
         start = f"{device}/"

@@ -16,7 +16,7 @@ from operator import itemgetter
 
 @dataclass(slots=True)
 class PredictionCounts:
-    """Counts of the predictions of one layer that were made at one distance.
+    """Counts of the predictions of one layer that were made equally many layers ahead.
 
     used:    experts that the layer's router chose
     right:   of these, experts among the top-k predicted ones
@@ -34,7 +34,7 @@ class PredictionCounts:
         return self.right / self.used if self.used else None
 
     def fetch_rate(self) -> float | None:
-        """Return ProMoE's FETCHRATE, the share of absent predicted experts fetched in time.
+        """Return ProMoE's FETCHRATE, the share of predicted non-resident experts fetched in time.
 
         None if no predicted expert had to be fetched.
         """
@@ -55,7 +55,9 @@ class PredictionCounts:
 
 
 class Accuracy:
-    """The accuracy of expert predictions, and how many came in time, by layer and distance.
+    """The accuracy of expert predictions, by layer and distance (layers ahead).
+
+    It also counts how many predicted experts were prefetched in time.
 
     Of several predictions of one step, the latest is counted, at its distance. Counts are copied
     before they are summed, because another thread may add a layer meanwhile.
@@ -66,7 +68,7 @@ class Accuracy:
         self.counts: dict[tuple[int, int], PredictionCounts] = {}  # by (layer, distance)
 
     def of(self, layer: int, distance: int) -> PredictionCounts:
-        """Return the object that counts a layer's predictions made at a distance."""
+        """Return the counts of a layer's predictions that were made `distance` layers ahead."""
         key = layer, distance
         if key not in self.counts:
             self.counts[key] = PredictionCounts()
@@ -88,7 +90,10 @@ class Accuracy:
         return self._total().accuracy()
 
     def fetch_rate(self) -> float | None:
-        """Return the share of predicted absent experts that were prefetched in time, or None."""
+        """Return the share of predicted non-resident experts that were prefetched in time.
+
+        None if no predicted expert had to be fetched.
+        """
         return self._total().fetch_rate()
 
     def good(self) -> float | None:

@@ -1,9 +1,9 @@
 """Prefetch candidates by rank alone: every predicted expert that is not resident is fetched.
 
 Papers prefetch this way: the nearest layer first, the likeliest expert first, and as many experts
-of a layer as a token uses (ProMoE, section 4.4), or all predicted ones (MoEpic, section 3.2).
-Ranks and evicted experts are not counted, and every candidate is fetched, whether or not the time
-that it saves is worth its transfer.
+of a layer as a token uses (ProMoE, section 4.4), or all predicted ones (MoEpic, section 3.2). No
+statistics of ranks or of evicted experts are collected, and every candidate is fetched, whether or
+not the time that it saves is worth its transfer.
 """
 
 from __future__ import annotations

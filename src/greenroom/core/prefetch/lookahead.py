@@ -82,11 +82,11 @@ class Lookahead:
 
     After the last layer comes the next pass's first layer.
 
-    The class is plain Python over about a dozen numbers, and runs once for each layer under a lock:
-    a NumPy operation takes as long as ten Python operations.
-
     displaces: whether a likelier candidate takes the slot of a complete prefetch if no slot is left
     """
+
+    # Plain Python over about a dozen numbers, which runs once for each layer under a lock: a NumPy
+    # operation takes as long as ten Python operations.
 
     displaces = True
 

@@ -151,7 +151,7 @@ class Scheduler:
 
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
-            raise RuntimeError("Routed while a step is under way: the step must finish first")
+            raise RuntimeError("event Routed during a step: the step must finish first")
         if self.all_resident_path is not None:
             self._leave_all_resident()
         placement, transfers, counts = self.placement, self.transfers, self.counts
@@ -291,7 +291,7 @@ class Scheduler:
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
         if step is None or event.device not in step.expert_groups:
-            raise RuntimeError(f"Computed, but device {event.device} computes no expert group")
+            raise RuntimeError(f"event Computed: device {event.device} computes no expert group")
         requests = step.expert_groups.pop(event.device)
         if self._observers:
             group = step.describe_group(event.device, requests)

@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def begun(self) -> bool:
-        """Tell whether a chunk of an expert's piece has moved on a link."""
+        """Tell whether any chunk of a transfer has been given to a link."""
         return self.moving > 0 or self.landed > 0 or (self.read > 0 and not self.host_resident)
 
     @property
@@ -137,10 +137,10 @@ class TransferQueue:
         urgency: Urgency = Urgency.DEMAND,
         device: int = 0,
     ) -> Entry:
-        """Request an expert's transfer; a demand turns its prefetch into a demand.
+        """Request the transfer of an expert, segment or copy; return its entry in the queue.
 
-        A layer waits for a demand. Returns the transfer's entry in the queue. A transfer that is
-        under way keeps its slot.
+        A transfer that is queued already keeps its slot. If it is a prefetch and `urgency` is
+        DEMAND (a layer waits for it), it becomes a demand.
         """
         if piece not in self.entries:
             path = self.paths[device]
@@ -177,9 +177,10 @@ class TransferQueue:
         return entry
 
     def reorder(self, order: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """Put the demands of each link that have not begun into another order.
+        """Put the demanded transfers of each link that have not begun into another order.
 
-        `order` sorts their pieces. Demands of which a chunk has moved stay in front.
+        `order` sorts the ids of what is transferred: experts, segments or copies. Transfers of
+        which a chunk has moved stay in front.
         """
         for queue, _ in self._queues:
             if len(queue) > 1:

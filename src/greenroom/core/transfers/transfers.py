@@ -53,7 +53,8 @@ class Transfers:
     def demand(self, expert: int, slot: int) -> int:
         """Request an expert that its layer needs now; return the id of what is transferred.
 
-        This is the expert, or the remainder that its low-precision copy in memory lacks.
+        This is the expert, or only its remainder: the bytes that its low-precision copy in memory
+        lacks.
         """
         secondary = self._placement.secondary
         piece = expert

@@ -51,9 +51,9 @@ def simulate_systems(
     study:        the trace to simulate, and the machine
     run_cells:    simulates cells, and returns the results. A system that prefetches only while
                   that is faster has two cells, and the faster one counts
-    earlier:      trace of the time before. Policies and predictors have learned from it, and layer
-                  sizes, splits and chosen sets follow from it (default: they follow from the
-                  simulated trace, and nothing is learned before)
+    earlier:      earlier trace of the model. Policies and predictors have learned from it; layer
+                  sizes, splits and preselected experts are computed from it (default: they are
+                  computed from the simulated trace, and nothing is learned before)
 
     UsageError for impossible options.
     """
@@ -175,8 +175,9 @@ def replayable_predictor(trace: Trace, prefetch: str, distance: int = 1) -> tupl
     Returns (name, what the trace lacks for the system's own predictor, or ""). A noisy oracle with
     the accuracies of the demo model replaces a predictor that needs a running model. A ranking of
     all experts is replaced by the recorded ranks of the same predictor, or by a noisy oracle that
-    ranks all experts. `distance` is that of a trained predictor, whose file would have it. ProMoE's
-    predicts a token's first layers after its layer 0.
+    ranks all experts. `distance` is how many layers ahead a trained predictor predicts, as a
+    run reads from the predictor's file. ProMoE's predictor predicts a token's first layers after
+    its layer 0.
     """
     choice = predictor(prefetch)
     if choice.kind is AUTO:  # a run would take the first

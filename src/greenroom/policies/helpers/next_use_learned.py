@@ -1,7 +1,8 @@
 """Export and restore what the NEXT-USE policy has learned, for later runs.
 
-`state` is a `NextUseState` (policies/next_use.py). What a run learns while it goes is left out: the
-shares of this prompt and of the last few tokens, and the sets of experts to which links lead.
+`state` is a `NextUseState` (policies/next_use.py). What concerns only the current prompt is left
+out: the shares of this prompt and of the last few tokens, and the sets of experts that links start
+from.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def export(state: Any) -> Arrays:
 def restore(state: Any, arrays: Arrays) -> None:
     """Restore what NEXT-USE has learned; the next step begins a prompt.
 
-    A layer's first step moves its constant weight by the error of the last run's estimates, and no
-    other weight. ValueError if the arrays do not fit the model.
+    ValueError if the arrays do not fit the model.
     """
+    # A layer's first step moves its constant weight by the error of the last run's estimates, and
+    # no other weight.
     each = state.long.shape
     checked = {
         "layer_steps": array_of(arrays, "layer_steps", each[:1], np.int64, 0),

@@ -1,9 +1,10 @@
 """Measured accuracies of predictors that need a running model, by distance and layer.
 
 `accuracy.json` beside this file is made by `benchmarks/accuracy.py` from recorded predictions of
-the demo model. For the first `distance` layers of a token next-gate predicts in the last layers of
-the token before, and `learned` at layer 0, which it does not predict. Models of other depths have
-the accuracy of the same relative depth from layer `distance` on.
+the demo model. For the first `distance` layers of a token, next-gate predicts in the last layers of
+the token before; `learned` predicts them in layer 0 of the same token, and does not predict layer 0
+itself. For a model with another number of layers, a layer from `distance` on has the accuracy that
+was measured at the same relative depth.
 """
 
 from __future__ import annotations

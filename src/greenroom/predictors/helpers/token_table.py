@@ -72,7 +72,7 @@ class TokenTable:
 
 
 def fill(name: str, state: Mapping[str, NDArray[Any]], array: NDArray[Any]) -> None:
-    """Fill an array with the one of that name in a predictor's saved state.
+    """Copy the array `name` of a predictor's saved state into a given array.
 
     Raises ValueError if the saved array is missing or has another shape or dtype.
     """

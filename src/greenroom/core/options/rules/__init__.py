@@ -1,4 +1,4 @@
 """Rules by which scheduler options choose how missing experts are computed.
 
-The rules have no access to slots or transfers.
+The rules change no slots and start no transfers.
 """

@@ -8,7 +8,7 @@ Greenroom's reading. Demanded transfers that have not begun are ordered by
  2. the number of the pass's tokens that chose the expert, the most first;
  3. the id.
 An exact expert whose copy is not in memory is one read, which begins with the copy's bits: it
-counts as exact. The order changes times, and no bit of an exact answer.
+counts as exact. The order changes durations only, never an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenroom.core.plan import Option, StepPlan, View
 
 
 class HottestFirst(Option):
-    """Option that transfers low planes first, then the experts that most tokens chose."""
+    """A scheduler option that transfers low-precision copies first, then experts of most tokens."""
 
     counts_tokens = True
 
@@ -38,7 +38,11 @@ class HottestFirst(Option):
         return plan
 
     def order(self, pieces: Sequence[int]) -> list[int]:
-        """Sort demanded pieces by plane, tokens and id."""
+        """Sort the experts, segments and copies that a step waits for.
+
+        The order is by precision (low-precision copies and top segments first), then by the number
+        of tokens that chose the expert, then by id.
+        """
         return sorted(pieces, key=self._rank)
 
     def _rank(self, piece: int) -> tuple[int, int, int]:

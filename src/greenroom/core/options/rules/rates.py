@@ -134,5 +134,5 @@ class Rates:
             self._processors[device].add(self._expected(device, rows, nbytes), seconds)
 
     def host_unused(self) -> None:
-        """Move the host's correction towards 1 after a layer that the host did not compute."""
+        """Move the host's correction towards 1 after a layer of which the host computed nothing."""
         self._processors[HOST].fade()
