@@ -31,7 +31,8 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--system", metavar="S[,S...]", default=DEFAULT,
-        help="names of systems; all are compared with the first (default: %(default)s). --policy"
+        help="names of systems, or NAME+greenroom, which prefetches only what saves time; all are"
+        " compared with the first (default: %(default)s). --policy"
         " and --prefetch replace those of all systems. Options that only some systems have (--pin,"
         " --split, sizes in --scope, ...) apply only to these",
     )  # fmt: skip

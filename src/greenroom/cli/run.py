@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 HELP = "answer a prompt with a model, which may be larger than memory"
 SYSTEM = (
-    f"take policy, prefetching and more from a published system: {', '.join(SYSTEMS)}; your own"
-    " options take precedence"
+    f"take policy, prefetching and more from a published system: {', '.join(SYSTEMS)};"
+    " NAME+greenroom prefetches only what saves time; your own options take precedence"
 )
 
 ANSWER_FIELDS = (
