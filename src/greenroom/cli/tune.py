@@ -166,7 +166,7 @@ def store_winner(
         records = records.with_setting(setting)
         if device != "cpu":  # plans calibrate the costs of the CPU alone
             return records
-        size = harness.setup.catalog.expert_bytes // harness.experts
+        size = harness.setup.catalog.all_experts_bytes // harness.experts
         for entry in entries:
             records = records.with_runs(tuple(entry.observed(size)))
         return records.with_load(harness.process_bytes) if harness.process_bytes else records

@@ -124,7 +124,7 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     if head is None or weight_matrix(head) is not embedding:
         dense -= embedding.nbytes
     return {
-        "expert_bytes": catalog.expert_bytes // catalog.experts,
+        "expert_bytes": catalog.all_experts_bytes // catalog.experts,
         "dense_bytes": dense // len(catalog.layers),
     }
 
