@@ -16,7 +16,7 @@ Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """A thread that computes expert groups on the host processor, in the order of `start`.
+    """A thread that computes queued expert groups on the host processor, one after another.
 
     The thread adds the seconds of its jobs to `meter.host_s`. Its torch operations use as many
     threads as those of its creator.

@@ -88,7 +88,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     tops: slots for top segments, for each group of layers that shares slots
     secondary_slots: slots for bottom segments
     shares: the top segment's share of an expert's bytes, by layer
-    bottoms, bottom_hits: requests of bottom segments, and requests whose bottom segment was
+    bottoms, bottom_hits: expert requests of split experts, and those whose bottom segment was
         completely in its slot
     """
     scheduler = driver.scheduler

@@ -37,7 +37,7 @@ class RouterGates:
         """Rank a layer's experts for hidden states by the layer's router, likeliest first.
 
         [tokens, hidden] -> [tokens, width]. Rows are filled with -1 if the router returns no scores
-        and chooses fewer experts.
+        and chooses fewer than `width` experts.
         """
         if (linear := self._linear[layer]) is not None:
             ranked: Ids = top(linear.scores(inputs), width)

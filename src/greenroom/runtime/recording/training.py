@@ -69,7 +69,7 @@ def train(
     """Train the predictor `learned` on most recorded requests, and test it on the others.
 
     `on_layer` is called with the number of finished layers. Raises UsageError if the trace has no
-    router inputs or fewer layers than the distance, TraceError if it has too few tokens or
+    router inputs or too few layers for the distance, TraceError if it has too few tokens or
     requests.
     """
     test = _held_out(trace, config)

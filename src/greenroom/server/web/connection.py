@@ -1,11 +1,11 @@
 """One HTTP client's connection: HTTP/1.1 with bounds on bytes and time.
 
-uvicorn's protocol bounds neither a head nor trailers, parses every pipelined request at once, and
-resets the connection of a client that still writes when its response is complete. Here bytes go to
-the parser in parts that end where a head or a body ends. So heads are counted to the byte, and one
-request is parsed at a time. llhttp, the parser, refuses the forms that request smuggling uses:
-Content-Length with Transfer-Encoding, two Content-Lengths, folded lines, bare line feeds, spaces
-before colons.
+uvicorn's protocol bounds neither heads nor trailers of requests, parses every pipelined request at
+once, and resets the connection of a client that still writes when its response is complete. Here
+bytes go to the parser in parts that end where a head or a body ends. So heads are counted to the
+byte, and one request is parsed at a time. llhttp, the parser, refuses the forms that request
+smuggling uses: Content-Length with Transfer-Encoding, two Content-Lengths, folded lines, bare line
+feeds, spaces before colons.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Compiled attention for the one token of a decode step.
 
 torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token with 190 tokens of
-context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as one
-compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, possibly a norm
-of each head, rotary positions) get a compiled forward. One kernel computes rotated queries, keys
-and values from the hidden state, another one the output from them. If the KV cache cannot reserve
-space for a token, its own `update` is called between the two. Whether a class is of the common kind
-is tested once, by comparison with its own forward.
+context, and 2.5 ms with 1000. The norms, the rotary embedding and the views around it alone take as
+long as one compiled call of the attention. Modules of the common kind (`q_proj`, `k_proj`,
+`v_proj`, `o_proj`, possibly a norm of each head, rotary positions) get a compiled forward. One
+kernel computes rotated queries, keys and values from the hidden state, another one the output from
+them. If the KV cache cannot reserve space for a token, its own `update` is called between the two.
+Whether a class is of the common kind is tested once, by comparison with its own forward.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Style = tuple[int, float]  # how an RMSNorm applies its weight; its epsilon
 class KeyValueView(NamedTuple):
     """One layer's keys and values in a KV cache, with space for one new token.
 
-    Both tensors are [1, kv_heads, capacity, head width]. Their first `tokens` positions are in use;
-    the last of these is the new token's, and is not written yet.
+    Both tensors are [1, kv_heads, capacity, head width]. `tokens` is the number of tokens with the
+    new one, whose key and value are not written yet.
     """
 
     keys: Tensor

@@ -9,8 +9,8 @@ torch's is, so a last bit may differ, as in other compiled layers. If the last c
 the next one, the experts are chosen in torch's order (codegen/entries/ties.py). Whether a router is
 of this kind is tested by comparison with its own forward.
 
-The module gets the compiled choice as its own forward for one token. The forward is called wherever
-hooks observe the module, as those of predictors do, and hooks must not change the result.
+The module gets the compiled choice as its own forward for one token. If hooks observe the module,
+as those of predictors do, this forward is called, so that hooks do not change the result.
 """
 
 from __future__ import annotations

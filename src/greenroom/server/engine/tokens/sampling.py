@@ -2,8 +2,8 @@
 
 The steps are in the order of transformers' processors: repetition penalty, presence and frequency
 penalties (OpenAI's, over the tokens of the answer), bias, grammar; then temperature, top-k, top-p,
-min-p. Each request has its own random generator: equal logits give equal tokens, whatever else is
-in the batch.
+min-p. Each request has its own random generator: equal seeds and equal logits give equal tokens,
+whatever else is in the batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compiled kernels that compute a group of experts and sum experts' outputs.
 
 Both run in an OpenMP parallel region. Every thread enters with the address of one array of int64
-arguments (named below), claims ranges of channels with an atomic counter and leaves when no range
-is left. So a thread that loses its core for a while delays one range, not the whole computation.
+arguments, which this file names, claims ranges of channels with an atomic counter and leaves when
+no range is left. So a thread that loses its core for a while delays one range, not the whole
+computation.
 """
 
 from __future__ import annotations

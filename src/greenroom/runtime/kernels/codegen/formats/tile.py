@@ -55,7 +55,7 @@ class Iteration:
     order:      the lanes of a vector of sums, in the order of the inputs
     paired:     do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after the other?
-    beyond:     distance in bytes of a second prefetch, beyond the next rows
+    beyond:     bytes beyond the next rows at which a second prefetch begins; 0: none
     """
 
     unit: int
