@@ -227,7 +227,7 @@ class Greenroom:
     def reconfigure(self, idle: bool = True) -> None:
         """Divide the slots among layers anew every tau tokens, with `--split auto`.
 
-        Nothing happens unless the model is `idle`, between two requests.
+        `idle` is whether the model computes no prompt or answer now; otherwise nothing happens.
         """
         if idle and self._split_counts is not None and self._head_timer is not None:
             self._split_counts.reconfigure(self.driver, self._head_timer.seconds)

@@ -30,8 +30,8 @@ SINCE = "since the model was loaded"
 def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> ModelSource:
     """Check that all experts of a model can be read into memory.
 
-    Returns `source`, the files that the model was loaded from. `freed` is the number of bytes that
-    detaching the expert cache frees.
+    source: the files that the model was loaded from; the result is this object
+    freed:  the number of bytes that detaching the expert cache frees
 
     Raises UnsupportedCall for a model that greenroom.load did not load, UnsupportedModel if its
     architecture or quantisation does not allow it, BudgetError if memory does not suffice, and

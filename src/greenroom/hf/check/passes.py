@@ -25,7 +25,7 @@ from greenroom.runtime.memory.system import release_memory
 
 @contextmanager
 def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
-    """Load a model with streamed experts for the duration of a context.
+    """Context manager that loads a model with streamed experts, and frees it at the end.
 
     The run neither uses nor saves what Greenroom stores between runs.
     """

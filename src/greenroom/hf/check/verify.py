@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Return whether all comparisons that must be bit-identical passed."""
+        """Return whether all outputs that must be equal bit for bit are equal."""
         return all(passed for _, passed in self.checks)
 
     @property

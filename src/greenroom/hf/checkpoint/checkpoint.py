@@ -170,10 +170,14 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
                 " file again"
             )
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index}: names the file {name!r}, outside the model's folder")
+            raise CheckpointError(
+                f"{index}: names the file {name!r}, outside the model's folder: download the"
+                " model again"
+            )
         if not name.endswith(".safetensors"):
             raise UnsupportedModel(
-                f"{index}: names the file {name!r}, but Greenroom reads only .safetensors files"
+                f"{index}: names the file {name!r}, but Greenroom reads only .safetensors files:"
+                " use a checkpoint that has them"
             )
         if not (folder / name).is_file():
             raise CheckpointError(

@@ -88,8 +88,8 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
 class SplitCounts:
     """Counts of the experts that decoded tokens use, and of those that were predicted.
 
-    They continue the counts of earlier runs if `history` has some. Every `tau` tokens they allow
-    another division of slots among layers; never if tau is 0.
+    They continue the counts of earlier runs if `history` has some. After every `tau` tokens, the
+    cache's slots may be divided among layers anew; never if `tau` is 0.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class SplitCounts:
 
     @classmethod
     def of(cls, setup: ModelSetup, history: RoutingHistory | None) -> SplitCounts | None:
-        """Return the counts for a run with `--split auto`; None for another run.
+        """Return the expert counts for a run with `--split auto`; None for other runs.
 
-        A `--scope` that the user gave is never changed.
+        If `--scope` is not shared, slots are never divided among layers anew.
         """
         if not setup.counts_split:
             return None
@@ -144,8 +144,9 @@ class SplitCounts:
     def reconfigure(self, driver: Driver, head: float) -> bool:
         """Divide the cache's slots among layers by Algorithm 1, if tau tokens were counted.
 
-        This is MoEpic's lines 8 to 10, to be called while nothing is computed. Split ratios stay,
-        because with others the slots would have other sizes. `head` is the mean time of the output
+        These are lines 8 to 10 of the algorithm in the MoEpic paper. Call the method while nothing
+        is computed. The shares at which experts are split stay the same, because other shares need
+        slots of other sizes. `head` is the mean time of the output
         head, in seconds. Returns whether the slots were divided anew.
         """
         counted, view = int(self.activity.tokens.min()), driver.scheduler.view

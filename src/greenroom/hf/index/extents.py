@@ -66,7 +66,7 @@ def extents_of(
 
     tensors: the expert's stored tensors
     plans:   the byte copies from each of these tensors to the expert's slot
-    shared:  a cache, so that experts with the same arrangement share their tuples of copies
+    shared:  a dict in which the copies of experts with the same arrangement are stored once
 
     Tensors at most 4096 bytes apart in a file are grouped, unless one needs a transposition or cast
     and the other does not: an extent can be read in chunks only if all its copies are contiguous.

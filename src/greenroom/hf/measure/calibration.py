@@ -145,14 +145,14 @@ def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
     """Return the expert predictors that a benchmark entry's calibration observes.
 
     There are none unless the entry's split is calibrated. Raises UsageError for an encoder-decoder
-    model, whose routing cannot be recorded, and PredictorError or UsageError if a predictor cannot
+    model, which cannot be calibrated, and PredictorError or UsageError if a predictor cannot
     run with this model.
     """
     model, catalog = harness.model, harness.setup.catalog
     if model.config.is_encoder_decoder:
         raise UsageError(
-            "the setting is calibrated from recorded routing, which an encoder-decoder model does"
-            " not have: its passes skip layers"
+            "this setting is calibrated from recorded expert routing, which works only with"
+            " decoder-only models: leave the setting out"
         )
     name = entry.config.prefetch if "split" in entry.calibrated_options else OFF
     if predictor(name).kind is AUTO:

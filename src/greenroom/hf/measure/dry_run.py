@@ -39,8 +39,8 @@ def with_dry_run(
 
     folder:  where the models are written, and removed afterwards
     shape:   the larger model's shape, by default `Shape()`
-    devices: the value of `--device` (cpu or cuda) for processors that compute from host memory
-             ("host") and from GPU memory ("device")
+    devices: the value of `--device` (cpu or cuda), under "host" for processors that compute from
+             host memory, and under "device" for those that compute from GPU memory
     """
     shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:

@@ -1,7 +1,7 @@
 """Quantise float32 weights to the encodings `int8`, `int4`, `fp8` and nested int8 of a pack.
 
 Each function takes rows of a matrix in float32 and fills codes and scales, on one core and without
-the interpreter lock. It returns True if every weight is a finite number. "Largest" is the largest
+the interpreter lock. It returns False if a weight is infinite or NaN. "Largest" is the largest
 magnitude in a group of weights that share a scale.
 
 int8    The scale is largest / 127, in float16. Codes are rounded to the nearest.

@@ -119,8 +119,8 @@ class PackCatalog(Catalog):
 class CopiesCatalog(PackCatalog):
     """The catalog of a pack that has low-precision copies of its experts.
 
-    The kinds of pieces are exact experts, copies, and, if copies are nested, remainders. A nested
-    copy contains some bits of the exact expert's codes; the remainder is the other bits.
+    Exact experts and copies are read separately. If copies are nested, remainders are read too: a
+    nested copy contains some bits of the exact expert's codes; the remainder is the other bits.
     `nested_layouts` has an entry for each layer if copies are nested, else it is empty.
     """
 
