@@ -4,11 +4,11 @@
 
 The systems are those of the paper, and Greenroom's defaults, as `simulate --system` plays them:
 noisy oracles replace the gates, and what a system learns, it learns from the requests before (half
-of 2 * --tokens tokens, in whole requests). Prompts are made of the first --prompt tokens of each request, which the recordings
-have decoded; a prompt is one pass. The machine is `moepic_motivation.paper_costs`. Figure 8 is the
-search of `greenroom plan --target-tpot` (a bisection over the number of slots, since more are never
-slower), for one system after the other; targets are multiples of the TPOT with all experts in
-memory.
+of 2 * --tokens tokens, in whole requests). Prompts are made of the first --prompt tokens of each
+request, which the recordings have decoded; a prompt is one pass. The machine is
+`moepic_motivation.paper_costs`. Figure 8 is the search of `greenroom plan --target-tpot` (a
+bisection over the number of slots, since more are never slower), for one system after the other;
+targets are multiples of the TPOT with all experts in memory.
 """
 
 from __future__ import annotations
