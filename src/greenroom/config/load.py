@@ -110,7 +110,8 @@ class LoadConfig(SchedulerConfig):
         SchedulerConfig.__post_init__(self)
         if self.tau != TAU and self.split != "auto":
             raise UsageError(
-                f"--tau has an effect only with --split auto, got --split {self.split}: give both"
+                f"--tau has an effect only with --split auto, got --split {self.split}: give"
+                " --split auto, or leave out --tau"
             )
         if self.host_memory is not None and self.device == "cpu":
             raise UsageError(

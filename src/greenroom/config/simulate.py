@@ -153,7 +153,7 @@ class SimulateConfig(SchedulerConfig):
                 " have: give a share as 0.5, or a file of `greenroom trace budgets`"
             )
         if self.tau != TAU and self.system is None:
-            raise UsageError("--tau has an effect only with --system moepic: give both")
+            raise UsageError("--tau has an effect only with --system moepic: give both, or neither")
         self._check_policies()
         for each in options_in(self):
             if each.metadata["group"] == TIME or each.name in TIMED:

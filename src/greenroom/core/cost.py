@@ -78,7 +78,8 @@ class Costs:
               computed in a call of its own
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
-    wake:     slowdown after a wait of the processor, per second of the wait up to COOLED: threads
+    wake:     slowdown after a wait of the processor, per second of the wait, up to `COOLED`
+              (4 ms) of it: threads
               have fallen asleep, and caches and clock rates have dropped
     """
 

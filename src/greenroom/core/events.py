@@ -103,7 +103,7 @@ class Cancelled:
 
 @dataclass(slots=True)
 class Resized:
-    """Event: the expert cache gets another number of slots.
+    """Event: the expert cache gets another number of slots, or another scope.
 
     capacity: the new number of slots, counted in unsplit experts
     ahead:    how many slots prefetches may borrow at a time; None keeps the present number

@@ -179,7 +179,7 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the copy reads."""
+        """Return the number of bytes that the copy reads."""
         return self.shape[0] * self.shape[1] * ITEMSIZE[self.source_dtype]
 
 
@@ -230,12 +230,12 @@ class Catalog:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Return the bytes of a memory slot that fits any expert of a checkpoint."""
+        """Return the size in bytes of a memory slot that fits any expert."""
         return max(layout.nbytes for layout in self.layouts)
 
     @cached_property
     def all_experts_bytes(self) -> int:
-        """Return the bytes of all of a checkpoint's experts in their memory slots."""
+        """Return the total size in bytes of a checkpoint's experts in their memory slots."""
         each = zip(self.experts_per_layer, self.layouts, strict=True)
         return sum(n * layout.nbytes for n, layout in each)
 

@@ -28,8 +28,8 @@ class Split:
 
     Top segments may stay resident, bottom segments are fetched when they are needed.
 
-    tops, bottoms:   the bytes of each expert's top and bottom segment, by layer; a layer whose
-                     bottom segments have 0 bytes is not split
+    tops, bottoms:   for each layer, the size in bytes of an expert's top and bottom segment; a
+                     layer whose bottom segments have 0 bytes is not split
     secondary_slots: the number of slots for bottom segments, each as large as the largest segment
 
     UsageError if no layer is split, or a number is too small.
@@ -85,7 +85,7 @@ class Split:
 
     @property
     def unsplit_bytes(self) -> int:
-        """Return the bytes of a slot that fits any unsplit expert.
+        """Return the size in bytes of a slot that fits any unsplit expert.
 
         Cache capacities are counted in such slots.
         """
@@ -93,7 +93,7 @@ class Split:
 
     @property
     def reserved(self) -> int:
-        """Return the bytes of all slots for bottom segments of split experts."""
+        """Return the total size in bytes of the slots for bottom segments of split experts."""
         return self.secondary_slots * max(self.bottoms)
 
 
@@ -101,9 +101,9 @@ class Split:
 class Copies:
     """Low-precision copies of a model's experts, which are stored in addition to the experts.
 
-    exact, low:      the bytes of an expert and of its copy, by layer
-    remainder:       the bytes of an expert that its copy lacks, by layer; empty unless copies are
-                     nested: each copy is a part of its expert's own bytes
+    exact, low:      for each layer, the size in bytes of an expert and of its copy
+    remainder:       for each layer, how many bytes of an expert its copy lacks; empty unless
+                     copies are nested: each copy is a part of its expert's own bytes
     secondary_slots: the number of slots for copies, each as large as the largest copy
 
     UsageError if a copy is not smaller than its expert, or there are no slots.
@@ -142,7 +142,7 @@ class Copies:
 
     @property
     def reserved(self) -> int:
-        """Return the memory of all slots for low-precision copies, counted in exact experts."""
+        """Return the size of all slots for low-precision copies, counted in exact experts."""
         return -(-self.secondary_slots * max(self.low) // max(self.exact))
 
 

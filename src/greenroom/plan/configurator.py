@@ -115,7 +115,7 @@ def layer_statistics(activity: Activity) -> list[LayerStatistics]:
 def best_split(
     layer: LayerStatistics, budget: float, window: float, latency: TokenLatency
 ) -> tuple[int, float, float]:
-    """Find the split of a layer's experts that loads most in time (MoEpic, equation 11).
+    """Find the split with which most experts load in time (MoEpic, equation 11).
 
     `budget` is the size of the layer's cache in experts, `window` the seconds for prefetching.
     Returns C, the number of experts with a cached top segment; theta, a top segment's share of its
@@ -136,7 +136,7 @@ def best_split(
 def given_split(
     layer: LayerStatistics, budget: float, window: float, latency: TokenLatency, ratio: float
 ) -> tuple[int, float, float]:
-    """Compute what a layer with a given split ratio loads in time (MoEpic, equation 10).
+    """Compute how many experts load in time with a given split ratio (MoEpic, equation 10).
 
     Arguments and result are those of `best_split`. A fraction of a cached expert counts in
     proportion, so that a small change of the budget has an effect.
@@ -161,8 +161,8 @@ def expert_split(
     """Choose each layer's split of experts (MoEpic's function ExpertSplit).
 
     `budgets` are the sizes of the layers' caches in experts. The layers must be in the model's
-    order, since each one determines the prefetch window of the next. With `ratios`, one for each
-    layer, the splits are these.
+    order, since each one determines the prefetch window of the next. `ratios` gives each layer's
+    split ratio; None: they are chosen.
     """
     window, allocations = latency.head + latency.attention, []
     each = [None] * len(layers) if ratios is None else ratios

@@ -59,7 +59,7 @@ class Model:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return the bytes outside of the expert cache, with a short context."""
+        """Return how many bytes a run with a short context takes besides its expert cache."""
         return self.dense_bytes + self.overhead_bytes + self.kv_bytes
 
     @property

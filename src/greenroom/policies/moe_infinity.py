@@ -115,7 +115,10 @@ def similarity(dot: int, square: int) -> float:
 
 @compiled
 def least_similarity(most: float, eam: Ints, tolerance: float) -> float:
-    """Return the `similarity` at which a cosine is `tolerance` below that of `most`."""
+    """Return the least `similarity` of a matrix that matches the matrix `eam`.
+
+    Its cosine may be `tolerance` below the largest one, whose similarity is `most`.
+    """
     square = 0
     for piece in range(eam.size):
         square += eam[piece] * eam[piece]

@@ -105,7 +105,7 @@ def score(collection: Collection, begin: Ids, layer: int, tolerance: float, scor
 
     layer: the layer that was routed last; the layers after it are scored
     begin: the model-wide id of each layer's first expert, and the number of experts
-    tolerance: by which a matched EAM's cosine distance may exceed the smallest one
+    tolerance: by how much a matched EAM's cosine distance may exceed the smallest one
     scores: [distance, experts] likelihoods, as the module's docstring defines them
 
     Cosines are compared by dot ** 2 / square, which gives the same order.

@@ -127,7 +127,7 @@ class Clock:
             self._slowed = 0.0
 
     def send(self, event: Event) -> None:
-        """Send the scheduler an event between two layers; it takes no time."""
+        """Send the scheduler an event between two layers; this takes no simulated time."""
         self._handle(event)
 
     def _advance(self, end: float) -> None:
@@ -172,7 +172,7 @@ class Clock:
             self._fresh.add(action.piece % self.pieces.experts if completes else action.piece)
 
     def _chunk_bytes(self, piece: int, chunk: int) -> int:
-        """Return the bytes of a transfer's chunk; only a piece's last chunk differs."""
+        """Return the size in bytes of a transfer's chunk; only a piece's last chunk is larger."""
         total = int(self.pieces.nbytes[piece])
         chunks = int(self.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)

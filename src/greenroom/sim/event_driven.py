@@ -72,8 +72,8 @@ class EventOptions:
     stay:        ids of experts that are never evicted once they are in the cache
     history:     an earlier trace, from which policy and predictor have learned; the cache is empty
     tau:         decoded tokens after which the slots are divided among layers anew, between two
-                 requests; 0: never
-    divide:      computes this division from the experts that were used and predicted
+                 prompts; 0: never
+    divide:      computes this division from counts of used and predicted experts
     """
 
     scope: Scope = "shared"

@@ -1,8 +1,8 @@
 """Expert predictors in a simulation: computed from a trace, or replayed from recordings.
 
 MoEpic divides the cache's slots among layers anew every tau tokens (Algorithm 1, lines 8 to 10),
-from what was used and predicted. `CountedForesight` counts, `Reconfiguration` applies a division
-that a function computes, so this module knows no algorithm.
+by the experts that tokens used and those that were predicted. `CountedForesight` counts both.
+`Reconfiguration` calls a function that computes a division from the counts, and applies the result.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def teach_predictor(
 class CountedForesight(Foresight):
     """A predictor whose predictions, and the experts of decoded tokens, are counted.
 
-    activity: the counts so far, which go on over all requests
+    activity: the counts since the start of the trace
     """
 
     def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:

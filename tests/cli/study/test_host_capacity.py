@@ -67,7 +67,7 @@ def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):
     for wrong, why in (
         (("--devices", 0), "--devices must be at least 1, got 0"),
         (("--devices", 99), "experts can be spread over 1 to"),
-        (("--devices", 2, "--policy", "opt"), "policy opt must know all requests"),
+        (("--devices", 2, "--policy", "opt"), "policy opt must know all expert requests"),
         (("--devices", 2, "--pin", "none"), "--pin none does not work with prefetching"),
         (
             ("--devices", 2, "--capacity", 1),

@@ -110,7 +110,7 @@ def on_a_gpu(processor: Processor) -> bool:
 
 
 def memory_of(machine: Machine, gpu: bool) -> int:
-    """Return the bytes of a machine's memory, or of its GPU's; 0 if they were not measured."""
+    """Return the size in bytes of a machine's memory, or of its GPU's; 0 if not measured."""
     if gpu:
         return int(machine.measured.get("device", {}).get("memory_bytes", 0))
     return int(machine.host.get("memory_bytes", 0))

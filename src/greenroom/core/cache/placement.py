@@ -161,9 +161,9 @@ class Placement:
     def resize(self, capacity: int, ahead: int | None, scope: Scope | None = None) -> None:
         """Request another capacity or scope of the cache, which `apply_resize` applies later.
 
-        `ahead` is the number of slots that prefetches may borrow at a time. None keeps the present
-        number, or scope. The limit of borrowed slots changes at once. UsageError or BudgetError for
-        an impossible scope.
+        `ahead` is the number of slots that prefetches may borrow at a time. This
+        limit changes at once. None keeps the present limit, or the present scope. UsageError or
+        BudgetError for an impossible scope.
         """
         if scope is not None:
             check_new_scope(self.cache, capacity, scope)

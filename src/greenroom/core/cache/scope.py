@@ -39,7 +39,10 @@ def check_scope(scope: Scope, layers: int) -> None:
 
 
 def name_of(scope: Scope) -> str:
-    """Return the name of a cache scope, as results show it; "given" for numbers by layer."""
+    """Return the name of a cache scope, as results show it.
+
+    It is "given" if the scope has a number for each layer.
+    """
     return scope if isinstance(scope, str) else "given"
 
 

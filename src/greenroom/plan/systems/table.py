@@ -71,7 +71,7 @@ class System:
     def with_greenroom(self) -> System:
         """Return a published system with Greenroom's value rule and guard for prefetching.
 
-        UsageError for a system that prefetches nothing, or has them already.
+        UsageError for a system that prefetches nothing, or has this rule and guard already.
         """
         if self.prefetch == "off" or self.guard:
             why = "has them already" if self.guard else "prefetches nothing"
@@ -276,7 +276,7 @@ def systems(text: str) -> list[System]:
 
 
 def part_of(option: str, value: Any) -> str | None:
-    """Return the option that enables the part of a system which an option sets.
+    """Return the option that enables the part of a system to which an option belongs.
 
     None for options that apply to every system.
     """
