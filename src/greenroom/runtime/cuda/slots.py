@@ -120,7 +120,8 @@ class DeviceSlots(SlotPool):
         """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}"
+                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}:"
+                " give a cache size within these bounds"
             )
         while self._first_slots and self._first_slots[-1] >= capacity:
             self._first_slots.pop()

@@ -131,7 +131,9 @@ def disk_bandwidth(
             buffer = Staging(size).view
             for handle, offset in places[reader::threads]:
                 if os.preadv(handle, [buffer], offset) != size:
-                    raise OSError(errno.EIO, "a file became shorter during the measurement")
+                    raise OSError(
+                        errno.EIO, "a file became shorter during the measurement: measure again"
+                    )
                 done[reader] += size
                 if time.perf_counter() > end:
                     return

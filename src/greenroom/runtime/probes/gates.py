@@ -66,7 +66,10 @@ def _choose(router: Router) -> Ids:
     matrix = next((p for p in router.module.parameters() if p.dim() == 2), None)
     kind = type(router.module).__name__
     if matrix is None:
-        raise PredictorError(f"router {kind} has no matrix: the size of its inputs is unknown")
+        raise PredictorError(
+            f"router {kind} has no matrix, so the size of its inputs is unknown: experts cannot be"
+            " predicted from this router"
+        )
     hidden = torch.from_numpy(random_inputs(matrix.shape[1])).to(matrix.device, matrix.dtype)
     try:
         chosen: Ids = router(hidden)[1].cpu().numpy()

@@ -101,7 +101,8 @@ class HostSlots(SlotPool):
         """
         if not 1 <= capacity <= self.reserve:
             raise DeviceError(
-                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}"
+                f"the cache of experts can have between 1 and {self.reserve} slots, not {capacity}:"
+                " give a cache size within these bounds"
             )
         if capacity < self.capacity:
             page = mmap.PAGESIZE

@@ -76,7 +76,9 @@ class Message(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing")
+            raise ValueError(
+                "content is missing: only an assistant message with tool_calls may omit it"
+            )
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
             raise ValueError(
                 f"a message of the role {self.role} must not have tool_calls or reasoning_content"
@@ -126,7 +128,7 @@ class ResponseFormat(StrictModel):
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError(
-                "send response_format.json_schema if the type is json_schema, and only then"
+                "response_format needs json_schema if its type is json_schema, else must omit it"
             )
         return self
 

@@ -140,7 +140,7 @@ class AnthropicToolChoice(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> AnthropicToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("send tool_choice.name if the type is tool, and only then")
+            raise ValueError("tool_choice needs a name if its type is tool, else must not have one")
         return self
 
     @property

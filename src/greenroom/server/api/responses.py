@@ -135,7 +135,9 @@ class ResponsesFormat(StrictModel):
     @model_validator(mode="after")
     def _fits(self) -> ResponsesFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("send text.format.schema if the type is json_schema, and only then")
+            raise ValueError(
+                "text.format needs a schema if its type is json_schema, else must not have one"
+            )
         return self
 
     def form(self) -> JsonForm | None:
