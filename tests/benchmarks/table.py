@@ -116,7 +116,7 @@ ROWS = (
     Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
     Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",
         ("slots", "transfer/compute", "moepic", "mean theta")),
-    Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 16",
+    Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 8",
         ("predictor", "distance", "layer 0", "layer 7"), writes=("accuracy.json",)),
     Row("systems.py", "{recording} --tokens 132 --earlier 132"
         " --systems moepic,moepic+greenroom,hybrimoe,llru,greenroom",
