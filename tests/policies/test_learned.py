@@ -151,9 +151,9 @@ BAD = {
         r"collection is int32\[2, 11\], not int32\['any', 12\]",
     ),
     "negative": ("moe-infinity", {"collection": np.full((2, 12), -1, np.int32)}, "not from 0"),
-    "version": ("next-use", {"version": np.array(7)}, "have version 7, not version 1"),
-    "versions": ("next-use", {"version": np.ones(2)}, "not version 1"),
-    "no version": ("moe-infinity", {"version": None}, "have no version, not version 1"),
+    "version": ("next-use", {"version": np.array(7)}, "have version 7, but must have version 1"),
+    "versions": ("next-use", {"version": np.ones(2)}, "must have version 1"),
+    "no version": ("moe-infinity", {"version": None}, "have no version, but must have version 1"),
 }
 
 
