@@ -203,7 +203,7 @@ def _cut_windows(
     tokenized = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
     if tokenized[0] != tokenized[1]:
         raise UsageError(
-            f"the tokenizers of {names[0]} and {names[1]} cut the text into different tokens:"
+            f"the tokenizers of {names[0]} and {names[1]} make different tokens of the text:"
             " --quality compares models of one tokenizer"
         )
     ids = tokenized[0][:tokens]

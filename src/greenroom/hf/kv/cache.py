@@ -258,7 +258,7 @@ def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
 
 
 def remove_token(cache: Any, layer_idx: int) -> None:
-    """Remove the last token of one layer of a KV cache, as `append_token` added it."""
+    """Remove the last token, which `append_token` added, from one layer of a KV cache."""
     cache.layers[layer_idx].crop(-1)
 
 

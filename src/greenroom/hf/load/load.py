@@ -4,8 +4,8 @@ Loading has five stages, each in a module of this package:
 resolve   find the checkpoint and read its headers
 describe  compute sizes from the model on the meta device
 budget    compute how many experts fit into memory
-choose    choose defaults: eviction policy, predictor, split, copies (`choices`; its
-          `requested_setup` turns the user's options into a setup before the budget)
+choices   choose defaults: eviction policy, predictor, split, copies (`requested_setup`, which
+          reads the user's options, is called before the budget is computed)
 attach    load the non-expert weights, start the expert cache, install hooks
 """
 

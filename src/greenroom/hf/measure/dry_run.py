@@ -118,7 +118,7 @@ class Case(NamedTuple):
     """Setting in which the small random model of a dry run is measured.
 
     all_resident: whether every expert has a slot; otherwise half of them have one
-    prefetch:     the predictor that prefetches, or "off"
+    prefetch:     the predictor of the experts to prefetch, or "off"
     read_limit:   bytes per second that the disk delivers; None for its own speed
     """
 

@@ -110,7 +110,7 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
 def align_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's unaligned weights to addresses that are multiples of 64 bytes.
 
-    Greenroom's weights are aligned so. transformers maps some weights from their file, at any
+    Greenroom's weights have such addresses. transformers maps some weights from their file, at any
     address. On processors not from Intel, MKL's float32 products of unaligned weights differ in the
     last bits. Returns the model.
     """
@@ -213,9 +213,10 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor
 
 
 def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> dict[str, Tensor]:
-    """Decode all expert parameters of one layer from a pack, to compare with.
+    """Decode all expert parameters of one layer from a pack, without compiled code.
 
-    Only the pack's header says where an expert is; plain Python decodes it. Returns tensors by
+    The result is the reference for other decoders. The experts are located only by the pack's
+    header. Returns tensors by
     parameter name; their first axis is the expert.
     """
     stored = pack.header.layers[layer]

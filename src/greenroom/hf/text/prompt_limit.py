@@ -46,7 +46,7 @@ class PromptLimit:
     def check_text(self, text: str) -> None:
         """Raise TooLong for a text with many more tokens than the context.
 
-        A long text is tokenised piece by piece, and only until it has twice the context's tokens.
+        A long text is tokenised in parts, and only until it has twice the context's tokens.
         """
         self._check(len(text))
         if len(text) <= max(PIECE, DENSE * self._context):

@@ -56,8 +56,8 @@ class PackCatalog(Catalog):
     def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
         """Return the bytes of an expert, expert segment or copy, by [kind][layer].
 
-        The kinds are experts alone, or the top and bottom segments of split experts, or experts and
-        low-precision copies of them.
+        The kinds are top and bottom segments if experts are split; experts and copies (and
+        remainders, if copies are nested) if the pack has low-precision copies; else only experts.
         """
         return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
@@ -119,8 +119,8 @@ class PackCatalog(Catalog):
 class CopiesCatalog(PackCatalog):
     """The catalog of a pack that has low-precision copies of its experts.
 
-    Exact experts and copies are read separately. If copies are nested, remainders are read too: a
-    nested copy contains some bits of the exact expert's codes; the remainder is the other bits.
+    A read transfers an exact expert, its copy, or, if copies are nested, the remainder. A nested
+    copy contains some bits of the exact expert's codes; the remainder is the other bits.
     `nested_layouts` has an entry for each layer if copies are nested, else it is empty.
     """
 
