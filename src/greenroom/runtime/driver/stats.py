@@ -116,7 +116,8 @@ def approximation_stats(
     promoted: exact experts fetched after a miss was computed from their copy
     secondary_slots: slots for low-precision copies
 
-    A share is None before the first request. Returns None if all misses are computed exactly.
+    A share is None before the first expert request. Returns None if all misses are computed
+    exactly.
     """
     if at is None:
         return None

@@ -92,7 +92,7 @@ class PlaneJoiner:
 def join(slot: Bytes, planes: Sequence[MatrixPlanes]) -> None:
     """Join an expert's two 4-bit planes to int8 codes in its slot.
 
-    Its scales, which were those of its int4 copy, are divided by 16.
+    The expert's scales, which were read as those of its int4 copy, are divided by 16.
     """
     for each in planes:
         codes = slot[each.codes : each.codes + each.nbytes]

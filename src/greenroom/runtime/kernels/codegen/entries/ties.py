@@ -19,9 +19,10 @@ FEW = 3  # nth_element sorts so many numbers by insertion
 
 
 def is_supported(number: int, top_k: int) -> bool:
-    """Check that torch's topk selects by nth_element for these sizes.
+    """Check that the code here can reproduce torch's topk of `number` scores.
 
-    For a few of very many scores torch uses a heap instead.
+    To select a few of very many scores, torch uses a heap; it sorts more than 17 results by other
+    means than insertion.
     """
     return 64 * top_k > number and top_k - 1 <= SORTED
 

@@ -118,11 +118,8 @@ def any_bits(scales, step, count, mask):
 
 @njit(inline="always")
 def scale_row(row, rows_per_scale):
-    """Return which row of scales belongs to a row of quantised weights, by number.
-
-    If each row of weights has its own row of scales, no division is computed: it would take as long
-    as half a row of 4-bit codes.
-    """
+    """Return which row of scales belongs to a row of quantised weights, by number."""
+    # Without a branch, the division would take as long as half a row of 4-bit codes.
     return row if rows_per_scale == 1 else row // rows_per_scale
 
 

@@ -365,8 +365,8 @@ def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
 def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
     """Define a Numba intrinsic by an LLVM function that all callers share.
 
-    Inlined, long code such as a tile would be compiled anew for each call. `emit` takes the int64
-    arguments and the elements of tuples."""
+    Long code, such as that of a tile, would be compiled anew for each call if it were inlined.
+    `emit` takes the int64 arguments, and the elements of arguments that are tuples."""
 
     def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
         flat = []
