@@ -5,7 +5,8 @@ where the ids are known. The hash is (layer + expert) mod devices. It spreads ev
 a mixing hash would be even only over the whole model. An expert number that is popular in many
 layers is not always on the same device.
 
-If a memory is spread over several devices, its slots are numbered `local * devices + device`.
+If a memory is spread over several devices, slot i of a device has the number
+`i * devices + device`.
 """
 
 from __future__ import annotations

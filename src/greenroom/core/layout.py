@@ -187,8 +187,8 @@ class Copy:
 class Extent:
     """A contiguous byte range of a file, and its copies to an expert's slot.
 
-    If all of its copies are contiguous, an extent may be read in chunks cut anywhere; otherwise it
-    is read in one go.
+    If all of its copies are contiguous, an extent may be read in chunks of any size; otherwise it
+    is read as a whole.
     """
 
     file: int

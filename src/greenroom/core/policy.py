@@ -99,12 +99,14 @@ class PolicyOption:
             value = type(self.default)(text)
         except ValueError:
             kind = "a whole number" if isinstance(self.default, int) else "a number"
-            raise UsageError(f"{self.name} of {policy} must be {kind}, got {text!r}") from None
+            raise UsageError(
+                f"option {self.name} of {policy} must be {kind}, got {text!r}"
+            ) from None
         if not isinstance(value, str) and not self.least <= value <= self.most:
             bounds = f"at least {self.least:g}"
             if self.most != float("inf"):
                 bounds = f"between {self.least:g} and {self.most:g}"
-            raise UsageError(f"{self.name} of {policy} must be {bounds}, got {text}")
+            raise UsageError(f"option {self.name} of {policy} must be {bounds}, got {text}")
         return value
 
 

@@ -56,11 +56,11 @@ def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
     elif dash and begin.isdigit() and end.isdigit():
         steps = (stream.request >= int(begin)) & (stream.request <= int(end))
     else:
-        raise UsageError(f"part of policy static must be {PARTS}; got {part!r}")
+        raise UsageError(f"option part of policy static must be {PARTS}; got {part!r}")
     if stream.layer.size and not steps.any():
         raise UsageError(
-            f"part of policy static is {part!r}, which has no step of this trace of {prompts}"
-            " prompts"
+            f"option part of policy static is {part!r}, which has no step of this trace of"
+            f" {prompts} prompts"
         )
     return steps
 

@@ -1,10 +1,10 @@
 """recorded: predictions stored in a trace, replayed at the layers where they were made.
 
-The prediction for a layer is made `distance` layers before the layer. For the first layers of a
-pass this is in the pass before, and only for the pass's first token; in a pass of several tokens,
-and in the first pass of the trace, they are predicted when the pass begins. Predictions of
-`learned` for the first layers are made at layer 0 of the same pass. With distance 0 all layers are
-predicted when a pass begins.
+The prediction for a layer is replayed `distance` layers before it. The first `distance` layers of a
+pass have no such layer in their own pass: they are predicted in the last layers of the pass before,
+and only for the first token. In a pass of several tokens, and in the first pass of the trace, they
+are predicted when the pass begins. If `learned` made the predictions, layer 0 of the same pass
+predicts its first layers. With distance 0 all layers are predicted when a pass begins.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class ReplayPredictor(NullPredictor):
 class ReplayWithinToken(ReplayPredictor):
     """Predictor that replays predictions made within a token, from its layer 0 on.
 
-    Layer 0 predicts the first layers, and is not predicted (ProMoE, Pre-gated MoE).
+    At layer 0 the first layers after it are predicted; layer 0 itself is not predicted (ProMoE,
+    Pre-gated MoE).
     """
 
     def predict(self, layer: int) -> list[LayerPrediction]:

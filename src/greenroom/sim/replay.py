@@ -69,8 +69,8 @@ def replay(
     detail:   return `missed` too
     pinned:   (step, experts) in ascending order: from that step on, these experts are never evicted
               once they are in the cache, and those of the entry before may be; not with `reset`
-    learned:  what the policy has learned in an earlier replay; empty: nothing; None: nothing, and
-              the result has no `learned` either; not with `reset`
+    learned:  what the policy has learned in an earlier replay (empty: nothing), so that the result
+              has what it has learned at the end; not with `reset`
 
     Releases the GIL. Raises UsageError for an impossible capacity, scope or pin, BudgetError if
     pinned experts leave no slot for others, and ValueError if `learned` does not fit.

@@ -67,8 +67,8 @@ def miss(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> 
 def admit(state: CacheState, policy_state: Any, piece: int, now: LogicalTime) -> int:
     """Make an expert resident whose bytes are in a cache slot already; return the slot.
 
-    The slot was freed just before, and is the next free one of its slot group. BYPASS if the policy
-    never inserts.
+    The slot was freed just before, and is the next free one of its slot group. Returns BYPASS if
+    the policy never inserts.
     """
     slot: int = miss(state, policy_state, piece, now)[0]
     return slot

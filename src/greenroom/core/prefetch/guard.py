@@ -3,8 +3,8 @@
 A trial alternates blocks of passes with and without prefetching (A B B A ..., so that a drift
 affects both sides alike). Two neighbouring blocks are a pair; its ratio is that of their mean
 times, with / without. A trial ends
- - when one side is clearly slower: at least three pairs, all of one sign, and together `LOSS`
-   passes lost; a block that is much slower is cut short;
+ - when one side is clearly slower: in every one of at least three pairs, and together by the time
+   of `LOSS` (8) passes; a block that is much slower is cut short;
  - when, after 8, 16 or 32 pairs, the bootstrap interval of the trimmed mean of the pairs' log
    ratios excludes 0;
  - undecided after the last pair. The first trial then decides by the trimmed mean, later ones
