@@ -137,7 +137,7 @@ def test_a_profile_made_under_load_is_named(cli: Run, folder: Path, home: Path):
 
 
 def test_mistakes(cli: Run, folder: Path, home: Path):
-    assert "more than 1 MiB: " in cli("plan", folder, "--memory", "1MiB").mistake
+    assert "more than the budget of 1 MiB: " in cli("plan", folder, "--memory", "1MiB").mistake
     wrong = trace_of(folder, home / "t.safetensors", top_k=1)
     said = cli("plan", folder, "--memory", "2GiB", "--trace", wrong).mistake
     assert "is a trace of another model" in said

@@ -114,24 +114,22 @@ def test_a_trial_of_steady_times_loses_no_more_than_its_bound(ratio, with_it):
     assert machine.guard.on != with_it
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)  # it holds nearly always
-@given(
-    hiccups=st.sets(st.integers(0, 150), max_size=2),
-    factor=st.floats(2.0, 1e6),
-    seed=st.integers(0, 999),
-)
-def test_two_hiccups_decide_nothing(hiccups, factor, seed):
+def test_two_hiccups_seldom_decide():
     """Passes in which the machine was doing something else, on a machine where prefetching pays."""
-    trial, random = Trial(True, np.random.default_rng(seed)), np.random.default_rng(seed)
-    decision = None
-    for i in range(2 * g.BLOCK * g.LOOKS[-1]):
-        seconds = (0.75 if trial.on else 1.0) * float(np.exp(0.05 * random.standard_normal()))
-        decision = trial.passed(seconds * (factor if i in hiccups else 1.0))
-        if decision is not None:
-            break
-    assert decision is not None
-    assert decision.decided
-    assert decision.ratio < 1
+    draws, right = np.random.default_rng(0), 0
+    for seed in range(100):
+        hiccups, factor = draws.integers(0, 151, 2).tolist(), 10 ** draws.uniform(0.3, 6)
+        trial, random = Trial(True, np.random.default_rng(seed)), np.random.default_rng(seed)
+        decision = None
+        for i in range(2 * g.BLOCK * g.LOOKS[-1]):
+            seconds = (0.75 if trial.on else 1.0) * float(np.exp(0.05 * random.standard_normal()))
+            decision = trial.passed(seconds * (factor if i in hiccups else 1.0))
+            if decision is not None:
+                break
+        assert decision is not None
+        assert decision.ratio < 1 or not decision.decided
+        right += decision.decided
+    assert right >= 97
 
 
 @pytest.mark.parametrize("drift", [0.01, -0.01, 0.0005])
