@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
+.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -131,18 +131,42 @@ bench: $(READY)
 	$(BIN)/python benchmarks/resident.py bench-data
 	$(BIN)/python benchmarks/startup.py
 
+# The figures and tables of docs/papers.md, and those of docs/policies.md and docs/split.md that
+# benchmarks/papers/ makes. Tables and figures are written to bench-data/papers.
 TRACES ?= ../shared/traces
-papers: $(READY)
+papers: $(READY) papers-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
-	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic \
-		moepic_start moepic_motivation moepic_systems moepic_tau \
-		promoe_skew prediction task_sets consistency batches hebf; do \
+	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \
+		eamc_shift moepic_lcp moepic moepic_start moepic_motivation moepic_systems moepic_tau \
+		promoe_skew prediction consistency task_sets batches hebf learned_state; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
+	$(BIN)/python benchmarks/papers/moepic_lcp.py --traces $(TRACES) --models olmoe-1b-7b --limit 3000 \
+		--out bench-data/papers/first-3000
+	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
-	for script in eamc_groups expert_reuse long_context learned_state; do \
-		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
-	for figure in docs/figures/*.svg; do cp bench-data/papers/$${figure##*/} $$figure || exit 1; done
+	for figure in $$(grep -o 'figures/[a-z-]*\.svg' docs/papers.md); do \
+		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
+
+# ProMoE's tables, of the demo model: 84 prompts are recorded, a predictor is trained for each
+# distance, and runs use it.
+SUBJECTS := lighthouse railway bread garden ship winter bridge teacher river music market clock
+DEMO_DATA := bench-data/papers/demo
+papers-demo: export GREENROOM_LEARNED = off
+papers-demo: $(READY)
+	mkdir -p $(DEMO_DATA)
+	for s in $(SUBJECTS); do for f in "Once upon a time there was a %s" "The history of the %s" \
+		"def count_%s(items):" "Question: what is a %s?" "A letter about the %s" \
+		"In the year 1850 the %s" "How to build a %s:"; do \
+		printf "$$f\n" $$s; done; done > $(DEMO_DATA)/prompts.txt
+	$(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/prompts.txt -o $(DEMO_DATA)/run.trace \
+		--max-new-tokens 160 --cache 100% --gate-inputs 1 --temperature 0.8 --seed 7 \
+		--predict next-gate,next-gate:2,next-gate:4
+	for k in 1 2 4; do OMP_NUM_THREADS=1 $(BIN)/greenroom train-predictor demo --trace $(DEMO_DATA)/run.trace \
+		-o $(DEMO_DATA)/k$$k.predictor --distance $$k || exit 1; done
+	$(BIN)/python benchmarks/goodpred.py demo --cache 25% --read-limit 40MB --learned \
+		$(DEMO_DATA)/k1.predictor $(DEMO_DATA)/k2.predictor $(DEMO_DATA)/k4.predictor \
+		--predictors next-gate learned --distances 1 2 4 --tokens 24 --by-layer
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -43,10 +43,14 @@ RECORDED = f"{PAPER} --traces {{traces}}"
 REPLAY = f"demo {{recording}} {SESSION}"
 
 
-def _paper(name: str, columns: tuple[str, ...], args: str = "", *, drawn: bool = True) -> Row:
-    """A script of `papers/`, which writes a table and mostly a figure of its name."""
+def _paper(
+    name: str, columns: tuple[str, ...], args: str = "", *, drawn: bool = True,
+    more: tuple[str, ...] = (),
+) -> Row:  # fmt: skip
+    """A script of `papers/`: it writes a table and mostly a figure of its name, and more tables."""
     stem = name.replace("_", "-")
-    writes = (f"{stem}.md", f"{stem}.svg", f"{stem}.png") if drawn else (f"{stem}.md",)
+    tables = tuple(f"{each}.md" for each in (stem, *more))
+    writes = (*tables, f"{stem}.svg", f"{stem}.png") if drawn else tables
     options = f"{PAPER if name in ('llru_zipf', 'llru_bounds') else RECORDED} {args}"
     return Row(f"papers/{name}.py", options, columns, MATPLOTLIB, writes)
 
@@ -144,11 +148,12 @@ ROWS = (
     _paper("llru_zipf", ("panel", "paper", "here")),
     _paper("llru_bounds", ("theorem", "bound")),
     _paper("llru_sweep", ("recording", "order")),
-    _paper("llru_spread", ("recording", "LRU / OPT", "LLRU / OPT")),
-    _paper("eamc_capacity", ("recording", "matching", "LRU", "1 EAM")),
+    _paper("llru_spread", ("recording", "LRU / OPT", "LLRU / OPT"), more=("llru-whole",)),
+    _paper("eamc_capacity", ("recording", "matching", "LRU", "1 EAM"), more=("eamc-tolerance",)),
     _paper("eamc_groups", ("recording", "groups", "largest group", "drawn order"),
            "--models olmoe-1b-7b"),
-    _paper("expert_reuse", ("recording", "by chance", "all requests"), "--models olmoe-1b-7b"),
+    _paper("expert_reuse", ("recording", "by chance", "all requests"), "--models olmoe-1b-7b",
+           more=("expert-reuse-share",)),
     _paper("long_context", ("recording", "system"), "--models olmoe-1b-7b"),
     _paper("eamc_cover", ("recording", "EAMs", "needed for 75 %")),
     _paper("eamc_shift", ("recording", "policy", "excess of the first")),
@@ -160,7 +165,8 @@ ROWS = (
            "--tokens 8 --shots 1", drawn=False),
     _paper("batches", ("recording", "answers", "arrival", "two passes"), "--tokens 4", drawn=False),
     _paper("hebf", ("recording", "pass", "by id, ms", "hottest first, ms"), drawn=False),
-    _paper("consistency", ("recording", "MoE on every layer", "SRP, 16 tokens"), drawn=False),
+    _paper("consistency", ("recording", "MoE on every layer", "SRP, 16 tokens"), drawn=False,
+           more=("consistency-sizes", "consistency-experts")),
     _paper("prediction", ("recording", "predictor", "d = 1", "µs a layer"),
            "--models olmoe-1b-7b deepseek-v2-lite --limit 500 --predictors token markov",
            drawn=False),
@@ -175,7 +181,7 @@ ROWS = (
     _paper("moepic_start", ("recording", "halves", "unsplit", "synthetic"),
            "--models olmoe-1b-7b --capacity 25% --ratios 2", drawn=False),
     Row("papers/moepic.py", RECORDED, ("TTFT ms", "TPOT ms", "prefetches begun"), MATPLOTLIB,
-        ("moepic-olmoe-1b-7b-64-ablation.md", "moepic-olmoe-1b-7b-64-zeta.md")),
+        tuple(f"moepic-olmoe-1b-7b-64-{part}.md" for part in ("ablation", "ratios", "zeta"))),
     Row("papers/gap.py", f"{RECORDED} --models olmoe-1b-7b --policies auto;random",
         ("pin step", "olmoe-1b-7b 20/40/60", "mean"), MATPLOTLIB, ("gap-none.md", "gap-step.md")),
 )  # fmt: skip
