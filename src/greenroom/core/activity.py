@@ -121,7 +121,7 @@ class Activity:
         return share
 
     def predicted_hits(self, layer: int) -> Floats:
-        """Return how often an expert's prediction found it cached, by rank and cache size.
+        """Return how often a predicted expert was cached, by its rank and the cache size.
 
         The result is an array [experts of the layer + 1, experts of the layer + 1]: element (y, C)
         is the share of the tokens whose expert predicted at rank y was among the C experts of the

@@ -20,7 +20,7 @@ class Link:
 
     bandwidth: bytes per second
     latency:   seconds
-    lanes:     how many chunks may be on the link at once
+    lanes:     how many chunks may be under way at once, of which one occupies the link
 
     A chunk occupies the link for its bytes / bandwidth, and arrives `latency` after that. With a
     single lane each chunk waits until the chunk before has arrived; with enough lanes the link
@@ -79,8 +79,8 @@ class Costs:
     ahead:    additional time of a layer while a predictor of experts runs
     host:     the same as `expert`, on the host's processor; None if the host computes nothing
     wake:     slowdown after a wait of the processor, per second of the wait, up to `COOLED`
-              (4 ms) of it: threads
-              have fallen asleep, and caches and clock rates have dropped
+              (4 ms) of it: threads have fallen asleep, caches have lost data, and clock rates have
+              dropped
     """
 
     links: tuple[Link, ...]

@@ -75,9 +75,10 @@ class WeightSpec:
 
     The tensors are in the expert's memory slot.
 
-    shape: of a plain matrix the tensor's, which is [inputs, outputs] if the module has
-           `is_transposed`; of an encoded one always [outputs, inputs]
-    dtype: of a plain matrix the tensor's; of an encoded one the dtype to which kernels decode it
+    shape: the shape of the tensor of a plain matrix, which is [inputs, outputs] if the module has
+           `is_transposed`; for an encoded matrix always [outputs, inputs]
+    dtype: the dtype of the tensor of a plain matrix; for an encoded matrix, the dtype to which
+           kernels decode it
     parts: the tensor of the codes, then its companions (scales)
     """
 

@@ -64,8 +64,8 @@ class Split:
         """Make a split of a model's experts by each layer's share, rounded to eighths.
 
         nbytes: the size of an expert
-        shares: the share of an expert that is its top segment, one for all layers or one each; at
-                least an eighth is taken
+        shares: the share of an expert that is its top segment, one for all layers, or one for each;
+                a share below one eighth becomes one eighth
 
         UsageError if there is not one share for each layer, or no layer is split.
         """

@@ -180,8 +180,8 @@ class Learning(NamedTuple):
 class Policy:
     """An eviction policy: its name, its compiled functions and its options.
 
-    In the functions `state` is what `build_state` made, `cache` the `CacheState`, `now` the
-    `LogicalTime`.
+    A piece is an unsplit expert, or the top segment of a split one. In the functions `state` is
+    what `build_state` made, `cache` the `CacheState`, `now` the `LogicalTime`.
 
     victim(cache, state, group, piece, now): returns a resident piece of the slot group that is not
         pinned, or -1; `piece` is the one that needs the slot, -1 if the cache shrinks
@@ -193,7 +193,7 @@ class Policy:
         weights (empty: unknown)
     on_request(cache, state, now): called before the first step of a prompt
     weighs: the policy reads rows and weights; other policies may get empty ones
-    needs_trace: the policy must know future requests, and runs in simulations only
+    needs_trace: the policy must know which experts will be used, and runs in simulations only
     preload: returns the pieces that are resident from the start; no other piece is inserted then
     learning: exports and restores what the policy learns for later runs; None: nothing
     """

@@ -3,7 +3,7 @@
 A *table* holds a layer's cost at every number of slots, [experts + 1]. The cost is the number of
 misses, or the exposed seconds: the transfer time that computing does not hide. Both costs come from
 one pass over the recording. LRU in each layer is a stack algorithm (`sim/curves.py`), so each
-request of an expert has a number of slots from which on it is a hit.
+access to an expert is a hit from a certain number of slots on.
 
  - `optimal_slots` finds the least sum of costs by a dynamic programme over layers, as AdapMoE sizes
    its caches (Zhong et al., 2024, as MoEpic cites it).

@@ -1,8 +1,8 @@
 """Quick plan for a run without a stored setting: the default eviction policy, or LRU.
 
 It takes about a second. It compares the misses of both policies on the routing of earlier runs of
-the model, or on a synthetic workload if there are too few. Whether prefetching pays is measured
-during the run (core/prefetch/guard.py).
+the model, or on a synthetic workload if too few tokens are recorded. Whether prefetching pays is
+measured during the run (core/prefetch/guard.py).
 """
 
 from __future__ import annotations

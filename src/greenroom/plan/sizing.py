@@ -1,8 +1,8 @@
 """Cache sizes of layers, and splits of experts, chosen from recorded routing.
 
 AdapMoE's dynamic programme gives the slots of each layer. MoEpic's Algorithm 1 gives each layer's
-budget and the share of its experts in their top segments. It uses the experts that tokens used and
-the experts that were predicted for them.
+budget and the share of its experts in their top segments. Algorithm 1 counts the experts that
+tokens used, and the experts that were predicted for them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def hot_experts(trace: Trace, tasks: Sequence[str], share: float, score: str = "
 
     tasks: labels of the trace's requests
     share: share of each layer's experts to pin, above 0 and below 1; at least one expert per layer
-    score: by which experts are chosen (see `expert_scores`)
+    score: the score by which experts are chosen (see `expert_scores`)
 
     Whatever the score, a task's pattern has the share of its tokens that used each expert: a run
     compares the pattern with a prompt's counts.

@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
     """Compute each expert request's stack depth: the size of the smallest cache that hits.
 
-    The caches replace by LRU, or by Belady's OPT (Mattson et al., 1970).
+    The caches evict by LRU, or by Belady's OPT (Mattson et al., 1970).
 
     pieces:    the requested cache entries (experts), in order
     group_of:  the group of each piece; every group has a cache of its own
