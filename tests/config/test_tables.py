@@ -57,7 +57,7 @@ REFUSED = [
     (["--policy", "nope"], "choose one of auto, lru"),
     (["--policy", "moe-infinity:capacity=x"], "must be a whole number"),
     (["--prefetch", "oracle"], "needs a recorded trace"),
-    (["--prefetch", "markov:0"], "must be a number of layers, from 1"),
+    (["--prefetch", "markov:0"], "must be a number of layers, at least 1"),
     (["--prefetch", "learned"], "needs --predictor FILE"),
     (["--predictor", "/nowhere"], "/nowhere: the predictor's file cannot be read"),
     (["--pin", "/nowhere"], "cannot read /nowhere"),

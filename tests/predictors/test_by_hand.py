@@ -230,7 +230,7 @@ def test_recorded_replays_the_chosen_predictions():
         0,
         [[1]],
     )
-    with pytest.raises(UsageError, match=r"several predictors: choose one, recorded:of=one\|two"):
+    with pytest.raises(UsageError, match=r"give recorded:of=NAME, with NAME one of one\|two"):
         predictions_of("recorded", [[[0], [0]]], predictions=both)
     with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
         predictions_of("recorded:of=three", [[[0], [0]]], predictions=both)

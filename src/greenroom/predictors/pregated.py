@@ -36,7 +36,10 @@ def build(setup: PredictorSetup) -> Predictor:
     if setup.gates is not None:
         return PregatedPredictor(setup)
     if setup.routed_experts is None:
-        raise UsageError("predictor pregated needs a model's routers or a trace, and has neither")
+        raise UsageError(
+            "predictor pregated needs a model's routers or a trace, and has neither:"
+            " load a model, or replay a trace"
+        )
     routed = setup.routed_experts
     return ReplayWithinToken("pregated", routed, NO_ID, setup)
 

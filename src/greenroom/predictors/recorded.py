@@ -98,7 +98,8 @@ def build(setup: PredictorSetup) -> ReplayPredictor:
     if not name and len(predictions) > 1:
         names = "|".join(predictions)
         raise UsageError(
-            f"the trace has predictions of several predictors: choose one, recorded:of={names}"
+            "the trace has predictions of several predictors: give recorded:of=NAME, with"
+            f" NAME one of {names}"
         )
     name = name or next(iter(predictions))
     if name not in predictions:

@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> None:
         slots = capacities(config.capacity, int(trace.offsets[-1]))
         if len(slots) != 1:
             raise UsageError(
-                f"--capacity must be a single number or share here, got {config.capacity!r}"
+                "--capacity must be a single number or share here, not several,"
+                f" got {config.capacity!r}"
             )
         progress.say("dividing slots among layers")
         result = budgets(config, trace, slots[0])

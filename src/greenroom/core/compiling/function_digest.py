@@ -117,7 +117,8 @@ class FunctionDigest:
             self.add(vars(value))
         elif " at 0x" in (text := repr(value)):
             raise TypeError(
-                f"no digest of {text}: its text has an address, which differs in every process"
+                f"there can be no digest of {text}: its text has an address, which"
+                " differs in every process"
             )
         else:
             self._put(text)

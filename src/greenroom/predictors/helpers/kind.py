@@ -116,7 +116,7 @@ class PredictorKind:
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(
                 f"the distance of predictor {self.name} is {text!r}: it must be a number of layers,"
-                " from 1"
+                " at least 1"
             )
         return int(text)
 
