@@ -162,7 +162,7 @@ class Option:
     def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
         """Return the plan of how a layer's experts are computed, changed or not.
 
-        None is the default plan. The method may not change the scheduler's state.
+        None is the default plan. The method must not change the scheduler's state.
         """
         return plan
 

@@ -192,7 +192,7 @@ class Trace:
 
 
 def starts_of(lengths: NDArray[np.integer[Any]]) -> Ints:
-    """Return the starts of adjacent runs of given lengths, then the last run's end."""
+    """Return where consecutive ranges of given lengths begin, then where the last one ends."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts

@@ -175,7 +175,7 @@ class Placement:
         self.buffer.size = self._borrow_limit()
 
     def apply_resize(self) -> list[Action]:
-        """Apply the requested cache capacity; return moves of residents, then a `Trim`.
+        """Apply the requested cache capacity and scope; return moves of residents, then a `Trim`.
 
         No transfer may be under way.
         """

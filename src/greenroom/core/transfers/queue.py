@@ -166,7 +166,7 @@ class TransferQueue:
     def add_to_host(self, piece: int, host_slot: int, chunks: int, device: int = 0) -> Entry:
         """Request an expert's transfer to a slot in host memory, where the host computes it.
 
-        The expert may not be on its way already. The caller releases the slot later.
+        The expert must not be on its way already. The caller releases the slot later.
         """
         path = self.paths[device][:1]
         entry = self.entries[piece] = Entry(
