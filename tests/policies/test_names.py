@@ -20,9 +20,13 @@ def test_the_table_has_every_policy_by_its_name():
 
 def test_options_follow_the_name():
     chosen = policy("moe-infinity:matching=request,capacity=50")
-    assert chosen.settings == {"matching": "request", "capacity": 50}
+    assert chosen.settings == {"matching": "request", "capacity": 50, "tolerance": 0.0}
     assert chosen.name == "moe-infinity:matching=request,capacity=50"
-    assert policy("moe-infinity").settings == {"matching": "iteration", "capacity": 100}
+    assert policy("moe-infinity").settings == {
+        "matching": "iteration",
+        "capacity": 100,
+        "tolerance": 0.0,
+    }
     assert policy("lcp").settings == {"rho": 0.25, "omega": 128}
 
 

@@ -27,7 +27,7 @@ class Routed:
 
     step:         the number of the forward pass
     experts:      dense ids (layer offset + expert number), ascending, distinct, [n]
-    request:      the number of the prompt and its answer that the pass belongs to
+    request:      the index of the request (a prompt with its answer) that the pass belongs to
     rows:         how many tokens chose each expert, [n]; None if the policy does not need it
     weights:      the sums of these tokens' gate weights, [n]; None if the policy does not need them
     prefill:      the pass reads (a block of) a prompt

@@ -23,7 +23,7 @@ Inputs = NDArray[np.float32]
 class PassStart(NamedTuple):
     """The start of a forward pass over tokens of one request, for expert predictors.
 
-    request:   the number of the prompt and its answer that the pass belongs to
+    request:   the index of the request (a prompt with its answer) that the pass belongs to
     first:     the position of its first token among all tokens since the start of the run or of the
                trace; predictors that read a trace find their place by it
     tokens:    the number of tokens

@@ -99,7 +99,7 @@ class Clock:
                 self._handle(event)
 
     def run(self, step: TraceStep) -> None:
-        """Simulate one layer until its experts are computed: attention, routing, transfers."""
+        """Simulate one layer: attention, routing, the transfers of experts and their computation."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)

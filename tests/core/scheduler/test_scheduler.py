@@ -99,7 +99,7 @@ def test_a_resize_waits_for_the_end_of_the_step():
 def test_two_steps_at_a_time_are_refused():
     s = scheduler(2)
     s.on(Routed(0, 0, ids(0)))
-    with pytest.raises(RuntimeError, match="under way"):
+    with pytest.raises(RuntimeError, match="the step must finish first"):
         s.on(Routed(0, 0, ids(1)))
 
 

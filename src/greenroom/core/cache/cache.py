@@ -154,7 +154,7 @@ class Cache:
 
         now:           the logical time: (pass or token) * layers + layer
         token:         the number of the pass or token; now // layers by default
-        request:       the number of the prompt and its answer
+        request:       the index of the request (a prompt with its answer)
         rows, weights: how many tokens chose each expert, and sums of gate weights, [n] or None
         pin:           with "step" the experts stay pinned until `release`, unless the step is
                        larger than its slot group

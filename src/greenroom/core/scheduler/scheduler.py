@@ -54,10 +54,10 @@ AnyOption = TypeVar("AnyOption", bound=Option)
 
 
 class Scheduler:
-    """The event machine that decides which experts are cached, fetched and computed.
+    """The event-driven state machine that decides which experts are cached, fetched and computed.
 
-    It manages one memory with slots, filled over one link or a chain of links. Each of several
-    devices has slots, a last link and expert groups of its own."""
+    One device has one memory of expert slots, filled over a link or a chain of links (disk, host
+    memory, GPU). Of several devices each has its own slots, last link and expert groups."""
 
     def __init__(
         self,

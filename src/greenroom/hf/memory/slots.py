@@ -46,7 +46,7 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     if slots < 1:
         raise BudgetError(
             f"{what} {cache} has no room for an expert: give at least {catalog.slot_bytes} bytes,"
-            f" or {1 / catalog.experts:.2%} of the model's {catalog.experts} experts"
+            f" or {-(-10000 // catalog.experts) / 100:.2f}% of the model's {catalog.experts} experts"
         )
     return min(slots, catalog.experts)
 

@@ -111,7 +111,8 @@ class ExpertsFile:
     def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
         """Write blocks of 4096 bytes to a pack's data file, from byte `at` on.
 
-        The length, `at` and the memory address must be multiples of 4096. Raises OutputError.
+        The length, `at` and the memory address must be multiples of 4096.
+        Raises OutputError if the file cannot be written, as on a full disk.
         """
         view, done = memoryview(data), 0  # type: ignore[arg-type]
         with write_errors(self.path, RESUME_HINT):

@@ -40,7 +40,7 @@ class ChatBackend(Protocol):
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         """Answer chat messages; `on_delta` gets each part of the answer as it comes.
 
-        A KeyboardInterrupt ends the answer, and the `reason` of its Reply is cancelled.
+        A KeyboardInterrupt ends the answer early: the Reply then has the `reason` "cancelled".
         """
 
     def stats(self) -> dict[str, Any]: ...
