@@ -99,7 +99,7 @@ class Clock:
                 self._handle(event)
 
     def run(self, step: TraceStep) -> None:
-        """Simulate one layer: attention, routing, the transfers of experts and their computation."""
+        """Simulate one layer: attention, routing, the experts' transfers and computation."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
         self._advance(self.now + dense)

@@ -43,10 +43,10 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
         slots = amount.of(catalog.experts)
     else:
         slots = amount.of(0) // catalog.slot_bytes
-    if slots < 1:
+    if slots < 1:  # the share is rounded up, so that it is enough
         raise BudgetError(
             f"{what} {cache} has no room for an expert: give at least {catalog.slot_bytes} bytes,"
-            f" or {-(-10000 // catalog.experts) / 100:.2f}% of the model's {catalog.experts} experts"
+            f" or {-(-10_000 // catalog.experts) / 100:.2f}% of the {catalog.experts} experts"
         )
     return min(slots, catalog.experts)
 
