@@ -210,11 +210,18 @@ def test_a_failed_read_ends_only_its_step(disk):
     rig.driver.close()
 
 
-def test_an_interruption_waits_for_what_the_host_computes(disk):
+def test_an_interruption_waits_for_what_the_host_computes(disk, monkeypatch):
     rig = HostComputeDriver(disk(LAYERS, EXPERTS), 6, 18, 1e-5)
     rig.begin()
     rig.step(0, 0, 1, 2)
-    under_way, go_on = threading.Event(), threading.Event()
+    under_way, interrupted, go_on = (threading.Event() for _ in range(3))
+    wait = rig.driver._host.wait
+
+    def wait_noticed() -> None:
+        interrupted.set()
+        wait()
+
+    monkeypatch.setattr(rig.driver._host, "wait", wait_noticed)
 
     def job(chosen: np.ndarray, slots: np.ndarray):
         def wait() -> None:
@@ -232,6 +239,7 @@ def test_an_interruption_waits_for_what_the_host_computes(disk):
     def interrupt() -> None:
         assert under_way.wait(30)
         rig.driver.interrupt()
+        assert interrupted.wait(30)  # a step whose last job ends before it looks is complete
         go_on.set()
 
     in_time(play, interrupt)
