@@ -164,6 +164,8 @@ def test_conversations_that_cannot_be_rendered_are_refused(templates: Templates)
         deep = [deep]
     with pytest.raises(UsageError, match="cannot be written as JSON"):
         templates.render("x", {"x": deep})
+    with pytest.raises(UsageError, match="cannot be written as JSON"):
+        templates.render("x", {"x": {(1, 2): "a key that is no text"}})
     with pytest.raises(UsageError, match="has no messages"):
         templates.chat(demo_tokenizer(), [])
     assert templates.render("{{ x|length }}", {"x": "\ud800"}) == "1"

@@ -99,10 +99,10 @@ class Templates:
         """
         try:
             request = json.dumps([template, variables, self.most_chars], default=_to_json)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"the messages, tools or template variables cannot be written as JSON ({error}):"
-                " nest their values less deeply, and without cycles"
+                " use texts as keys, and nest values less deeply and without cycles"
             ) from None
         with self._lock:
             try:
