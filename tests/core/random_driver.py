@@ -122,6 +122,8 @@ class RandomDriver:
         if self.s.pieces.split is not None:  # each group's tops have slots of their own, and so on
             bottom = action.piece >= self.s.pieces.experts
             home = kinds - 1 if bottom else int(self.s.placement.cache.state.group_of[action.piece])
+        elif self.s.pieces.copies is not None:
+            home = int(self.s.pieces.experts <= action.piece < 2 * self.s.pieces.experts)
         assert action.slot % kinds == home
 
     def _check_top_computed(self, experts: np.ndarray, part: int) -> None:

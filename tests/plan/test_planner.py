@@ -181,6 +181,38 @@ def test_low_precision_is_among_them_where_it_is_allowed():
         Estimator(model, COSTS, workload(), precision="int4")
 
 
+GPU_COSTS = replace(COSTS, links=(Link(1e8), *COSTS.links))
+
+
+def test_split_experts_are_estimated_with_a_host_tier():
+    """Read from disk they are slower than from host memory, which needs a slot a layer here."""
+    model, halves = replace(MODEL, segments=True), replace(PLAIN, split="0.5")
+    none, some, full = (
+        Estimator(model, GPU_COSTS, workload(), measured=True, host=n) for n in (0, 8, 64)
+    )
+    assert full.of(halves, 24).tpot < some.of(halves, 24).tpot < none.of(halves, 24).tpot
+    uneven = replace(PLAIN, scope="per-layer", split="0.5,1,1,1")
+    few = Estimator(model, GPU_COSTS, workload(), measured=True, host=3)
+    assert some.fits(uneven, 24)
+    assert not few.fits(uneven, 24)
+    assert few.fits(halves, 24)
+
+
+@needs_option("miss_precision")
+def test_copies_take_a_part_of_host_memory():
+    model = replace(MODEL, low=0.25)
+    routing = recorded_workload(with_weights(), model, "it")
+    lower = Estimator(
+        model, GPU_COSTS, routing, measured=True, precision="int4", low_below=0.6, host=10
+    )
+    setting = replace(PLAIN, miss_precision="int4", low_below=0.6)
+    assert (lower._host_slots(PLAIN), lower._host_slots(setting)) == (10, 8)
+    without = Estimator(model, GPU_COSTS, routing, measured=True, precision="int4", low_below=0.6)
+    assert lower.of(setting, 24).tpot < without.of(setting, 24).tpot
+    with pytest.raises(UsageError, match="works without host memory only"):
+        Estimator(replace(model, nested=True), GPU_COSTS, routing, precision="int4", host=10)
+
+
 def with_weights() -> Trace:
     """The recording, with gate weights."""
     recorded = trace()

@@ -95,8 +95,8 @@ class SimulateConfig(SchedulerConfig):
         " auto: on this machine", "FILE", group=TIME, shown=True,
     )  # fmt: skip
     host_capacity: str | None = option(
-        None, "experts that main memory caches between disk and GPU: a number, or 25%% of all"
-        " (default: no such cache)", "N", group=TIME,
+        None, "experts that main memory caches between disk and GPU: a number, or 25%% of all;"
+        " with --miss-precision also their copies (default: no such cache)", "N", group=TIME,
     )  # fmt: skip
     devices: int = option(
         1, "number of equal processors among which the experts are divided, each with its own"

@@ -13,12 +13,13 @@ from greenroom.core.cache.state import group_sizes
 from greenroom.core.config.scheduler import NO_OPTIONS, option_names, with_options
 from greenroom.core.cost import Costs
 from greenroom.core.stream import Stream
-from greenroom.errors import BudgetError
+from greenroom.core.transfers.tiers import least_host_slots
+from greenroom.errors import BudgetError, UsageError
 from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
 from greenroom.plan.workload import Workload
 from greenroom.policies import choose, policy
-from greenroom.sim.approximation import check_weights
+from greenroom.sim.approximation import CopySizes, check_weights
 from greenroom.sim.event_driven import EventOptions, simulate_events, split_pieces
 from greenroom.sim.foresight import automatic_predictor, resolve_predictor
 from greenroom.sim.timed import SimulatedTimes, time_trace
@@ -110,8 +111,15 @@ class Estimator:
         host:       experts that host memory caches between disk and GPU
         co_compute: whether to also compare settings that compute misses in host memory
 
-        UsageError if `precision` is not off and the workload has no gate weights.
+        UsageError if `precision` is not off and the workload has no gate weights, or if copies are
+        nested and experts are cached in host memory.
         """
+        if precision != OFF and model.nested and host:
+            raise UsageError(
+                "--miss-precision with a pack of int8 experts that contain their copies works"
+                " without host memory only: use a pack with separate copies (--experts same), or"
+                " plan for the CPU"
+            )
         self.host, self.co_compute = host, co_compute
         self.model, self.costs, self.workload = model, costs, workload
         self.band = BAND if measured else UNMEASURED
@@ -149,7 +157,7 @@ class Estimator:
             group_sizes(cut, capacity, scope)
         except BudgetError:
             return False
-        return True
+        return not self.host or self.host >= least_host_slots(cut)
 
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         pairs = list(zip(self.workload.traces, self._streams, strict=True))
@@ -208,13 +216,19 @@ class Estimator:
             EventOptions(
                 scope=scope_of(setting.scope), split=shares,
                 config=_config(setting), low=self.model.low, nested=self.model.nested,
-                host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
+                host=self._host_slots(setting),
             ),
         ).times  # fmt: skip
         n = simulated.gaps.size
         factor = float(simulated.gaps.sum() / other.gaps[:n].sum())
         gaps = np.append(simulated.gaps, other.gaps[n:] * factor)
         return replace(simulated, gaps=gaps, ttft=other.ttft), part.tokens
+
+    def _host_slots(self, setting: Setting) -> int:
+        """Return how many experts host memory caches; copies take a part of the same memory."""
+        at = _config(setting).approximation()
+        low = 0.0 if at is None else CopySizes.of(at, low=self.model.low).low
+        return int(self.host / (1 + low))
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """Choose the simulated predictor that represents the one of a run.

@@ -61,7 +61,8 @@ class EventOptions:
     ahead:       most slots of the cache that prefetched experts may take at a time; None: as in a
                  real run
     chunk_bytes: largest transfer; larger experts are moved in several chunks
-    host:        slots of a second cache, in host memory between two links, with the same policy
+    host:        slots of a second cache, in host memory between two links, with the same policy;
+                 each has room for an expert, and for its low-precision copy if there are copies
     devices:     number of devices that share the experts; the capacity is their total
     split:       share of an expert's bytes in its top segment, a number or one per layer; top and
                  bottom segments are cached separately, in the memory of `capacity` whole experts
@@ -263,11 +264,11 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
     """List what can be cached: whole experts, segments of experts, or experts and copies."""
     chunk_bytes, devices, parts = options.chunk_bytes, options.devices, None
     if (at := options.approximation) is not None:
-        if devices > 1 or options.host or options.split is not None:
+        if devices > 1 or options.split is not None or options.config.uses_host():
             raise UsageError(
                 "a simulation with --low-below, --skip-below or --substitute-below supports only"
-                " one device, whole experts and no host memory: leave out --split, --devices and"
-                " --host-capacity"
+                " one device, whole experts and one processor: leave out --split, --devices and"
+                " --co-compute"
             )
         check_weights(trace)
         sizes = CopySizes.of(at, options.nested, options.low)

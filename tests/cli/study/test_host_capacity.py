@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from greenroom.core.config.scheduler import option_names
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.trace import save
@@ -79,3 +82,25 @@ def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):
         "--devices has an effect only with"
         in cli("simulate", recorded, *LRU, "--devices", 2).mistake
     )
+
+
+def test_split_experts_and_copies_between_two_links(cli: Run, tmp_path: Path):
+    made = small.trace([[-4, *[1] * 20]] * 4)
+    weights = np.random.default_rng(0).random(made.experts.shape).astype(np.float16)
+    save(replace(made, weights=weights), tmp_path / "small.safetensors")
+    asked = (
+        "simulate", tmp_path / "small.safetensors", *LRU,
+        "--machine", profile(tmp_path / "gpu.json", DISK, BUS),
+    )  # fmt: skip
+    for options in (("--split", "0.5"), ("--miss-precision", "int4"), ("--skip-below", "0.2")):
+        if options[0] != "--split" and option_names().count(options[0][2:].replace("-", "_")) == 0:
+            continue
+        rows = [cli(*asked, *options, "--host-capacity", n).json for n in ("1", "6", "100%")]
+        moved = [row["bytes_moved"] for row in rows]
+        assert moved[0] > moved[1] > moved[2] > 0
+        assert rows[0]["tpot_mean_s"] > rows[1]["tpot_mean_s"] > rows[2]["tpot_mean_s"]
+    failed = cli(*asked, "--split", "0.5,0.75", "--scope", "per-layer", "--host-capacity", "1")
+    assert "host memory has room for 1 experts, but needs room for 2" in failed.mistake
+    nested = ("--miss-precision", "int4", "--nested", "--host-capacity", "6")
+    if "miss_precision" in option_names():
+        assert "nested copies (--nested, or" in cli(*asked, *nested).mistake

@@ -27,6 +27,7 @@ from greenroom.core.events import (
 )
 from greenroom.core.options.rules.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
+from greenroom.core.pieces import Copies, Pieces, Split
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
@@ -315,3 +316,21 @@ def test_co_compute_that_moves_every_miss_acts_like_no_option():
             driver.run(number, layer, ids(*(OFFSETS[layer] + e for e in chosen)), False, False)
     assert s.counts == plain.counts
     assert s.residents().tolist() == plain.residents().tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("--split", Pieces.with_split(OFFSETS, Split((60, 60), (40, 40), 4))),
+        (
+            "--miss-precision",
+            Pieces.with_copies(OFFSETS, Copies.of(100, 0.25, LAYERS, 4, nested=False)),
+        ),
+    ],
+)
+def test_segments_and_copies_are_not_computed_on_the_host(name, every):
+    with pytest.raises(UsageError, match=f"--co-compute auto and {name} exclude each other"):
+        Scheduler(
+            every, 8, policy("lru"), lanes=(1, 2), host=HostTier(every, 6, policy("lru")),
+            options=[CoCompute(rates(*HOST_FIRST))],
+        )  # fmt: skip

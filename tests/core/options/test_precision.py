@@ -32,6 +32,7 @@ from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
 from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, groups, ids
 from tests.core.strategies import steps as steps_of
+from tests.core.transfers.test_tiers import HostTierDriver, check_host
 
 N = OFFSETS[-1]
 
@@ -202,14 +203,45 @@ def test_invalid_copies_are_refused(of, message):
         Copies(*of)
 
 
-def test_a_host_tier_is_refused():
-    every = Pieces.with_copies(OFFSETS, copies())
-    with pytest.raises(
-        UsageError, match=r"--miss-precision and --host-memory .* exclude each other"
-    ):
-        Scheduler(
-            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
-        )
+def test_a_host_tier_is_refused_for_nested_copies():
+    every = Pieces.with_copies(OFFSETS, copies(nested=True))
+    with pytest.raises(UsageError, match=r"nested copies .* and --host-memory .* exclude each"):
+        HostTier(every, 4, policy("lru"))
+
+
+def links_of(actions: list) -> list[tuple[int, int]]:
+    """The (link, piece) of every chunk that was moved, in order."""
+    return [(a.link, a.piece) for a in actions if isinstance(a, Start)]
+
+
+def test_a_miss_of_low_weight_takes_its_copy_from_host_memory():
+    every = Pieces.with_copies(OFFSETS, Copies.of(100, 0.25, LAYERS, 1, nested=False))
+    tier = HostTier(every, 3, policy("lru"))
+    at = precision(Approximation(low=0.4), every)
+    s = Scheduler(every, 4, policy("lru"), lanes=(1, 1), host=tier, options=[at])
+
+    def run(step: int, expert: int, tail: float) -> list[tuple[int, int]]:
+        weights = floats(tail)
+        return links_of(carry_out(s, s.on(Routed(step, 0, ids(expert), tail_weights=weights))))
+
+    assert run(0, 1, 0.3) == [(0, N + 1), (1, N + 1)]
+    assert run(1, 2, 0.3) == [(0, N + 2), (1, N + 2)]  # takes the device's only slot of copies
+    assert run(2, 1, 0.3) == [(1, N + 1)]
+    assert run(3, 1, 1.0) == [(0, 1), (1, 1)]  # exact: the copy in host memory is of no use
+    assert [each.cache.residents().tolist() for each in tier.caches()] == [[1], [1, 2]]
+    assert (s.counts.low, s.counts.low_hits) == (3, 0)
+
+
+def test_skipped_experts_move_nothing_over_either_link():
+    every = Pieces.unsplit(OFFSETS, [100] * LAYERS)
+    tier = HostTier(every, 3, policy("lru"))
+    at = precision(Approximation(skip=0.2), every)
+    s = Scheduler(every, 4, policy("lru"), lanes=(1, 1), host=tier, options=[at])
+    weights = floats(1.0, 0.1)
+    assert links_of(carry_out(s, s.on(Routed(0, 0, ids(1, 2), tail_weights=weights)))) == [
+        (0, 1), (1, 1),
+    ]  # fmt: skip
+    assert tier.requests == 1
 
 
 class PrecisionDriver(RandomDriver):
@@ -327,3 +359,56 @@ def test_any_order_of_events_computes_every_request_once(
     c = s.counts
     assert c.low + c.skipped + c.substituted <= c.misses
     assert c.low_hits <= c.low
+
+
+class PrecisionHostDriver(PrecisionDriver, HostTierDriver):
+    """A driver that also checks the bytes of each slot in host memory."""
+
+    _start = HostTierDriver._start
+
+
+@given(
+    steps=steps_of(LAYERS, EXPERTS),
+    device=st.integers(0, 11),
+    host=st.integers(1, 13),
+    lanes=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+    chunks=st.integers(1, 3),
+    follow=st.booleans(),
+    at=st.sampled_from([(0.4, 0.0, 0.0), (0.9, 0.1, 0.0), (0.9, 0.2, 0.5)]),
+    secondary_slots=st.integers(1, 7),
+    ahead=st.sampled_from([0, 0, 2, 5]),
+    failing=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_order_of_events_over_two_links(
+    steps, device, host, lanes, chunks, follow, at, secondary_slots, ahead, failing, seed
+):
+    copies = Copies.of(100, 0.25, LAYERS, secondary_slots, nested=False)
+    every = Pieces.with_copies(OFFSETS, copies, [chunks] * N + [2] * N)
+    tier = HostTier(every, host, policy("lru"), seed=seed)
+    least = least_capacity(every, "shared")
+    s = Scheduler(
+        every, least + device, policy("lru"), lanes=lanes, ahead=ahead, host=tier,
+        options=[precision(Approximation(*at, promote=follow), every)],
+    )  # fmt: skip
+    stage, rng = PrecisionHostDriver(s, random.Random(seed), failing), np.random.default_rng(seed)
+    for number, (layer, chosen, chance) in enumerate(steps):
+        experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
+        cancel, prefill = chance == 0, chance in (1, 2)
+        if chance > 6:
+            stage.send(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
+        tails = tail_weights(rng.random(experts.size))
+        stage.run(number, layer, experts, cancel, prefill, tails)
+        if cancel or stage.finish.failed >= 0:
+            assert len(stage.computed) == len(set(stage.computed))
+        else:
+            assert sorted(stage.computed) == experts.tolist()
+        if chance == 9:
+            stage.send(Resized(least + seed % 12, number % 4))
+        assert not s.placement.cache.state.pinned.any()
+        assert not s.placement.secondary._busy
+    while stage.moving:
+        stage.land()
+    assert len(s.transfers.entries) == 0
+    check_host(tier, stage)

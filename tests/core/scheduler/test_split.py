@@ -15,7 +15,6 @@ from greenroom.core.events import StartChunk as Start
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.prefetch.accuracy import PredictionCounts
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
 from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, carry_out, groups, ids
@@ -169,14 +168,6 @@ def test_prefetches_have_half_of_the_slots():
 def test_invalid_splits_are_refused(of, message):
     with pytest.raises(UsageError, match=message):
         Split(*of)
-
-
-def test_a_host_tier_is_refused():
-    every = Pieces.with_split(OFFSETS, split())
-    with pytest.raises(UsageError, match=r"--split and --host-memory .* exclude each other"):
-        Scheduler(
-            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.primary, 4, policy("lru"))
-        )
 
 
 @given(

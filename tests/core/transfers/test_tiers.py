@@ -148,6 +148,19 @@ class HostTierDriver(RandomDriver):
         super()._arrived(action)
 
 
+def check_host(tier: HostTier, driver: HostTierDriver) -> None:
+    """Check that nothing is pinned in host memory, and that residents have all of their bytes."""
+    assert not tier._under_way
+    for each in tier.caches():
+        assert not each.cache.state.pinned.any()
+        assert not any(each.pinned.values())
+        for expert in each.cache.residents().tolist():
+            slot = each.first_slot + int(each.cache.state.slot_of[expert])
+            piece = each.first_piece + expert
+            chunks = int(tier.pieces.chunks[piece])
+            assert driver.host[slot] == (piece, set(range(chunks)))
+
+
 @given(
     steps=steps(LAYERS, EXPERTS),
     device=st.integers(2, 13),
@@ -194,11 +207,7 @@ def test_any_order_of_events_and_any_size_of_the_tier(
     while driver.moving:
         driver.land()
     assert len(s.transfers.entries) == 0
-    assert not tier.cache.state.pinned.any()
-    assert not tier._under_way
-    for piece in tier.cache.residents().tolist():  # every resident has all of its bytes
-        slot = int(tier.cache.state.slot_of[piece])
-        assert driver.host[slot] == (piece, set(range(chunks)))
+    check_host(tier, driver)
 
 
 def steps_of(seed: int, passes: int) -> list[TraceStep]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.plan.sizing import CacheConfiguration
 from greenroom.plan.systems.cells import replayable_predictor, simulate_systems
 from greenroom.plan.systems.table import system, systems
 from greenroom.sim.study import Study
@@ -90,3 +91,42 @@ def test_promoe_and_pre_gated_differ():
         " predictions of it"
     ]
     assert pre_gated["without"] == []
+
+
+GPU = Costs((Link(500.0, lanes=1), Link(1000.0, lanes=1)), Work.constant(0.25), Work.constant(2.0))
+
+
+def chosen_for(host: int, capacity: int = 8) -> tuple[dict, list[Study]]:
+    """Simulate MoEpic with a host tier; returns its result and the configured studies."""
+    trace = small.trace([[1] * 40], layers=2, experts=8, top_k=1, seed=4)
+    study = Study.of(trace, "runtime", costs=GPU, expert_bytes=1000, host=host)
+    studied = []
+
+    def run_cells(sized, cells):
+        studied.append(sized)
+        return [sized.run(cell) for cell in cells]
+
+    return simulate_systems(systems("moepic"), {}, study, [capacity], run_cells)[0], studied
+
+
+def test_moepic_splits_experts_with_a_host_tier(monkeypatch: pytest.MonkeyPatch):
+    """Where host memory holds all experts they are loaded from there, as in the paper."""
+    latencies = []
+
+    def chosen(activity, capacity, latency):
+        latencies.append(latency.load)
+        return CacheConfiguration((4.0, 4.0), (0.5, 0.75))
+
+    monkeypatch.setattr("greenroom.plan.systems.cells.CacheConfiguration.of", chosen)
+    row, (sized,) = chosen_for(16)
+    assert (sized.split, sized.host) == ((0.5, 0.75), 16)
+    assert row["split"] == [0.5, 0.75]
+    assert row["bottoms"] > 0
+    assert not any("split" in what for what in row["without"])
+    some, (sized,) = chosen_for(4)
+    assert sized.split is not None
+    assert some["bytes_moved"] > row["bytes_moved"]
+    assert latencies == [1.0, 2.0]  # over the last link, over the slowest
+    few, (sized,) = chosen_for(1)
+    assert sized.split is None
+    assert "Algorithm 1's splits, which need host memory for 2 experts" in few["without"]

@@ -86,7 +86,7 @@ class Scheduler:
         options:  in the order in which they change a step's plan
         lookahead: the choice of prefetches; None: by expected time saved
         after:    an emptied scheduler, whose counts and prediction statistics are continued"""
-        _check(pieces, pin, ahead, host)
+        _check(pieces, pin, ahead, options)
         self.pieces, self.pin, self.options = pieces, pin, tuple(options)
         self.counts: Counts = Counts() if after is None else after.counts
         self._layers = pieces.layers
@@ -388,12 +388,13 @@ class Scheduler:
             self.all_resident_path = None
 
 
-def _check(pieces: Pieces, pin: str, ahead: int, host: HostTier | None) -> None:
+def _check(pieces: Pieces, pin: str, ahead: int, options: Sequence[Option]) -> None:
     """Check a scheduler's settings; UsageError if settings exclude each other."""
     if ahead and pin != "step":
         raise UsageError(f"prefetching (--prefetch) needs --pin step, got --pin {pin}")
-    for name, parts in (("--split", pieces.split), ("--miss-precision", pieces.copies)):
-        if host is not None and parts is not None:
-            raise UsageError(
-                f"{name} and --host-memory (or --host-capacity) exclude each other: use one of them"
-            )
+    if any(o.uses_host for o in options):
+        for name, parts in (("--split", pieces.split), ("--miss-precision", pieces.copies)):
+            if parts is not None:
+                raise UsageError(
+                    f"--co-compute auto and {name} exclude each other: use one of them"
+                )

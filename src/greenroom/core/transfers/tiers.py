@@ -6,6 +6,10 @@ prefetches, so experts that stay on the device for long become old in host memor
 from it. Nothing is ever written back: an expert that leaves the device is still in host memory, or
 is read from disk again.
 
+The bottom segments of split experts, and low-precision copies, have a second cache in host memory,
+with as many slots as the first and the same policy. A bottom segment is requested more often than
+its top segment, which may be resident on the device, so one rank for both would be wrong.
+
 Experts of a prompt are inserted into free slots only, so that those that decoding has left in host
 memory stay.
 """
@@ -13,13 +17,31 @@ memory stay.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
 from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import Scope
 from greenroom.core.events import Routed
-from greenroom.core.pieces import Pieces
+from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
+from greenroom.errors import BudgetError, UsageError
+
+
+class HostCache:
+    """One of the host tier's caches: of experts and top segments, or of their secondary pieces.
+
+    first_piece: the id of the piece that belongs to expert 0
+    first_slot:  the number in the tier of the cache's first slot
+    pinned:      how many pinned slots each slot group has
+    """
+
+    __slots__ = ("cache", "first_piece", "first_slot", "pinned")
+
+    def __init__(self, cache: Cache, first_piece: int, first_slot: int) -> None:
+        self.cache, self.first_piece, self.first_slot = cache, first_piece, first_slot
+        self.pinned = Counter[int]()
 
 
 class HostTier:
@@ -28,29 +50,67 @@ class HostTier:
     Experts in its slots are complete or on their way from disk. An expert that is on its way to the
     device has a pinned slot, from `request` to `release`. An expert without a slot passes through
     staging slots, and is not cached. Each of several devices has its own part of the slots, one
-    after another.
+    after another. If experts are split, layers share slots where their segments have one size;
+    otherwise each layer has its own. The slots of secondary pieces follow those of experts.
     """
 
     def __init__(self, pieces: Pieces, capacity: int, policy: Policy, *, seed: int = 0) -> None:
         """Build an empty cache of experts in host memory.
 
-        `capacity` is its number of slots, at least 1: without slots there is no host tier.
+        capacity: its slots, counted in experts with their bottom segments or low-precision copies;
+                  at least `least_host_slots`: with fewer there is no host tier
+
+        UsageError for nested copies. BudgetError if segments of different sizes leave a layer no
+        slot.
         """
-        self.pieces = pieces
-        self.cache = Cache(pieces, capacity, policy, seed=seed)
+        if pieces.copies is not None and pieces.copies.remainder:
+            raise UsageError(
+                "nested copies (--nested, or a pack of int8 experts with --miss-precision) and"
+                " --host-memory (or --host-capacity) exclude each other: use separate copies, or no"
+                " host tier"
+            )
+        if capacity < (least := least_host_slots(pieces)):
+            raise BudgetError(
+                f"host memory has room for {capacity} experts, but needs room for {least}: one for"
+                " each device, or for each layer where --split has different shares; give"
+                " a larger --host-memory (or --host-capacity)"
+            )
+        self.pieces, scope = pieces, _scope(pieces)
+        self.cache = Cache(_kind(pieces, 0), capacity, policy, scope, seed)
+        self._caches = [HostCache(self.cache, 0, 0)]
+        if pieces.split is not None or pieces.copies is not None:
+            second = Cache(_kind(pieces, 1), capacity, policy, scope, seed)
+            self._caches.append(HostCache(second, pieces.experts, self.cache.capacity))
         self.requests = self.hits = 0
+        self._experts = pieces.experts
         self._under_way: set[int] = set()  # pieces whose slots are pinned
-        self._pinned = Counter[int]()  # how many pinned slots each group has
         self._clock, self._request, self._prefill = 0, 0, False
 
     @property
     def capacity(self) -> int:
+        """The number of experts that host memory has slots for, with their secondary pieces."""
         return self.cache.capacity
 
     @property
     def holds_all(self) -> bool:
         """Tell whether host memory has enough slots for all experts at the same time."""
-        return self.capacity >= len(self.pieces)
+        return self.capacity >= self._experts
+
+    def caches(self) -> list[HostCache]:
+        """Return the cache of experts (or top segments), and that of secondary pieces if any."""
+        return self._caches
+
+    def slot_groups(self) -> list[tuple[int, Ints]]:
+        """List the groups of equal slots in host memory: (number of slots, pieces that fit).
+
+        The groups are in the order of their slots.
+        """
+        groups = []
+        for each in self._caches:
+            of = each.cache.state.group_of
+            for number, size in enumerate(each.cache.sizes):
+                groups.append((size, np.flatnonzero(of == number) + each.first_piece))
+        return groups
 
     def routed(self, event: Routed) -> None:
         """Set the logical time of host-memory requests to the current layer and pass."""
@@ -58,42 +118,69 @@ class HostTier:
         self._request, self._prefill = event.request, event.prefill
 
     def request(self, piece: int) -> tuple[int, bool]:
-        """Request an expert in host memory, for its transfer to the device.
+        """Request an expert, segment or copy in host memory, for its transfer to the device.
 
-        Returns (its slot, whether its bytes are in the slot). The slot is -1 if the expert is not
+        Returns (its slot, whether its bytes are in the slot). The slot is -1 if the piece is not
         cached: all slots are pinned, or none is free for a prompt.
         """
         self.requests += 1
-        state = self.cache.state
-        resident, slot_group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
-        if (
-            not resident and self._pinned[slot_group] >= self.cache.sizes[slot_group]
-        ):  # all are pinned
+        of = self._caches[piece >= self._experts]
+        cache, expert = of.cache, piece - of.first_piece
+        state = cache.state
+        resident, slot_group = bool(state.slot_of[expert] >= 0), int(state.group_of[expert])
+        if not resident and of.pinned[slot_group] >= cache.sizes[slot_group]:  # all are pinned
             return -1, False
-        pieces = np.array([piece], np.int64)
-        served = self.cache.serve(
-            pieces, self._clock, request=self._request, fill=1 if self._prefill else -1
+        experts = np.array([expert], np.int64)
+        served = cache.serve(
+            experts, self._clock, request=self._request, fill=1 if self._prefill else -1
         )
         slot = int(served.slots[0])
         if slot < 0:  # not inserted by the policy, or in a prompt
-            self.cache.release(pieces)
+            cache.release(experts)
             return -1, False
         self._under_way.add(piece)
-        self._pinned[slot_group] += 1
+        of.pinned[slot_group] += 1
         self.hits += resident
-        return slot, resident
+        return of.first_slot + slot, resident
 
     def has(self, piece: int) -> bool:
-        """Tell whether an expert has a slot in host memory."""
-        return bool(self.cache.state.slot_of[piece] >= 0)
+        """Tell whether an expert, segment or copy has a slot in host memory."""
+        of = self._caches[piece >= self._experts]
+        return bool(of.cache.state.slot_of[piece - of.first_piece] >= 0)
 
     def release(self, piece: int, complete: bool) -> None:
         """Unpin an expert in host memory once its transfer to the device has ended.
 
         Unless its bytes are `complete`, the expert is removed from host memory.
         """
+        of = self._caches[piece >= self._experts]
+        expert = piece - of.first_piece
         self._under_way.remove(piece)
-        self._pinned[int(self.cache.state.group_of[piece])] -= 1
-        self.cache.release(np.array([piece], np.int64))
+        of.pinned[int(of.cache.state.group_of[expert])] -= 1
+        of.cache.release(np.array([expert], np.int64))
         if not complete:
-            self.cache.remove(piece, self._clock)
+            of.cache.remove(expert, self._clock)
+
+
+def least_host_slots(pieces: Pieces) -> int:
+    """Return the smallest capacity of a host tier, counted in experts."""
+    return pieces.layers if _scope(pieces) == "per-layer" else pieces.devices
+
+
+def _scope(pieces: Pieces) -> Scope:
+    """Decide whether layers share slots of host memory: not if their segments differ in size."""
+    split = pieces.split
+    if split is None:
+        return "shared"
+    alike = len({*split.tops}) == len({*split.bottoms}) == 1
+    return "shared" if alike else "per-layer"
+
+
+def _kind(pieces: Pieces, number: int) -> Pieces:
+    """Return the pieces of one kind, by expert: 0 for experts or top segments, 1 for secondary."""
+    first, end = number * pieces.experts, (number + 1) * pieces.experts
+    return replace(
+        pieces, layer=pieces.layer[first:end], nbytes=pieces.nbytes[first:end],
+        chunks=pieces.chunks[first:end], home_device=pieces.home_device[first:end],
+        split=None, copies=None,
+    )  # fmt: skip

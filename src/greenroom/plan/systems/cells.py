@@ -16,6 +16,8 @@ import numpy as np
 from greenroom.core.activity import Activity
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.config.scheduler import option_names, with_options
+from greenroom.core.cost import Costs
+from greenroom.core.transfers.tiers import least_host_slots
 from greenroom.errors import UsageError
 from greenroom.plan.configurator import Division, TokenLatency
 from greenroom.plan.sizing import (
@@ -137,7 +139,7 @@ def algorithm_1_notes(user_options: UserOptions, study: Study) -> list[str]:
         return ["Algorithm 1, which needs --machine: a dynamic programme sizes the layers' caches"
                 " instead, and experts are not split"]  # fmt: skip
     if not can_split(study):
-        return ["split experts, which work only without --devices, --host-capacity and approximated"
+        return ["split experts, which work only without --devices, --co-compute and approximated"
                 " misses: Algorithm 1's budgets are used for unsplit experts"]  # fmt: skip
     return []
 
@@ -145,9 +147,20 @@ def algorithm_1_notes(user_options: UserOptions, study: Study) -> list[str]:
 def can_split(study: Study) -> bool:
     """Check that a study allows split experts.
 
-    They need one device, no cache in host memory, and exact misses.
+    They need one device, experts that only this device computes, and exact misses.
     """
-    return not study.host and study.devices == 1 and study.approximation is None
+    one_processor = study.devices == 1 and not study.config.uses_host()
+    return one_processor and study.approximation is None
+
+
+def loading_costs(study: Study) -> Costs:
+    """Return the costs of loading an expert, for MoEpic's latency model.
+
+    If host memory holds all experts, they are loaded from there, as in the paper.
+    """
+    assert study.costs is not None
+    in_host = study.host >= int(study.trace.offsets[-1])
+    return replace(study.costs, links=study.costs.links[-1:]) if in_host else study.costs
 
 
 def can_co_compute(study: Study) -> bool:
@@ -217,7 +230,7 @@ def sized_study(
         offsets = study.trace.offsets
         sizes = slots_with_fewest_misses(past.requests, offsets, capacity, reset=study.reset)
         return replace(study, scope=sizes), ()
-    latency = TokenLatency.of(study.costs, study.expert_bytes, study.trace.top_k)
+    latency = TokenLatency.of(loading_costs(study), study.expert_bytes, study.trace.top_k)
     best = CacheConfiguration.of(activity(), capacity, latency)
     division = Division(capacity, latency, (1.0,) * study.trace.layers)
     unsplit = replace(study, scope=best.scope, tau=study.config.tau, divide=division)
@@ -226,6 +239,8 @@ def sized_study(
     pieces = split_pieces(study.trace, study.expert_bytes, best.split)
     if capacity < least_capacity(pieces, best.scope):
         return unsplit, (f"Algorithm 1's splits, which need more than {capacity} slots",)
+    if study.host and study.host < (least := least_host_slots(pieces)):
+        return unsplit, (f"Algorithm 1's splits, which need host memory for {least} experts",)
     assert pieces.split is not None
     divide = replace(division, ratios=pieces.split.ratios)
     return replace(unsplit, split=best.split, divide=divide), ()
