@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
         trace = load(args.traces / f"{model}.npz").head(tokens)
         latency = TokenLatency.of(machine, EXPERT, trace.top_k)
         for capacity in capacities(args.capacity, int(trace.offsets[-1])):
-            divide = Division(capacity, latency, (1.0,) * trace.layers)
+            divide = Division.of(capacity, latency, trace.layers, None)
             for tau in taus:
                 result = timed(
                     trace, capacity, machine, args.prefetch, "lcp", args.seed,

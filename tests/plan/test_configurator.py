@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from greenroom.core.activity import Activity
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.pieces import Split
 from greenroom.errors import BudgetError, UsageError
 from greenroom.plan.configurator import (
+    Division,
     LayerStatistics,
     TokenLatency,
     best_split,
@@ -68,6 +70,38 @@ def test_algorithm_1_step_by_step():
     configuration = configure(layers, 2.0, SECONDS, zeta=0.125)
     assert [each.budget for each in configuration] == [1.25, 0.75]
     assert [(each.cached, each.ratio) for each in configuration] == [(2, 0.625), (1, 0.75)]
+
+
+def test_algorithm_1_goes_on_from_the_present_budgets():
+    """The layers of the test above, from V = (1.125, 0.875) instead of equal budgets.
+
+    T1 = (1.1875, 0). Layer 0 would gain 0.625, layer 1 lose 0.875: T4 = (0.5625, 0.875), which is
+    more. Only the proportion of the present budgets counts: a cache may have been resized.
+    """
+    layers = [unpredicted(0.5, 1.0), unpredicted(1.0, 1.0)]
+    for budgets, exposed in (
+        ([1.125, 0.875], [1.1875, 0]),
+        ([1.375, 1.125], [0.5625, 0]),
+        ([1.375, 0.625], [0.5625, 0.875]),
+    ):
+        assert [each.exposed for each in expert_split(layers, budgets, SECONDS)] == exposed
+    for present in ([1.125, 0.875], [2.25, 1.75]):
+        configuration = configure(layers, 2.0, SECONDS, zeta=0.125, present=present)
+        assert [each.budget for each in configuration] == [1.125, 0.875]
+
+
+def test_a_division_goes_on_from_the_scope_and_leaves_out_the_bottoms():
+    """Four slots of 5 bytes hold bottoms: 20 of the 60 bytes of six experts of 10 bytes."""
+    split = Split((5, 5), (5, 5), 4)
+    division = Division.of(6, SECONDS, 2, split)
+    assert (division.budget, division.ratios) == (4.0, (0.5, 0.5))
+    assert Division.of(6, SECONDS, 2, None) == Division(6.0, SECONDS, (1.0, 1.0))
+    activity = Activity([4, 4])
+    for layer in range(2):
+        activity.token(layer, np.array([0]))  # H(1) = 1: no move gains anything
+    assert division(activity, "per-layer") == (2.0, 2.0)
+    assert division(activity, (3.0, 1.0)) == (3.0, 1.0)
+    assert division(activity, (4.5, 1.5)) == (3.0, 1.0)
 
 
 def test_with_given_ratios_only_budgets_move():

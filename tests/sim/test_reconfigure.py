@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from greenroom.core.activity import Activity
+from greenroom.core.cache.scope import Scope
 from greenroom.core.cost import FREE
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
@@ -28,11 +29,15 @@ def trace(requests: int) -> Trace:
     )
 
 
-def run(requests: int, tau: int, prefetch: str = "off", **options) -> tuple[EventRun, list]:
+def run(
+    requests: int, tau: int, prefetch: str = "off", scopes: list[Scope] | None = None, **options
+) -> tuple[EventRun, list]:
     """LRU with two slots a layer; when the slots are divided anew, layer 0 has three."""
     seen = []
 
-    def divide(activity: Activity) -> tuple[float, ...]:
+    def divide(activity: Activity, scope: Scope) -> tuple[float, ...]:
+        if scopes is not None:
+            scopes.append(scope)
         right = [float(activity.accuracy(layer).sum()) for layer in range(2)]
         seen.append((activity.tokens.tolist(), activity.activated.tolist(), right))
         return 3.0, 1.0
@@ -56,6 +61,12 @@ def test_slots_are_divided_between_requests_once_tau_tokens_were_decoded():
     assert [tokens for tokens, *_ in seen] == [[8, 8]]
     assert result.times.misses == 4 + 3 + 1 + 1
     assert [tokens for tokens, *_ in run(4, 4)[1]] == [[4, 4], [8, 8], [12, 12]]
+
+
+def test_a_division_is_given_the_one_before():
+    scopes: list[Scope] = []
+    run(4, 4, scopes=scopes)
+    assert scopes == ["per-layer", (3.0, 1.0), (3.0, 1.0)]
 
 
 def test_an_emptied_cache_keeps_the_last_division():

@@ -8,10 +8,11 @@ window, the time that a layer leaves for loading experts of the next one (equati
 `configure` moves a share zeta of the total budget at a time, from the layer that loses least by the
 move to the layer that gains most, until no move shortens the exposed latency.
 
-The paper leaves some choices open. P(y, C) of equation 10 is read as P(y). If several C load
-equally many experts m, the smallest C is taken. A fraction of a budget may stay unused (theta = 1
-for floor(V) experts). A layer whose budget would fall to 0 or below (equation 8) gives nothing
-away. T_head is 0 if only a machine's profile is available: the layers' times then include the head.
+The paper leaves some choices open. P(y, C) of equation 10 is read as P(y). H and PH count the C
+experts of the highest cache priority as cached. If several C load equally many experts m, the
+smallest C is taken. A fraction of a budget may stay unused (theta = 1 for floor(V) experts). A
+layer whose budget would fall to 0 or below (equation 8) gives nothing away. T_head is 0 if only a
+machine's profile is available: the layers' times then include the head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.activity import Activity
+from greenroom.core.cache.scope import Scope
 from greenroom.core.cost import Costs
+from greenroom.core.pieces import Split
 from greenroom.errors import BudgetError, UsageError
 
 Floats = NDArray[np.float64]
@@ -65,8 +68,8 @@ class LayerStatistics:
     top_k:          experts that a token activates, a mean over tokens
     hits:           H(C), share of the activated experts that a cache of C experts holds, [N + 1]
     accuracy:       P(y), share of tokens that activate the expert predicted at rank y, [N + 1]
-    predicted_hits: PH(y, C), share of tokens for which the expert predicted at rank y was activated
-                    and was in a cache of C experts, [N + 1, N + 1]
+    predicted_hits: PH(y, C), share of tokens for which the expert predicted at rank y was in a
+                    cache of C experts, activated or not, [N + 1, N + 1]
     """
 
     top_k: float
@@ -186,13 +189,16 @@ def configure(
     latency: TokenLatency,
     zeta: float = ZETA,
     ratios: Sequence[float] | None = None,
+    present: Sequence[float] | None = None,
 ) -> list[LayerAllocation]:
     """Divide a budget of experts among layers and choose split ratios (MoEpic's VramAllocation).
 
-    `budget` is the size of the cache in experts. The search starts from equal budgets, and moves a
-    share `zeta` of the total budget in each step. With `ratios` (one for each layer, as in a cache
-    whose slots have their sizes already) only budgets are chosen. UsageError for a zeta outside (0,
-    1), BudgetError for a budget that is not above 0.
+    `budget` is the size of the cache in experts. The search starts from `present`, the layers'
+    budgets until now, in proportion to which the budget is divided; None: from equal budgets, as
+    before the first call (line 4 of Algorithm 1). It moves a share `zeta` of the total budget in
+    each step. With `ratios` (one for each layer, as in a cache whose slots have their sizes
+    already) only budgets are chosen. UsageError for a zeta outside (0, 1), BudgetError for a budget
+    that is not above 0.
     """
     if not 0 < zeta < 1:
         raise UsageError(f"--zeta must be above 0 and below 1, got {zeta:g}")
@@ -200,7 +206,8 @@ def configure(
         raise BudgetError(f"the cache must have more than 0 slots, got {budget:g}")
     split = partial(expert_split, layers, latency=latency, ratios=ratios)
     step = zeta * budget
-    budgets = np.full(len(layers), budget / len(layers))
+    shares = np.ones(len(layers)) if present is None else np.asarray(present, np.float64)
+    budgets = budget * shares / shares.sum()
     while True:
         now = split(budgets)
         larger = split(budgets + step)
@@ -225,16 +232,26 @@ def configure(
 class Division:
     """Division of a cache's slots among layers by Algorithm 1, with given split ratios.
 
-    capacity: slots, counted in unsplit experts
-    ratios:   each layer's share of an expert in its top segment; 1 if its experts are not split
+    budget: memory of the slots that are divided, in unsplit experts; without the bottom segments'
+    ratios: each layer's share of an expert in its top segment; 1 if its experts are not split
     """
 
-    capacity: int
+    budget: float
     latency: TokenLatency
     ratios: tuple[float, ...]
 
-    def __call__(self, activity: Activity) -> tuple[float, ...]:
-        """Return each layer's cache size in experts, for counts of used and predicted experts."""
-        layers = layer_statistics(activity)
-        chosen = configure(layers, float(self.capacity), self.latency, ratios=self.ratios)
+    @classmethod
+    def of(cls, capacity: int, latency: TokenLatency, layers: int, split: Split | None) -> Division:
+        """Describe the division of a cache of `capacity` unsplit experts; `split` may be None."""
+        if split is None:
+            return cls(float(capacity), latency, (1.0,) * layers)
+        return cls(capacity - split.reserved / split.unsplit_bytes, latency, split.ratios)
+
+    def __call__(self, activity: Activity, scope: Scope) -> tuple[float, ...]:
+        """Return each layer's cache size in experts, for counts of used and predicted experts.
+
+        The search starts from `scope`, the present division of the slots.
+        """
+        layers, present = layer_statistics(activity), None if isinstance(scope, str) else scope
+        chosen = configure(layers, self.budget, self.latency, ratios=self.ratios, present=present)
         return tuple(float(each.budget) for each in chosen)

@@ -6,7 +6,7 @@ layer l + distance. Mixtral offloading (Eliseev and Mazur), MoEpic (3.2) and Fat
 hidden states of this token to predict the next one: these predictions are worse.
 
 With `width=all` every expert of the layer is ranked. MoEpic (3.2) prefetches in this order until
-the layer begins.
+the layer's own router has chosen.
 """
 
 from __future__ import annotations

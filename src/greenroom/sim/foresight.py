@@ -23,8 +23,8 @@ from greenroom.predictors import AUTO, AUTOMATIC, OFF, PredictorChoice, Predicto
 from greenroom.sim.clock import Clock, TraceStep
 from greenroom.trace import Trace
 
-# The experts that were used and predicted so far -> each layer's cache size.
-Divide: TypeAlias = Callable[[Activity], tuple[float, ...]]
+# The experts that were used and predicted so far, the present scope -> each layer's cache size.
+Divide: TypeAlias = Callable[[Activity, Scope], tuple[float, ...]]
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
@@ -173,6 +173,6 @@ class Reconfiguration:
         tokens, scheduler = int(self.counted.activity.tokens.min()), clock.scheduler
         if tokens >= self._due:
             self._due = tokens + self._tau
-            self._scope = self._divide(self.counted.activity)
+            self._scope = self._divide(self.counted.activity, self._scope)
         if scheduler.view.scope != self._scope:
             clock.send(Resized(scheduler.capacity, scope=self._scope))

@@ -155,9 +155,9 @@ class SplitCounts:
         self._due, latency = counted + self._tau, latency_of(driver, head)
         if latency is None:
             return False
-        split, capacity = driver.pieces.split, driver.scheduler.capacity
-        ratios = (1.0,) * driver.pieces.layers if split is None else split.ratios
-        scope = Division(capacity, latency, ratios)(self.activity)
+        pieces, capacity = driver.pieces, driver.scheduler.capacity
+        division = Division.of(capacity, latency, pieces.layers, pieces.split)
+        scope = division(self.activity, view.scope)
         try:
             view.check_scope(scope)
         except BudgetError as error:

@@ -232,7 +232,7 @@ def sized_study(
         return replace(study, scope=sizes), ()
     latency = TokenLatency.of(loading_costs(study), study.expert_bytes, study.trace.top_k)
     best = CacheConfiguration.of(activity(), capacity, latency)
-    division = Division(capacity, latency, (1.0,) * study.trace.layers)
+    division = Division.of(capacity, latency, study.trace.layers, None)
     unsplit = replace(study, scope=best.scope, tau=study.config.tau, divide=division)
     if best.split is None or user_options.get("split") is not None or not can_split(study):
         return unsplit, ()
@@ -242,5 +242,5 @@ def sized_study(
     if study.host and study.host < (least := least_host_slots(pieces)):
         return unsplit, (f"Algorithm 1's splits, which need host memory for {least} experts",)
     assert pieces.split is not None
-    divide = replace(division, ratios=pieces.split.ratios)
+    divide = Division.of(capacity, latency, study.trace.layers, pieces.split)
     return replace(unsplit, split=best.split, divide=divide), ()
