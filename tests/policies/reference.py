@@ -24,6 +24,7 @@ class Step:
     layer: int
     rows: list[int]
     weights: list[float]
+    prefill: bool = False
 
 
 @dataclass
@@ -196,10 +197,10 @@ class MoEInfinity(KeyPolicy):
 
     def __init__(self, world):
         super().__init__(world)
-        self.collection = []
-        self.prompt = None
+        self.collections = {True: [], False: []}  # of prefill and of decode
+        self.prompt = {True: {}, False: {}}
         self.current = None
-        self.token = None
+        self.at = None
 
     @staticmethod
     def closeness(a, b):
@@ -208,21 +209,25 @@ class MoEInfinity(KeyPolicy):
         return Fraction(dot * dot, sum(n * n for n in b.values()))
 
     def begin_prompt(self):
-        if self.prompt is not None:
-            if len(self.collection) < self.world.options["capacity"]:
-                self.collection.append(self.prompt)
-            else:
-                near = [self.closeness(self.prompt, other) for other in self.collection]
-                self.collection[near.index(max(near))] = self.prompt
-        self.prompt, self.current, self.token = {}, {}, None
+        for prefill, collection in self.collections.items():
+            eam = self.prompt[prefill]
+            if eam and len(collection) < self.world.options["capacity"]:
+                collection.append(eam)
+            elif eam:
+                near = [self.closeness(eam, other) for other in collection]
+                collection[near.index(max(near))] = eam
+        self.prompt, self.current, self.at = {True: {}, False: {}}, {}, None
 
     def begin_step(self, step):
-        if self.world.options["matching"] == "iteration" and step.token != self.token:
+        prompt, self.collection = self.prompt[step.prefill], self.collections[step.prefill]
+        if self.world.options["matching"] == "request":
+            self.current = prompt
+        elif (step.token, step.prefill) != self.at:
             self.current = {}
-        self.token = step.token
-        for piece, rows in zip(step.pieces, step.rows or [1] * len(step.pieces), strict=True):
-            self.prompt[piece] = self.prompt.get(piece, 0) + rows
-            self.current[piece] = self.current.get(piece, 0) + rows
+        self.at = step.token, step.prefill
+        for eam in (prompt, self.current)[: 1 if self.current is prompt else 2]:
+            for piece, rows in zip(step.pieces, step.rows or [1] * len(step.pieces), strict=True):
+                eam[piece] = eam.get(piece, 0) + rows
 
     def key(self, piece):
         world, predicted = self.world, defaultdict(int)

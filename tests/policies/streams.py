@@ -18,10 +18,15 @@ LAYERS = len(OFFSETS) - 1
 def tokens(
     seed: int, count: int, wide: bool = False, rows: bool = False, weights: bool = False
 ) -> list[Step]:
-    """Tokens of a few prompts through all layers; `wide` steps ask for up to a whole layer."""
-    chance, result, prompt = Random(seed), [], 0
+    """Tokens of a few prompts through all layers; `wide` steps ask for up to a whole layer.
+
+    With `rows` the first one or two passes of a prompt are its prefill.
+    """
+    chance, result, prompt, prefill = Random(seed), [], 0, rows
     for token in range(count):
-        prompt += token > 0 and chance.random() < 0.2
+        begins = token > 0 and chance.random() < 0.2
+        prompt += begins
+        prefill = rows and (token == 0 or begins or (prefill and token % 2 == 1))
         for layer, (first, end) in enumerate(pairwise(OFFSETS)):
             size = chance.randint(1, end - first if wide else 2)
             pieces = chance.sample(range(first, end), size)
@@ -34,6 +39,7 @@ def tokens(
                     layer,
                     [chance.randint(1, 3) for _ in pieces] if rows else [],
                     [chance.choice((0.25, 0.5, 1.0)) for _ in pieces] if weights else [],
+                    prefill,
                 )
             )
     return result
@@ -55,7 +61,7 @@ def as_stream(steps: list[Step]) -> Stream:
         layer=np.array([step.layer for step in steps], np.int32),
         token=np.array([step.token for step in steps], np.int64),
         request=np.array([step.prompt for step in steps], np.int32),
-        prefill=np.zeros(len(steps), np.bool_),
+        prefill=np.array([step.prefill for step in steps], np.bool_),
         rows=np.array([n for step in steps for n in step.rows], np.int32),
         weights=np.array([w for step in steps for w in step.weights], np.float32),
     )

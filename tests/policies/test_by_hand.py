@@ -32,6 +32,7 @@ def evictions(
             "none",
             token=step.token,
             request=step.prompt,
+            prefill=step.prefill,
         )
         for hit, slot, evicted in zip(served.hits, served.slots, served.evicted, strict=True):
             if hit:
@@ -157,6 +158,30 @@ def test_moe_infinity_falls_back_to_the_current_eam():
     """
     for name in ("moe-infinity", "moe-infinity:matching=request"):
         assert evictions(name, 3, layered_steps(2, "ai", "bj"), 2) == "---i"
+
+
+def test_moe_infinity_matches_an_answer_with_answers_only():
+    """Section 4.3. The first prompt leaves {a 1 | j 1} for prefill and {b 1 | i 1} for decode.
+
+    The second prompt uses a, i and j. In its answer, at c, j scores 0.001 * 0.5, a 0.001, and i
+    1.001 * 0.5. By one EAM for both, i and j would be equal, and i the older one.
+    """
+    steps = layered_steps(2, "aj", "bi", "ai", "aj", "c", prompts="00111")
+    for number in (0, 1, 4, 5, 6, 7):
+        steps[number].prefill = True
+    for name in ("moe-infinity", "moe-infinity:matching=request"):
+        assert evictions(name, 4, steps, 2) == "----....j"
+
+
+def test_moe_infinity_evicts_by_the_eam_of_figure_6():
+    """An earlier request leaves {a 1, b 2 | j 3 | r 3}. This one used a, j and q; now it is at i.
+
+    a scores 1.001 / 3, b 2.001 / 3, j 3.001 * (2 / 3) / 3, r 3.001 * (1 / 3) / 3, and q
+    0.001 * (1 / 3) / 3. LRU evicts b.
+    """
+    steps = layered_steps(3, "ajr", "bjr", "bjr", "ajq", "ai", prompts="00011")
+    assert evictions("moe-infinity", 5, steps, 3) == "----.......-.q"
+    assert evictions("lru", 5, steps, 3)[-1] == "b"
 
 
 def test_moe_infinity_sums_the_eams_within_the_tolerance():

@@ -33,6 +33,7 @@ def decisions(name: str) -> list[list[int]]:
             step.clock,
             token=step.token,
             request=step.prompt,
+            prefill=step.prefill,
             rows=np.array(step.rows, np.int32),
             weights=np.array(step.weights, np.float32),
         )

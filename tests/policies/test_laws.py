@@ -52,7 +52,9 @@ def test_no_step_evicts_its_own_pieces(name, steps, capacity):
     cache = Cache(PIECES, capacity, policy(name), trace=as_stream(steps))
     for step in steps:
         pieces = np.array(step.pieces, np.int64)
-        served = cache.serve(pieces, step.clock, token=step.token, request=step.prompt)
+        served = cache.serve(
+            pieces, step.clock, token=step.token, request=step.prompt, prefill=step.prefill
+        )
         assert len(cache.residents()) <= capacity
         if pieces.size <= capacity:
             assert not set(served.evicted.tolist()) & set(step.pieces)
@@ -79,7 +81,14 @@ def test_a_larger_cache_of_a_stack_algorithm_holds_all_that_a_smaller_one_does(
     for step in steps:
         for cache in (small, large):
             pieces = np.array(step.pieces, np.int64)
-            cache.serve(pieces, step.clock, "none", token=step.token, request=step.prompt)
+            cache.serve(
+                pieces,
+                step.clock,
+                "none",
+                token=step.token,
+                request=step.prompt,
+                prefill=step.prefill,
+            )
         assert set(small.residents()) <= set(large.residents())
 
 
@@ -101,7 +110,9 @@ def test_removed_pieces_and_resized_caches_keep_the_policy_consistent(name, step
     cache = Cache(PIECES, capacities[0], policy(name), trace=trace)
     for i, step in enumerate(steps):
         pieces = np.array(step.pieces, np.int64)
-        served = cache.serve(pieces, step.clock, token=step.token, request=step.prompt)
+        served = cache.serve(
+            pieces, step.clock, token=step.token, request=step.prompt, prefill=step.prefill
+        )
         if served.pinned:
             cache.release(pieces)
         if i % 3 == 0:

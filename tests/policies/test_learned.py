@@ -29,7 +29,9 @@ def serve(cache: Cache, steps: list[Step]) -> list[int]:
     evicted = []
     for step in steps:
         pieces = np.array(step.pieces, np.int64)
-        served = cache.serve(pieces, step.clock, "none", token=step.token, request=step.prompt)
+        served = cache.serve(
+            pieces, step.clock, "none", token=step.token, request=step.prompt, prefill=step.prefill
+        )
         evicted += served.evicted.tolist()
     return evicted
 
@@ -87,12 +89,45 @@ def test_moe_infinity_evicts_by_the_prompts_of_an_earlier_run():
 def test_a_smaller_collection_gets_the_last_prompts_of_an_earlier_run():
     before = caches("moe-infinity")
     serve(before, STEPS)
-    collection = export_learned(before)["0/collection"]
+    collection = export_learned(before)["0/decode"]
     assert len(collection) > 3
     for capacity in (3, 500):
         after = caches(f"moe-infinity:capacity={capacity}")
         restore_learned(after, export_learned(before))
-        np.testing.assert_array_equal(export_learned(after)["0/collection"], collection[-capacity:])
+        np.testing.assert_array_equal(export_learned(after)["0/decode"], collection[-capacity:])
+
+
+def test_moe_infinity_replaces_the_nearest_eam_of_a_full_collection():
+    """Figure 10: of three EAMs, P4 replaces P3. (The figure rounds 0.45, 0.82 and 0.11.)
+
+    Cosines with P4: 3 / sqrt(10 * 3) of P1, 2 / sqrt(10 * 12) of P2, 8 / sqrt(10 * 8) of P3.
+    """
+    p1, p2 = [0, 1, 1, 0, 0, 1], [2, 0, 2, 0, 2, 0]  # three layers of two experts
+    p3, p4 = [1, 1, 0, 2, 1, 1], [1, 1, 0, 2, 0, 2]
+    moe_infinity = policy("moe-infinity:capacity=3")
+    cache = Cache(Pieces.unsplit([0, 2, 4, 6], [1] * 3), 6, moe_infinity)
+    for prompt, eam in enumerate([p1, p2, p3, p4]):
+        for layer in range(3):
+            pieces = np.array([p for p in (2 * layer, 2 * layer + 1) if eam[p]])
+            rows = np.array([eam[p] for p in pieces], np.int32)
+            cache.serve(pieces, 3 * prompt + layer, request=prompt, rows=rows)
+            cache.release(pieces)
+    assert export_learned(cache)["0/decode"].tolist() == [p1, p2, p4]
+
+
+def test_moe_infinity_has_separate_collections_for_prefill_and_decode():
+    """Section 4.3. Each request has a prompt of two tokens, in one pass, and an answer of one."""
+    cache = Cache(Pieces.unsplit([0, 4], [1]), 4, policy("moe-infinity"))
+    for prompt, (first, answer) in enumerate([(0, 1), (2, 3)]):
+        for number, (piece, rows) in enumerate([(first, 2), (answer, 1)]):
+            pieces, prefill = np.array([piece]), number == 0
+            cache.serve(
+                pieces, 2 * prompt + number, "none", request=prompt, prefill=prefill,
+                rows=np.array([rows], np.int32),
+            )  # fmt: skip
+    learned = export_learned(cache)
+    assert learned["0/prefill"].tolist() == [[2, 0, 0, 0], [0, 0, 2, 0]]
+    assert learned["0/decode"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 1]]
 
 
 def test_next_use_misses_less_with_the_links_of_an_earlier_run():
@@ -147,13 +182,13 @@ BAD = {
     "links": ("next-use", {"links": np.zeros(3)}, "the array links is float64"),
     "experts": (
         "moe-infinity",
-        {"collection": np.ones((2, 11), np.int32)},
-        r"collection is int32\[2, 11\], not int32\['any', 12\]",
+        {"decode": np.ones((2, 11), np.int32)},
+        r"decode is int32\[2, 11\], not int32\['any', 12\]",
     ),
-    "negative": ("moe-infinity", {"collection": np.full((2, 12), -1, np.int32)}, "not from 0"),
+    "negative": ("moe-infinity", {"prefill": np.full((2, 12), -1, np.int32)}, "not from 0"),
     "version": ("next-use", {"version": np.array(7)}, "have version 7, but must have version 1"),
     "versions": ("next-use", {"version": np.ones(2)}, "must have version 1"),
-    "no version": ("moe-infinity", {"version": None}, "have no version, but must have version 1"),
+    "no version": ("moe-infinity", {"version": None}, "have no version, but must have version 2"),
 }
 
 
@@ -176,7 +211,7 @@ def test_arrays_of_another_number_of_devices_or_of_no_policy_are_refused():
     with pytest.raises(ValueError, match="are of 2 devices, but the cache has 1"):
         restore_learned(caches("moe-infinity"), export_learned(before))
     with pytest.raises(ValueError, match="are of 1 devices, but the cache has 2"):
-        restore_learned(before, {"collection": np.zeros(1)})
+        restore_learned(before, {"decode": np.zeros(1)})
     with pytest.raises(ValueError, match="policy lru stores nothing"):
         restore_learned(caches("lru"), export_learned(caches("next-use")))
     assert export_learned(caches("lru")) == {}
@@ -186,8 +221,11 @@ def test_empty_eams_are_left_out():
     cache = caches("moe-infinity")
     collection = np.zeros((3, 12), np.int32)
     collection[1, 4] = 2
-    restore_learned(cache, {"0/version": np.array(1), "0/collection": collection})
-    np.testing.assert_array_equal(export_learned(cache)["0/collection"], collection[1:2])
+    empty = np.zeros((1, 12), np.int32)
+    arrays = {"0/version": np.array(2), "0/decode": collection, "0/prefill": empty}
+    restore_learned(cache, arrays)
+    np.testing.assert_array_equal(export_learned(cache)["0/decode"], collection[1:2])
+    assert export_learned(cache)["0/prefill"].shape == (0, 12)
     serve(cache, STEPS)
 
 

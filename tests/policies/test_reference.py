@@ -45,6 +45,7 @@ def served(cache: Cache, all_steps: list[reference.Step], pin: str) -> list[tupl
             pin,
             token=step.token,
             request=step.prompt,
+            prefill=step.prefill,
             rows=np.array(step.rows, np.int32),
             weights=np.array(step.weights, np.float32),
         )

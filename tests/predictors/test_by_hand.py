@@ -362,6 +362,42 @@ def test_eamc_gives_priorities_by_likelihood_and_proximity():
     ]
 
 
+def test_eamc_computes_the_example_of_figure_5():
+    """Two matched EAMs, 0.25 and 0.29 away, are summed: 2 + 0 and 0 + 3 in layer 2, 0 + 1 and
+    2 + 2 in layer 3. So the likelihoods are 0.4, 0.6 and 0.2, 0.8; their layers are 1 and 2 of 4
+    ahead. The first EAM has nothing in common with the current one.
+    """
+    tested = predictor("eamc:2,tolerance=0.05").build(PredictorSetup(Shape((2, 2, 2, 2), 1)))
+    collection = [
+        [[2, 0], [0, 2], [2, 0], [2, 0]],
+        [[0, 2], [2, 0], [2, 0], [0, 2]],
+        [[0, 3], [3, 0], [0, 3], [1, 2]],
+    ]
+    for request, eam in enumerate(collection):
+        tested.begin(PassStart(request, 0, sum(eam[0]), False))
+        for layer, (first, second) in enumerate(eam):
+            tested.observe(LayerRouting(layer, np.array([[0]] * first + [[1]] * second)))
+    tested.begin(PassStart(3, 0, 1, False))
+    tested.observe(LayerRouting(0, np.array([[1]])))
+    tested.observe(LayerRouting(1, np.array([[0]])))
+    near, far = tested.predict(1)
+    assert near.priorities.tolist() == pytest.approx([0.3, 0.45])
+    assert far.priorities.tolist() == pytest.approx([0.1, 0.4])
+
+
+def test_eamc_replaces_the_eam_that_figure_10_replaces():
+    """Of three EAMs the new one replaces the third, at a cosine distance of 0.11."""
+    p1, p2 = [0, 1, 1, 0, 0, 1], [2, 0, 2, 0, 2, 0]
+    p3, p4 = [1, 1, 0, 2, 1, 1], [1, 1, 0, 2, 0, 2]
+    tested = predictor("eamc:1,capacity=3").build(PredictorSetup(Shape((2, 2, 2), 1)))
+    for request, eam in enumerate([p1, p2, p3, p4, p1]):
+        tested.begin(PassStart(request, 0, 2, False))
+        for layer in range(3):
+            first, second = eam[2 * layer : 2 * layer + 2]
+            tested.observe(LayerRouting(layer, np.array([[0]] * first + [[1]] * second)))
+    assert tested.state()["decode.collection"].tolist() == [p1, p2, p4]
+
+
 def test_eamc_prefers_near_layers_among_equally_likely_experts():
     """Both layers are certain: 1 - 1/4 and 1 - 2/4."""
     tested = predictor("eamc:2").build(PredictorSetup(Shape((4, 4, 4, 4), 1)))

@@ -74,8 +74,8 @@ def test_a_replay_with_pins_equals_the_cache(tasks, name, capacity):
         requested = requests.pieces[part].astype(np.int64)
         served = cache.serve(
             requested, int(requests.now[s]), token=int(requests.token[s]),
-            request=int(requests.request[s]), rows=requests.rows[part],
-            weights=requests.weights[part],
+            request=int(requests.request[s]), prefill=bool(requests.prefill[s]),
+            rows=requests.rows[part], weights=requests.weights[part],
         )  # fmt: skip
         if served.pinned:
             cache.release(requested)

@@ -68,6 +68,7 @@ class LogicalTime(NamedTuple):
     token: int  # the token, or the pass where a step is a pass at a layer
     request: int  # the prompt and its answer
     layer: int
+    prefill: int  # 1 where the pass reads (a block of) a prompt, else 0
     # Requests (one expert of one step each) since the start, without this one.
     index: int  # type: ignore[assignment]
 

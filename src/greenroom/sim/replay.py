@@ -205,7 +205,8 @@ def loop(
     for s in range(begin, end):
         a, b = stream.starts[s], stream.starts[s + 1]
         clock, token, layer = stream.now[s], stream.token[s], stream.layer[s] + 0
-        now = LogicalTime(clock, token, stream.request[s] + 0, layer, a)
+        prefill = int(stream.prefill[s])
+        now = LogicalTime(clock, token, stream.request[s] + 0, layer, prefill, a)
         if stream.request[s] != request or (anew and s == begin):
             request = stream.request[s] + 0
             on_request(state, memory, now)
@@ -213,7 +214,7 @@ def loop(
         pinned = False
         for i in range(a, b):
             piece = stream.pieces[i] + 0
-            at = LogicalTime(clock, token, request, layer, i)
+            at = LogicalTime(clock, token, request, layer, prefill, i)
             if state.slot_of[piece] >= 0:
                 on_hit(state, memory, piece, at)
                 continue

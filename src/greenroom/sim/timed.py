@@ -194,6 +194,7 @@ def _serve_step(cache: Cache, stream: Stream, step: int, pin: str) -> ServedStep
         pin,
         token=int(stream.token[step]),
         request=int(stream.request[step]),
+        prefill=bool(stream.prefill[step]),
         rows=stream.rows[part],
         weights=stream.weights[part],
     )

@@ -138,7 +138,8 @@ def test_reads_of_a_first_warm_start_teach_a_policy_nothing(folder):
     model, _ = greenroom.load(folder, cache="40%", policy="moe-infinity", kernels="eager")
     assert model.greenroom.warm_experts > 0
     scheduler = model.greenroom.driver.scheduler
-    assert scheduler.view.export_learned()["0/collection"].shape == (0, EXPERTS)
+    learned = scheduler.view.export_learned()
+    assert learned["0/prefill"].shape == learned["0/decode"].shape == (0, EXPERTS)
     model.greenroom.detach()
 
 

@@ -71,6 +71,6 @@ class AllResident:
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]
         if order.size:
-            clock, _, request, _ = self._cache.now
+            clock, _, request, _, _ = self._cache.now
             self._cache.serve(order, clock, "none", request=request)
         self.used[:] = self.steps = 0

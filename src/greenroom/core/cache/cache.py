@@ -28,7 +28,7 @@ from greenroom.errors import BudgetError, UnknownName, UsageError
 
 PINS = ("step", "none")
 Flags = serving.Flags
-Clock = tuple[int, int, int, int]  # the first fields of a `LogicalTime`
+Clock = tuple[int, int, int, int, int]  # the first fields of a `LogicalTime`
 NO_FLAGS, NO_PIECES = np.empty(0, np.bool_), np.empty(0, np.int64)
 MOST_HITS = 64  # steps of hits that are reported to a policy at a time
 
@@ -95,14 +95,12 @@ class Cache:
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
         self.pinned_set = np.empty(0, np.int64)  # pieces that the policy must never evict
-        self.now: Clock = 0, 0, -1, 0  # of the last step
+        self.now: Clock = 0, 0, -1, 0, 0  # of the last step
         # Of each policy: the last request, and the requests counted so far.
         self._last_seen = [(-1, 0)] * pieces.devices
-        # Steps not yet reported to each device's policy: their pieces, and the rows of `steps`
-        # for `serving.serve`.
-        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]] = [
-            [] for _ in self._device_states
-        ]
+        # Steps not yet reported to each device's policy: pieces, and a row of `serving.serve`.
+        self._unreported: list[list[tuple[Ints, tuple[int, ...]]]]
+        self._unreported = [[] for _ in self._device_states]
         self._most_hits = 1 if policy.weighs else MOST_HITS  # rows and weights are not stored
         # Of the last step of hits: pinned before a policy chooses a victim.
         self._unpinned = NO_PIECES
@@ -145,6 +143,7 @@ class Cache:
         *,
         token: int | None = None,
         request: int = 0,
+        prefill: bool = False,
         rows: Rows | None = None,
         weights: Weights | None = None,
         fill: int = -1,
@@ -155,6 +154,7 @@ class Cache:
         now:           the logical time: (pass or token) * layers + layer
         token:         the number of the pass or token; now // layers by default
         request:       the index of the request (a prompt with its answer)
+        prefill:       whether the pass reads (a block of) a prompt
         rows, weights: how many tokens chose each expert, and sums of gate weights, [n] or None
         pin:           with "step" the experts stay pinned until `release`, unless the step is
                        larger than its slot group
@@ -165,7 +165,7 @@ class Cache:
         piece = int(pieces[0]) if pieces.size else 0
         pinned = pin == "step" and (fill >= 0 or self.fits(pieces))
         token = now // self._layers if token is None else token
-        self.now = at = now, token, request, int(self.pieces.layer[piece])
+        self.now = at = now, token, request, int(self.pieces.layer[piece]), int(prefill)
         rows = NO_ROWS if rows is None else rows
         weights = NO_WEIGHTS if weights is None else weights
         if self.pieces.devices == 1:

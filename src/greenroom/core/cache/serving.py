@@ -105,7 +105,7 @@ def serve(
     """Serve the cache requests of consecutive steps; all steps but the last must be hits.
 
     pieces: ids of the requested experts (or top segments) of all steps; n in the last step
-    steps:  [S, 7], for each step: its `LogicalTime`, whether a prompt begins, number of pieces
+    steps:  [S, 8], for each step: its `LogicalTime`, whether a prompt begins, number of pieces
 
     The other arguments are those of the last step:
     pin, rows, weights: those of `Cache.serve`, rows and weights possibly empty
@@ -117,9 +117,9 @@ def serve(
     """
     begin, missed, last = 0, 0, steps.shape[0] - 1
     for s in range(last + 1):
-        end = begin + steps[s, 6]
-        now = LogicalTime(steps[s, 0], steps[s, 1], steps[s, 2], steps[s, 3], steps[s, 4])
-        if steps[s, 5]:
+        end, at = begin + steps[s, 7], steps[s]
+        now = LogicalTime(at[0], at[1], at[2], at[3], at[4], at[5])
+        if at[6]:
             on_request(state, policy_state, now)
         on_step(state, policy_state, pieces[begin:end], rows, weights, now)
         if pin and s == last:
@@ -127,10 +127,10 @@ def serve(
                 state.pinned[piece] += 1
         for i in range(end - begin):
             piece = pieces[begin + i]
-            at = LogicalTime(now.clock, now.token, now.request, now.layer, now.index + i)
+            time = LogicalTime(at[0], at[1], at[2], at[3], at[4], at[5] + i)
             slot = state.slot_of[piece]
             if slot >= 0:
-                on_hit(state, policy_state, piece, at)
+                on_hit(state, policy_state, piece, time)
             if s < last:
                 continue
             out[0, i], out[1, i], out[2, i] = slot, slot >= 0, -1
@@ -145,7 +145,7 @@ def serve(
                     out[0, i] = BYPASS
                     continue
                 fill -= 1
-            out[0, i], out[2, i] = miss(state, policy_state, piece, at)
+            out[0, i], out[2, i] = miss(state, policy_state, piece, time)
             if out[0, i] == STUCK:
                 return STUCK
         begin = end

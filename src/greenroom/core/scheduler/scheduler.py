@@ -170,15 +170,9 @@ class Scheduler:
             without_slot, approximated = lease(step, event, plan, placement, transfers)
         prefetched, share = self._borrowing.begin(event, step.array) if borrows else ({}, -1)
         served = placement.cache.serve(
-            step.array,
-            clock,
-            self.pin,
-            request=event.request,
-            rows=step.tokens,
-            weights=step.weights,
-            fill=share,
-            without_slot=without_slot,
-        )
+            step.array, clock, self.pin, request=event.request, prefill=event.prefill,
+            rows=step.tokens, weights=step.weights, fill=share, without_slot=without_slot,
+        )  # fmt: skip
         counts.steps += 1
         counts.requests += event.experts.size
         counts.hits += step.exact - served.misses

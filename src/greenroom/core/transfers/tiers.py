@@ -132,7 +132,11 @@ class HostTier:
             return -1, False
         experts = np.array([expert], np.int64)
         served = cache.serve(
-            experts, self._clock, request=self._request, fill=1 if self._prefill else -1
+            experts,
+            self._clock,
+            request=self._request,
+            prefill=self._prefill,
+            fill=1 if self._prefill else -1,
         )
         slot = int(served.slots[0])
         if slot < 0:  # not inserted by the policy, or in a prompt
