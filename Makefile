@@ -139,7 +139,7 @@ papers: $(READY) papers-demo
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \
 		eamc_shift moepic_lcp moepic moepic_start moepic_motivation moepic_systems moepic_tau \
-		promoe_skew prediction consistency task_sets batches hebf learned_state; do \
+		promoe_skew promoe_batches prediction consistency task_sets batches hebf learned_state; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
 	$(BIN)/python benchmarks/papers/moepic_lcp.py --traces $(TRACES) --models olmoe-1b-7b --limit 3000 \
 		--out bench-data/papers/first-3000
@@ -162,6 +162,7 @@ papers-demo: $(READY)
 	$(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/prompts.txt -o $(DEMO_DATA)/run.trace \
 		--max-new-tokens 160 --cache 100% --gate-inputs 1 --temperature 0.8 --seed 7 \
 		--predict next-gate,next-gate:2,next-gate:4
+	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/run.trace
 	for k in 1 2 4; do OMP_NUM_THREADS=1 $(BIN)/greenroom train-predictor demo --trace $(DEMO_DATA)/run.trace \
 		-o $(DEMO_DATA)/k$$k.predictor --distance $$k || exit 1; done
 	$(BIN)/python benchmarks/goodpred.py demo --cache 25% --read-limit 40MB --learned \

@@ -18,6 +18,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("inputs")
     (traces := folder / "traces").mkdir()
     data.write_recordings(traces)
+    data.write_inputs(folder / "inputs.trace")
     data.write_llama_bench(folder / "llama-bench")
     (folder / "text.txt").write_text(TEXT + "\n")
     root = folder / "root"
@@ -26,6 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "traces": traces,
         "recording": traces / f"{data.MODELS[0]}.npz",
+        "gate_inputs": folder / "inputs.trace",
         "root": root,
         "model": root / "moe1.7b-zipf1.0",
         "llama": folder / "llama-bench",

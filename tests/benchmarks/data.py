@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from greenroom.config import TopicsConfig
+from greenroom.trace import save
 from greenroom.trace.synth import topics
+from greenroom.trace.trace import GateInputs
 
 # The names that the papers' scripts look for.
 MODELS = ("olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b")
@@ -59,6 +62,15 @@ def write_recordings(folder: Path) -> None:
     for seed, name in enumerate(MODELS):
         prefill = name.startswith("deepseek")
         write_recording(folder / f"{name}.npz", seed, prefill=prefill, ids=seed == 0)
+
+
+def write_inputs(path: Path) -> None:
+    """A recording with the inputs of every second token's routers."""
+    config = TopicsConfig(
+        layers=LAYERS, experts=EXPERTS, top_k=TOP_K, tokens=100, requests=2, topics=2, seed=0
+    )
+    values = np.random.default_rng(0).standard_normal((50, LAYERS, 16), np.float32)
+    save(replace(topics(config), gate_inputs=GateInputs(np.arange(0, 100, 2), values)), path)
 
 
 def write_llama_bench(path: Path) -> None:

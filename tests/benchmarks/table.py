@@ -1,8 +1,9 @@
 """The smoke table: for every script of `benchmarks/` a command line that ends within seconds.
 
-In arguments `{traces}` is a folder of recordings, `{recording}` one of them, `{root}` a folder of
-tiny checkpoints, `{model}` one of those, `{pack}` a pack with split experts, `{llama}` a substitute
-for llama-bench, `{text}` a text file and `{out}` an empty folder.
+In arguments `{traces}` is a folder of recordings, `{recording}` one of them, `{gate_inputs}` one
+with the inputs of routers, `{root}` a folder of tiny checkpoints, `{model}` one of those, `{pack}`
+a pack with split experts, `{llama}` a substitute for llama-bench, `{text}` a text file and `{out}`
+an empty folder.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ ROWS = (
     Row("precision.py", "--traces {recording} --tokens 50 --capacity 25%",
         ("capacity", "transfer", "exact", "skip 0.1")),
     Row("budgets.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "optimal")),
+    Row("similarity.py", "{gate_inputs}", ("k", "mean over layers", "least", "most")),
     Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
     Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",
         ("slots", "transfer/compute", "moepic", "mean theta")),
@@ -161,6 +163,7 @@ ROWS = (
     _paper("learned_state", ("recording", "policy", "cold, 25 %", "change"),
            "--models olmoe-1b-7b --requests 1 2", drawn=False),
     _paper("promoe_skew", ("recording", "uses by the top 10 %", "50 %")),
+    _paper("promoe_batches", ("recording", "batch", "prefill: promoe", "/ static")),
     _paper("task_sets", ("recording", "set of a", "counts: covered", "tcess: weight"),
            "--tokens 8 --shots 1", drawn=False),
     _paper("batches", ("recording", "answers", "arrival", "two passes"), "--tokens 4", drawn=False),

@@ -1,9 +1,10 @@
 """Static policy: the most requested experts stay in the cache, and no miss is inserted.
 
-This is the baseline of ProMoE, section 5.1. Requests are counted in a named part of a trace. The
+This is the baseline of ProMoE, section 7.1. Requests are counted in a named part of a trace. The
 experts requested most in that part are in the cache from the start, as many as each slot group has
-slots. All other experts pass through temporary slots. Of equal experts, the one requested last
-is cached first, then the one with the lower id. All other policies insert every miss.
+slots. All other experts pass through temporary slots; the paper has two, here a step has as many
+as it needs. Of equal experts, the one requested last is cached first, then the one with the lower
+id. All other policies insert every miss.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ accuracy is the chosen one, at every distance and in every layer. With `like=nex
 distance and relative depth (`helpers/measured.py`); a token's first layers are predicted where the
 predictor does so, in the token before or at layer 0.
 
-The default accuracy is that of ProMoE at the distance d (section 4.2 and figure 8a, DeepSeek-V2).
-The paper's text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
-prediction (later routers applied to earlier inputs), and 54 % for prediction by the token's id. For
-other d we use 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and at least 54 %, since the paper says
-that skip-based prediction falls below prediction by the token's id. The figure's curve of the
-learned predictor is higher, but the text gives no number for it: use the option `accuracy=`.
+The default accuracy is that of ProMoE at the distance d (sections 4.2 and 4.3, figure 8a, with
+DeepSeek-V2-Lite). The paper's text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at
+d = 8 for skip-based prediction (later routers applied to earlier inputs), and 54 % for prediction
+by the token's id. For other d we use 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and at least 54 %,
+since the paper says that skip-based prediction falls below prediction by the token's id. The
+figure's curve of the learned predictor is higher, but the text gives no number for it: use the
+option `accuracy=`.
 
 With `width=all` all other experts of the layer follow, in random order. An expert that is used and
 that was not predicted is among them.

@@ -8,9 +8,11 @@ import pytest
 from greenroom.core.build import build_scheduler
 from greenroom.core.config.base import ALL, TOP_K, VALUE
 from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.events import Computed
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.by_rank import RankedLookahead, lookahead_of
 from greenroom.core.prefetch.lookahead import Lookahead
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy
 from tests.core.prefetch.test_lookahead import ABSENT, PRESENT, drain, ids
@@ -95,6 +97,35 @@ def test_a_full_buffer_keeps_what_it_has_and_the_next_prefetch_waits():
     h.step(1, 6)
     h.step(2, 8, 9)
     assert (h.s.counts.useful, h.s.counts.wasted) == (2, 0)
+
+
+def test_promoe_s_figure_10_with_all_of_its_techniques():
+    """ProMoE, figure 10: 1, 3, 4 and 5 are prefetched, and the gate chooses 1, 2, 4 and 5.
+
+    The first of three chunks of a prefetch for the next layer moves when the gate chooses. 2 comes
+    before the second chunk (5.1), since it is requested before 1 is computed (5.2), and 4 and 5 are
+    computed while it moves (5.3). 3 was wrong, and gives its slot up.
+    """
+    pieces, h = Pieces.unsplit([0, 12, 24], [300] * 2, [3] * 24), ManualDriver()
+    h.s = Scheduler(
+        pieces, 20, policy("lru"), lanes=1, ahead=5, lookahead=RankedLookahead(pieces, 4)
+    )
+    h.step(1, 12)
+    h.predict(0, 1, 3, 4, 5)
+    h.settle()
+    assert h.predict(1, 13) == [(13, 0, False)]
+    (compute,) = h.route(0, 1, 2, 4, 5)
+    assert compute.experts.tolist() == [1, 4, 5]
+    assert h.s.counts.wasted == 1
+    assert h.started(h.landed()) == [(2, 0, True)]
+    assert h.started(h.landed()) == [(2, 1, True)]
+    assert h.send(Computed()) == []
+    assert h.started(h.landed()) == [(2, 2, True)]
+    h.group = None
+    assert h.started(h.landed()) == [(13, 1, False)]
+    assert h.group.experts.tolist() == [2]
+    h.finish([])
+    assert (h.s.counts.useful, h.residents) == (3, [1, 2, 4, 5, 12])
 
 
 def test_the_rule_of_a_configuration_is_the_scheduler_s():
