@@ -134,9 +134,12 @@ bench: $(READY)
 # The figures and tables of docs/papers.md, and those of docs/policies.md and docs/split.md that
 # benchmarks/papers/ makes. Tables and figures are written to bench-data/papers.
 TRACES ?= ../shared/traces
+CLASSICAL := "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache"
+PROPOSED := "moe-infinity;hobbit;hybrimoe;fate;fate:bias=0;fate:bias=0.5;next-use"
 papers: $(READY) papers-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
+	$(BIN)/python benchmarks/papers/llru_zipf.py --split floor
 	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \
 		eamc_shift moepic_lcp moepic moepic_start moepic_motivation moepic_systems moepic_tau \
 		promoe_skew promoe_batches prediction consistency task_sets batches hebf learned_state; do \
@@ -145,6 +148,10 @@ papers: $(READY) papers-demo
 		--out bench-data/papers/first-3000
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies $(CLASSICAL) --orders 1 --pin none \
+		--models olmoe-1b-7b --out bench-data/papers/classical
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies $(PROPOSED) --orders 1 --pin none \
+		--out bench-data/papers/proposed
 	for figure in $$(grep -o 'figures/[a-z-]*\.svg' docs/papers.md); do \
 		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
 

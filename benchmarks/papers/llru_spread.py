@@ -60,6 +60,12 @@ def over_opt(trace: Trace, share: float, seed: int) -> dict[str, float]:
     return {name: misses(requests, trace, k, name, seed) / floor for name in ONLINE}
 
 
+def quartiles(ratios: list[dict[str, float]]) -> str:
+    """First and third quartile of LLRU's misses over OPT's."""
+    low, high = np.percentile([one["LLRU"] for one in ratios], (25, 75))
+    return f"{low:.2f} to {high:.2f}"
+
+
 def savings_rows(model: str, trace: Trace, tokens: int, seed: int) -> list[list[object]]:
     """Table rows of the misses that LLRU saves against LRU, in both orders of requests."""
     rows = []
@@ -102,13 +108,13 @@ def main(args: argparse.Namespace) -> None:
             }
             spread.append([
                 MODELS[model], len(ratios), text, *(f"{mean[name]:.2f}" for name in ONLINE),
-                percent(against["LRU"]), percent(against["LRU-Dist"]),
+                percent(against["LRU"]), percent(against["LRU-Dist"]), quartiles(ratios),
             ])  # fmt: skip
     save(fig, args, "llru-spread")
     table(
         args, "llru-spread",
         ["recording", "requests", "k", *(f"{name} / OPT" for name in ONLINE),
-         "LLRU's gain over LRU", "over LRU-Dist"],
+         "LLRU's gain over LRU", "over LRU-Dist", "LLRU / OPT, quartiles"],
         spread,
     )  # fmt: skip
     table(

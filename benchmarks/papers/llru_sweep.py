@@ -2,8 +2,10 @@
 
 The request is the longest of its recording (at most 512 tokens of it), its experts in rounds as in
 section 5.1 (a token's first expert in every layer, then its second, and so on); nothing is pinned.
-The table has natural order too. LRU, LRU-Dist and OPT are whole curves; LLRU and Marking are
-replayed at 48 sizes, most of them small.
+The table has natural order too. LRU, LRU-Dist and OPT are whole curves. LLRU and Marking are
+replayed at about 48 sizes from 1 to all experts, most of them small. LRU-Dist needs a slot a layer,
+and is not compared below that. The steepest fall, of all sizes up to the experts of two tokens, is
+how high the steps of a curve are.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def longest(trace: Trace) -> Trace:
 def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, MissCurve]:
     """Misses by capacity for each policy of the figure."""
     requests, offsets, total = stream(trace, order), trace.offsets, experts_of(trace)
-    sizes = np.unique((total * np.linspace(0, 1, points + 1)[1:] ** 1.7).astype(int))
-    sizes = sizes[sizes >= trace.layers]  # fewer slots cannot be shared out
+    sizes = np.unique([1, *(total * np.linspace(0, 1, points + 1)[1:] ** 1.7).astype(int)])
+    sizes = sizes[sizes > 0]
 
     def replayed(name: str) -> MissCurve:
         misses = [
@@ -60,23 +62,55 @@ def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, MissCu
 
 
 def at(curve: MissCurve, capacities: np.ndarray) -> np.ndarray:
-    return curve.misses[np.searchsorted(curve.capacities, capacities)]
+    """Misses at the given capacities; not a number where they are too small for the curve."""
+    misses = curve.misses[np.searchsorted(curve.capacities, capacities)]
+    return np.where(capacities < curve.capacities[0], np.nan, misses)
 
 
-def row(model: str, trace: Trace, order: str, miss_curves: dict[str, MissCurve]) -> list[object]:
+def steepest(trace: Trace, order: str, most: int, seed: int) -> list[float]:
+    """Largest share of the requests that one more slot saves, by LRU, LLRU and OPT: a step.
+
+    Sizes are all from 1 to `most`, which has place for two tokens.
+    """
+    requests, offsets, sizes = stream(trace, order), trace.offsets, np.arange(1, most + 1)
+    llru = [
+        replay(requests, offsets, int(k), policy("llru"), pin="none", seed=seed).misses
+        for k in sizes
+    ]
+    by_size = [
+        at(lru_curve(requests, offsets), sizes),
+        llru,
+        at(opt_curve(requests, offsets), sizes),
+    ]
+    return [float(-np.diff(misses).min() / requests.pieces.size) for misses in by_size]
+
+
+def row(
+    model: str, trace: Trace, order: str, miss_curves: dict[str, MissCurve], seed: int
+) -> list[object]:
     """The paper's statements on the figure in numbers, over the sizes of LLRU's replays."""
     sizes = miss_curves["LLRU"].capacities
     misses = {name: at(curve, sizes) for name, curve in miss_curves.items()}
     gain = 1 - misses["LLRU"] / misses["LRU"]
     online = np.array([misses[name] for name in ("Marking", "LRU-Dist", "LRU")])
-    best = (misses["LLRU"] <= online.min(axis=0)).mean()
+    others = np.nanmin(online, axis=0)
+    best = (misses["LLRU"] <= others).mean()
+    behind = (misses["LLRU"] / others).max() - 1
+    many = sizes > experts_of(trace) / 4
     k = int(sizes[gain.argmax()])
+    over_dist = np.nanmean(misses["LRU-Dist"] / misses["LRU"] - 1)
+    most = min(2 * trace.top_k * trace.layers, experts_of(trace))
+    falls = steepest(trace, order, most, seed)
+    ends = all(len({int(misses[name][end]) for name in misses if name != "LRU-Dist"}) == 1
+               for end in (0, -1))  # fmt: skip
     return [
         MODELS[model], trace.tokens, order,
         f"{(misses['LRU'] / misses['OPT']).max():.2f}",
         f"{(misses['LLRU'] / misses['OPT']).max():.2f}",
         f"{100 * gain.max():.1f} % (k = {k})", f"{100 * gain.mean():.1f} %",
-        f"{100 * (1 - misses['LRU'] / misses['LRU-Dist']).mean():.1f} %", f"{100 * best:.0f} %",
+        f"{100 * gain[many].max():.1f} %",
+        f"{100 * over_dist:.1f} %", f"{100 * best:.0f} %", f"{100 * behind:.1f} %",
+        " / ".join(f"{100 * fall:.1f}" for fall in falls), "yes" if ends else "no",
     ]  # fmt: skip
 
 
@@ -89,7 +123,7 @@ def main(args: argparse.Namespace) -> None:
         trace = longest(recording).head(60 if args.quick else TOKENS)
         for order in ("rounds", "natural"):
             miss_curves = curves(trace, order, 8 if args.quick else POINTS, args.seed)
-            rows.append(row(model, trace, order, miss_curves))
+            rows.append(row(model, trace, order, miss_curves, args.seed))
             if order == "rounds":
                 for name, curve in miss_curves.items():
                     axes.plot(
@@ -110,8 +144,11 @@ def main(args: argparse.Namespace) -> None:
     table(
         args, "llru-sweep",
         ["recording", "tokens", "order", "LRU / OPT at most", "LLRU / OPT at most",
-         "LLRU's gain over LRU, best", "mean", "LRU's gain over LRU-Dist, mean",
-         "LLRU is the best online"],
+         "LLRU's gain over LRU, best", "mean", "best beyond a quarter of the experts",
+         "LRU-Dist's misses above LRU's, mean",
+         "LLRU is the best online", "behind the best at most",
+         "steepest fall, % a slot: LRU / LLRU / OPT",
+         "all equal at both ends"],
         rows,
     )  # fmt: skip
 

@@ -113,6 +113,48 @@ def test_llru_counts_rounds_first():
     assert evictions("llru", 3, layered_steps(2, "ai", "bj"), 2) == "---a"
 
 
+def test_llru_on_the_example_of_the_papers_figure_2():
+    """4 layers of 4 experts (letters from 4 * l), 8 slots: the second j is the figure's "reused".
+
+    The figure's "first eviction" is at l (t = 10). There a has R 2, D 2; e R 2, D 3; all others R 1
+    or 0: e, where LRU evicts a. At n (t = 11) a has R 2, D 1, and o R 2, D 0: a.
+    """
+    steps = layered_steps(4, "aejo", "bfjm", "bgln")
+    assert evictions("llru", 8, steps, 4, width=4) == "------.-.-ea"
+    assert evictions("lru", 8, steps, 4, width=4) == "------.-.-ae"
+
+
+def test_llru_in_the_situation_of_the_papers_figure_3():
+    """6 layers (letters from 3 * l), 11 slots: the fourth layer of the third token is served.
+
+    As in the figure, two experts have R 2 before and after it, four R 1, and five R 0. At l (t =
+    15): d (requested at 1) has R 2, D 4, and g (at 2) R 2, D 5: g, where LRU evicts d. At o (t =
+    16) d has D 3, and m, now with R 2, D 0: d. At q m has R 2, D 5.
+    """
+    steps = layered_steps(6, "adgjmp", "aehjnp", "bfhloq")
+    assert evictions("llru", 11, steps, 6, width=3) == "------.--.-.--.gdm"
+    assert evictions("lru", 11, steps, 6, width=3) == "------.--.-.--.dgm"
+
+
+def test_llru_knows_the_layer_of_an_expert_that_came_in_out_of_turn():
+    """3 layers, 3 slots: q, of the last layer, comes in while the first one is computed (t = 0).
+
+    At b (t = 3): a (requested at 0) has R 1, D 0; i (at 1) R 0, D 1; q R 1, D 2: q. By the clock
+    alone q would have a's D, and a, the one requested earlier, would be evicted.
+    """
+    cache = Cache(Pieces.unsplit([0, 8, 16, 24], [1] * 3), 3, policy("llru"))
+    serve(cache, "a", 0)
+    slot, _ = cache.borrow(ord("q") - 97)
+    cache.admit(ord("q") - 97, slot)
+    assert serve(cache, "i", 1) == -1
+    assert serve(cache, "b", 3) == ord("q") - 97
+
+
+def serve(cache: Cache, letter: str, now: int) -> int:
+    """Serve a step of one expert; return what it evicts."""
+    return int(cache.serve(np.array([ord(letter) - 97]), now, "none").evicted[0])
+
+
 def test_fate_favours_shallow_layers():
     """7 slots, 2 layers of weights 2 and 1.5: shares 4 and 3. a to d and i to k fill the pool.
 

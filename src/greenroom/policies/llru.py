@@ -2,8 +2,12 @@
 
 The paper is "Cache Management for Mixture-of-Experts LLMs". A round computes all L layers once, and
 time counts layers. At time t, the victim has the largest R = floor((t - last) / L), the number of
-rounds since its last request. Of these, it has the largest D = (last - t) mod L, so that its layer
-comes latest; D is 0 for the layer being computed. Of these, it is the one requested least recently.
+rounds since its last request. Of these, it has the largest D = (last - t) mod L, the distance to
+its layer, so that its layer comes latest; D is 0 for the layer being computed. In the paper a round
+requests one expert of a layer, so R and D never tie. Here a step may request several. Of equals,
+the one requested least recently is evicted.
+
+D is computed from the layers: an expert can become resident while another layer is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from greenroom.policies.helpers.lists import Lists
 class LayerLruState(NamedTuple):
     """State arrays of the LLRU eviction policy, for P experts and G slot groups."""
 
-    lists: Lists  # one a layer, the oldest piece at the back: in a layer R, D and age agree
+    lists: Lists  # one a layer, the oldest piece at the back: D is equal, R grows with age
     layer: Ints  # [P]
     last: Ints  # [P] clock of the last request
     begin: Ints  # [G + 1] group g has the layers begin[g] .. begin[g + 1] - 1
@@ -63,9 +67,9 @@ def victim(
     for layer in range(state.begin[group], state.begin[group + 1]):
         oldest = lists.last_unpinned(state.lists, state.last.size + layer, cache)
         if oldest >= 0:
-            rounds, since = divmod(now.clock - state.last[oldest], layers)
-            # R first, then D = (-since) mod L; different layers differ in D.
-            rank = rounds * layers + (layers - since if since > 0 else 0)
+            rounds = (now.clock - state.last[oldest]) // layers
+            # R first, then D; different layers differ in D.
+            rank = rounds * layers + (layer - now.layer) % layers
             if rank > most:
                 best, most = oldest, rank
     return int(best)
