@@ -8,7 +8,7 @@ the numbers add up to all slots, each layer gets exactly its number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,8 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
     capacity: the cache's memory, counted in unsplit experts; bottom segments take a fixed part of
               it
 
-    No slot group has more slots than experts. BudgetError says how much memory is needed.
+    No slot group has more slots than experts. What a layer's memory leaves beyond its last whole
+    slot goes to the layers with the largest remainders. BudgetError says how much memory is needed.
     """
     if capacity < (enough := least_capacity(pieces, scope)):
         raise BudgetError(
@@ -110,7 +111,8 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
     if scope == "shared":
         return [min(int(budget // tops.max()), int(counts.sum()))]
     shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
-    return [int(n) for n in np.floor(filled(budget, shares, tops, counts * tops) / tops + 1e-6)]
+    exact = filled(budget, shares, tops, counts * tops) / tops
+    return largest_remainders(exact, tops, budget, counts)
 
 
 def exact_slots(copies: Copies, capacity: int) -> int:
@@ -137,11 +139,21 @@ def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) ->
     """
     top = np.asarray(most, np.float64)
     exact = filled(capacity, np.asarray(shares, np.float64), np.minimum(1.0, top), top)
+    return largest_remainders(exact, np.ones(top.size), capacity, top)
+
+
+def largest_remainders(exact: Floats, sizes: Floats, total: float, most: NDArray[Any]) -> list[int]:
+    """Round numbers of slots down, and give what is left of a memory to the largest remainders.
+
+    exact: the numbers to round; sizes: the size of a slot of each; most: their upper bounds
+    total: the memory that all slots may take
+    """
     counts = np.floor(exact + 1e-6)
-    order = np.lexsort((np.arange(top.size), counts - exact))
-    more = [i for i in order.tolist() if counts[i] < top[i]]
-    for i in more[: capacity - int(counts.sum())]:
-        counts[i] += 1
+    left = total - float(counts @ sizes)
+    for i in np.lexsort((np.arange(counts.size), counts - exact)).tolist():
+        if counts[i] < most[i] and sizes[i] <= left:
+            counts[i] += 1
+            left -= sizes[i]
     return [int(n) for n in counts]
 
 
