@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from common import MODELS, figure, heads, options, recordings, save, share_of_legend, table
+from common import MODELS, figure, heads, options, percent, recordings, save, share_of_legend, table
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.plan.systems.cells import simulate_systems
@@ -73,7 +73,7 @@ def simulate(study: Study, name: str, capacity: int, earlier: Trace) -> Row:
 
 def main(args: argparse.Namespace) -> None:
     fig, panels = figure(2, len(args.models), 3.6 * len(args.models), 5.0)
-    lines = []
+    lines, missed = [], []
     for column, (model, trace) in enumerate(recordings(args).items()):
         tokens = args.prompt + args.answer
         long = np.flatnonzero(np.diff(trace.request_starts) >= tokens)
@@ -99,6 +99,7 @@ def main(args: argparse.Namespace) -> None:
                 cells += [f"{rate:.0f} ({ms:.0f})" for rate, ms in zip(last, times, strict=True)]
                 cells += [f"{times[other] / times[2]:.2f}" for other in (0, 1)]
             lines.append([MODELS[model], size, *cells])
+            missed.append([MODELS[model], size, *(percent(row["miss_ratio"]) for row in rows)])
         for name, colour in SYSTEMS.items():
             for axes, values in zip(panels[:, column], zip(*rates[name], strict=True), strict=True):
                 axes.plot(sizes, values, "o-", ms=3.5, color=colour, label=name)
@@ -110,6 +111,7 @@ def main(args: argparse.Namespace) -> None:
     for stage in ("prefill", "decode"):
         header += [f"{stage}: {name}" for name in SYSTEMS] + ["promoe / lru", "/ static"]
     table(args, "promoe-batches", header, lines)
+    table(args, "promoe-batches-misses", ["recording", "batch", *SYSTEMS], missed)
 
 
 if __name__ == "__main__":
