@@ -134,8 +134,6 @@ bench: $(READY)
 # The figures and tables of docs/papers.md, and those of docs/policies.md and docs/split.md that
 # benchmarks/papers/ makes. Tables and figures are written to bench-data/papers.
 TRACES ?= ../shared/traces
-CLASSICAL := "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache"
-PROPOSED := "moe-infinity;hobbit;hybrimoe;fate;fate:bias=0;fate:bias=0.5;next-use"
 papers: $(READY) papers-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
@@ -148,10 +146,12 @@ papers: $(READY) papers-demo
 		--out bench-data/papers/first-3000
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
-	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies $(CLASSICAL) --orders 1 --pin none \
-		--models olmoe-1b-7b --out bench-data/papers/classical
-	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies $(PROPOSED) --orders 1 --pin none \
-		--out bench-data/papers/proposed
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
+		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
+		--models olmoe-1b-7b --orders 1 --pin none --out bench-data/papers/classical
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
+		--policies "moe-infinity;hobbit;hybrimoe;fate;fate:bias=0;fate:bias=0.5;next-use" \
+		--orders 1 --pin none --out bench-data/papers/proposed
 	for figure in $$(grep -o 'figures/[a-z-]*\.svg' docs/papers.md); do \
 		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
 

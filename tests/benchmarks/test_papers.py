@@ -39,12 +39,28 @@ def run_by_make() -> set[str]:
     return {*" ".join(loops).split(), *re.findall(r"benchmarks/papers/(\w+)\.py", text)}
 
 
+def documented() -> list[str]:
+    """The commands of this folder that the documents show, with all that follows `python`."""
+    pages = (
+        (ROOT / "docs" / name).read_text() for name in ("papers.md", "policies.md", "split.md")
+    )
+    return re.findall(r"^    python (benchmarks/papers/.*)", "\n".join(pages), re.MULTILINE)
+
+
 def heading(section: str) -> str:
     return section.splitlines()[0].lstrip("# ")
 
 
 def test_make_papers_runs_every_script() -> None:
     assert run_by_make() == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("command", documented())
+def test_make_papers_runs_the_commands_of_the_documents(command: str) -> None:
+    """With its options, or in a loop if it has none but the recordings."""
+    made = re.sub(r"\s*\\\n\s*", " ", recipe("papers")).replace("$(TRACES)", "DIR")
+    script, _, options = command.partition(".py --traces DIR")
+    assert command in made or (not options and Path(script).name in run_by_make())
 
 
 def test_every_script_of_the_papers_is_in_the_documents() -> None:
