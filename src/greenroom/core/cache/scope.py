@@ -143,7 +143,7 @@ def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) ->
 
 
 def largest_remainders(exact: Floats, sizes: Floats, total: float, most: NDArray[Any]) -> list[int]:
-    """Round numbers of slots down, and give what is left of a memory to the largest remainders.
+    """Round numbers of slots down; slots of the largest remainders take the memory left.
 
     exact: the numbers to round; sizes: the size of a slot of each; most: their upper bounds
     total: the memory that all slots may take
