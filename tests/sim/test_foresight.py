@@ -1,4 +1,4 @@
-"""What is learned before a simulation: weights of a policy, the collection of a predictor."""
+"""Predictors in a simulation: what is learned before it, and a sliding window by hand."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
+from greenroom.core.build import build_scheduler
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
-from greenroom.sim.event_driven import EventOptions, simulate_events
+from greenroom.sim.clock import Clock
+from greenroom.sim.event_driven import EventOptions, passes, simulate_events
+from greenroom.sim.foresight import foresight_of
 from greenroom.sim.study import Cell, Study
 from greenroom.sim.timed import learned_by_policy
-from greenroom.trace import stream
+from greenroom.trace import Prediction, stream
 from tests.sim import small
 
 COSTS = Costs((Link(3000.0, 0.01),), Work.constant(0.1), Work.constant(0.5))
@@ -83,3 +87,34 @@ def test_a_study_with_a_history_simulates_events():
     assert (cold["misses"], cold["tpot_mean_s"]) == (
         warm["misses"], pytest.approx(warm["tpot_mean_s"]),
     )  # fmt: skip
+
+
+def test_promoe_s_sliding_window_by_hand():
+    """ProMoE, 4.3 and footnote 1, with k = 2 and predictions that are right.
+
+    Six layers of four experts, top-1. Layers 1 and 2 are predicted at layer 0, and each later one
+    two layers before; layer 0 never. A layer takes 2 s and its expert 0.25 s, a transfer 1 s: only
+    the two misses of layer 0 are waited for.
+    """
+    chosen = [[[0], [1], [2], [3], [0], [1]], [[3], [2], [1], [0], [3], [2]]]
+    trace = small.of(chosen, [[1, 1]])
+    trace = dataclasses.replace(trace, predictions={"learned": Prediction(trace.experts, 2)})
+    pieces = Pieces.unsplit(trace.offsets.tolist(), [1000] * 6)
+    scheduler = build_scheduler(
+        pieces, 20, policy("lru"), SchedulerConfig(prefetch_rule="top-k"), top_k=1, ahead=4
+    )
+    costs = Costs((Link(1000.0, lanes=1),), Work.constant(0.25), Work.constant(2.0))
+    clock = Clock(scheduler, costs, foresight_of(trace, "learned"))
+    for at, steps in passes(trace, stream(trace, "runtime")):
+        clock.begin(at)
+        for step in steps:
+            clock.run(step)
+    assert clock.fetched == [0, 5, 10, 15, 16, 21, 3, 6, 9, 12, 19, 22]
+    assert (clock.now, clock.stall) == (12 * 2.25 + 2, 2.0)
+    counts = scheduler.counts
+    assert (counts.prefetches, counts.useful, counts.misses) == (10, 10, 2)
+    predicted = scheduler.view.accuracy.by_distance()
+    assert [(row["layer"], row["distance"]) for row in predicted] == [
+        (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)
+    ]  # fmt: skip
+    assert {row["goodpred"] for row in predicted} == {1.0}
