@@ -13,7 +13,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Computed, Finish, Landed, Resized, Routed, StartChunk
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.core.transfers.tiers import HostTier, least_host_slots
+from greenroom.core.transfers.tiers import HostTier, host_slot_groups, least_host_slots
 from greenroom.errors import BudgetError
 from greenroom.policies import policy
 from greenroom.sim.clock import TraceStep
@@ -84,15 +84,22 @@ def test_tops_and_bottoms_are_evicted_from_host_memory_apart():
 
 
 def test_layers_share_slots_of_host_memory_only_if_segments_are_of_one_size():
-    alike = HostTier(in_halves(), 4, policy("lru"))
-    assert [(n, p.tolist()) for n, p in alike.slot_groups()] == [
+    assert [(n, p.tolist()) for n, p in host_slot_groups(in_halves(), 4)] == [
         (4, list(range(N))), (4, list(range(N, 2 * N))),
     ]  # fmt: skip
     uneven = Pieces.with_split(OFFSETS, Split((100, 50), (0, 50), 3))
     apart = HostTier(uneven, 5, policy("lru"))
-    assert [(n, int(p[0]), p.size) for n, p in apart.slot_groups()] == [
+    assert [(n, int(p[0]), p.size) for n, p in host_slot_groups(uneven, 5)] == [
         (3, 0, 6), (2, 6, 6), (3, N, 6), (2, N + 6, 6),
     ]  # fmt: skip
+    for each in apart.caches():
+        for expert in (0, 7):
+            slot, _ = apart.request(each.first_piece + expert)
+            before = 0
+            for size, fitting in host_slot_groups(uneven, 5):
+                if before <= slot < before + size:
+                    assert each.first_piece + expert in fitting
+                before += size
     assert not apart.holds_all
     assert HostTier(uneven, N, policy("lru")).holds_all
     assert (least_host_slots(in_halves()), least_host_slots(uneven)) == (1, 2)

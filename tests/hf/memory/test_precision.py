@@ -22,6 +22,7 @@ from greenroom.hf.memory.approximate import copies_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.sim.clock import TraceStep
 from tests.hf.check.test_parity import ids
@@ -167,6 +168,43 @@ def test_a_run_computes_the_decided_weights(of, at, fake):
     assert all(map(torch.equal, mine.logits, theirs.logits))
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("host_capacity", [3, 24])
+@pytest.mark.parametrize(
+    ("of", "at"),
+    [
+        (("same", "int4"), Approximation(low=0.9, skip=0.3)),
+        (("same", "int8"), Approximation(low=0.5, substitute=0.4)),
+        (("fp8", "int4"), Approximation(low=0.9, promote=True)),
+        (("same", "int4"), Approximation(skip=0.3, substitute=0.9)),
+    ],
+    ids=str,
+)
+def test_copies_pass_through_host_memory(of, at, host_capacity, cuda, monkeypatch):
+    """What the fake device, and the CPU in a GPU's place, compute is what was decided."""
+    monkeypatch.setattr("greenroom.hf.memory.devices.engine_for", lambda setup, n: Engine())
+    folder, prompt = source() if of is None else with_copies(*of), ids(1, 5)
+    device = {"cuda": True} if cuda else {"fake": True}
+    model = attached(folder, at, kernels="eager", host_capacity=host_capacity, **device)
+    try:
+        decisions, _ = observe_decisions(model)
+        mine = model.generate(prompt, **OPTIONS)
+        stats, scheduler = model.greenroom.stats(), model.greenroom.driver.scheduler
+    finally:
+        model.greenroom.detach()
+    parts = [part for step in decisions for part, _ in step.values()]
+    assert parts.count(LOW) == stats.approximated["low"]
+    assert (parts.count(LOW) > 0) == bool(at.low)
+    assert parts.count(SKIP) == stats.approximated["skipped"]
+    assert stats.host["requests"] > 0
+    assert scheduler.transfers.host._under_way <= scheduler.transfers.entries.keys()
+    disk, bus = (link["bytes"] for link in stats.links)
+    assert disk <= bus
+    theirs = replayed(folder, decisions, prompt, at)
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert all(map(torch.equal, mine.logits, theirs.logits))
+
+
 def test_skipping_and_substituting_need_no_copies():
     """A plain checkpoint, whatever it is stored in."""
     at = Approximation(skip=0.3, substitute=0.9)
@@ -297,16 +335,16 @@ def test_copies_have_their_share_of_the_memory():
     [
         (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
         (("same", "int8"), {}, "this pack has copies in int8: .* --miss-precision int4"),
-        (("same", "int4"), {"device": "fake,fake"}, "work with --device cpu only"),
+        (("same", "int4"), {"device": "fake,fake"}, "works with one device only: give one, or"),
         (
             ("int8", "int4"),
             {"device": "fake,fake", "miss_precision": "off"},
             "int4 copies, which work with --device cpu",
         ),
         (
-            ("same", "int4"),
+            ("int8", "int4"),
             {"device": "fake", "host_memory": "50%"},
-            "work with --device cpu only",
+            "int4 copies, which work with --device cpu only",
         ),
     ],
 )

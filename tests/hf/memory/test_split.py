@@ -231,7 +231,7 @@ def test_splits_that_do_not_fit_the_model_are_refused(tmp_path):
         greenroom.load(str(packed()), cache="50%", dtype="float32")
     with pytest.raises(BudgetError, match="but --split needs memory for"):
         greenroom.load(str(packed()), cache="7%", split="0.5")
-    with pytest.raises(UsageError, match="in segments, which work with --device cpu only"):
+    with pytest.raises(UsageError, match="in segments, which works with one device only"):
         pieces_of(
             ModelSetup(ModelSkeleton.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1))
         )

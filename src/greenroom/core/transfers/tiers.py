@@ -23,6 +23,7 @@ import numpy as np
 
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.scope import Scope
+from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Routed
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
@@ -100,18 +101,6 @@ class HostTier:
         """Return the cache of experts (or top segments), and that of secondary pieces if any."""
         return self._caches
 
-    def slot_groups(self) -> list[tuple[int, Ints]]:
-        """List the groups of equal slots in host memory: (number of slots, pieces that fit).
-
-        The groups are in the order of their slots.
-        """
-        groups = []
-        for each in self._caches:
-            of = each.cache.state.group_of
-            for number, size in enumerate(each.cache.sizes):
-                groups.append((size, np.flatnonzero(of == number) + each.first_piece))
-        return groups
-
     def routed(self, event: Routed) -> None:
         """Set the logical time of host-memory requests to the current layer and pass."""
         self._clock = event.step * self.pieces.layers + event.layer
@@ -164,6 +153,20 @@ class HostTier:
         of.cache.release(np.array([expert], np.int64))
         if not complete:
             of.cache.remove(expert, self._clock)
+
+
+def host_slot_groups(pieces: Pieces, capacity: int) -> list[tuple[int, Ints]]:
+    """List the groups of equal slots in a host tier: (number of slots, pieces that fit).
+
+    The groups are in the order of their slots. `capacity` is that of the host tier.
+    """
+    groups, scope = [], _scope(pieces)
+    for number in range(1 if pieces.split is None and pieces.copies is None else 2):
+        kind, first = _kind(pieces, number), number * pieces.experts
+        group_of = kind.home_device if scope == "shared" else kind.layer
+        for group, size in enumerate(group_sizes(kind, capacity, scope)):
+            groups.append((size, first + np.flatnonzero(group_of == group)))
+    return groups
 
 
 def least_host_slots(pieces: Pieces) -> int:

@@ -194,7 +194,8 @@ class Bindings:
         """Compile the expert kernels now, by trial computations of 1 and of 64 tokens."""
         binding: Binding = getattr(self.modules[0], BINDING)
         several = len(self._setup.devices) > 1
-        kernel = self.kernel if self._engines or several else binding.kernel
+        in_parts = isinstance(binding.kernel, SegmentedKernel | ApproximateKernel)
+        kernel = self.kernel if (self._engines and not in_parts) or several else binding.kernel
         calls: list[tuple[Any, ...]] = [([0], [0])]
         if self._setup.copies is not None:
             calls.append(([0], [1], LOW))

@@ -96,7 +96,10 @@ def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
     staging_slots = count_staging_slots(lanes)
     offloaded = setup.keys_values.host_bytes(setup.context)
     stride = setup.catalog.slot_bytes if setup.config.uses_host() else None
-    budget, slots = host_slots(config.host_memory, setup.catalog, staging_slots, offloaded, stride)
+    pieces = pieces_of(setup) if setup.split is not None or setup.copies is not None else None
+    budget, slots = host_slots(
+        config.host_memory, setup.catalog, staging_slots, offloaded, stride, pieces
+    )
     policy = choose(config.policy, slots, setup.catalog.experts).name
     return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=policy)
 

@@ -8,6 +8,7 @@ memory and staging slots. The remainder of host memory caches further experts.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 
 from greenroom.config import Amount, show_bytes
 from greenroom.core.layout import PLAIN, Catalog
+from greenroom.core.pieces import Pieces
+from greenroom.core.transfers.tiers import host_slot_groups, least_host_slots
 from greenroom.errors import BudgetError
-from greenroom.runtime.cuda.host import slot_sizes
+from greenroom.runtime.cuda.host import piece_rooms, slot_sizes, slots_by_size
 from greenroom.runtime.kernels.dense.stored import expanded_bytes
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
@@ -156,6 +159,7 @@ def host_slots(
     staging_slots: int,
     kv: int = 0,
     slot_bytes: int | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[int, int]:
     """Return the `--host-memory` budget in bytes, and how many experts it can cache.
 
@@ -163,12 +167,13 @@ def host_slots(
                  room for no expert
     kv:          bytes of keys and values that are offloaded to host memory
     slot_bytes:  bytes of an expert, if cached experts have another layout than on disk
+    pieces:      the experts' segments or copies, which are cached too; None: experts are unsplit
     Raises BudgetError if a given budget is too small for the process and its staging slots.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
     budget = _amount(host_memory, "--host-memory", available)
-    staging_bytes, expert_bytes = slot_sizes(chunks_of(catalog))
-    expert_bytes = slot_bytes or expert_bytes
+    chunks = chunks_of(catalog, pieces)
+    staging_bytes, expert_bytes = slot_sizes(chunks)
     least = process + SLACK + staging_slots * staging_bytes + kv
     if budget < least and host_memory not in (None, "auto"):
         keys = f", {show_bytes(kv)} for keys and values" if kv else ""
@@ -179,14 +184,39 @@ def host_slots(
             f" and {show_bytes(SLACK)} for allocators;"
             f" give --host-memory {-(-least // (1 << 20))}MiB"
         )
-    return budget, min(max(0, (budget - least) // expert_bytes), catalog.experts)
+    room = max(0, budget - least)
+    if pieces is not None:
+        return budget, _slots_in_groups(pieces, chunks, room)
+    return budget, min(room // (slot_bytes or expert_bytes), catalog.experts)
 
 
-def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
-    """Return, for each expert id, the file chunks in which the expert is read."""
+def _slots_in_groups(pieces: Pieces, chunks: Sequence[tuple[Chunk, ...]], room: int) -> int:
+    """Return how many experts fit into host memory with their segments or copies.
+
+    `room` is in bytes; `chunks` has the file chunks of each piece. 0 if not enough experts fit.
+    """
+    rooms = piece_rooms(chunks)
+
+    def nbytes(capacity: int) -> int:
+        sizes = slots_by_size(rooms, host_slot_groups(pieces, capacity))
+        return sum(number * nbytes for number, nbytes in sizes)
+
+    possible = range(least_host_slots(pieces), pieces.experts + 1)
+    fitting = bisect_right(possible, room, key=nbytes)
+    return possible[fitting - 1] if fitting else 0
+
+
+def chunks_of(catalog: Catalog, pieces: Pieces | None = None) -> Sequence[tuple[Chunk, ...]]:
+    """Return, for each expert id, the file chunks in which the expert is read.
+
+    With `pieces`, the ids are those of experts, segments or copies; one without bytes has none.
+    """
+    present = [True] * catalog.experts if pieces is None else (pieces.nbytes > 0).tolist()
     return [
         tuple(chunk for extent in catalog.extents(e) for chunk in cut(extent, CHUNK_BYTES))
-        for e in range(catalog.experts)
+        if stored
+        else ()
+        for e, stored in enumerate(present)
     ]
 
 

@@ -10,7 +10,7 @@ from greenroom.core.cache.scope import Scope
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
-from greenroom.core.transfers.tiers import HostTier
+from greenroom.core.transfers.tiers import HostTier, host_slot_groups, least_host_slots
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.pack.checked import disk_store
@@ -59,7 +59,7 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     """
     catalog = setup.catalog
     if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
-        _check_one_memory(setup)
+        _check_parts(setup)
     if setup.copies is not None:
         return Pieces.with_copies(catalog.offsets, setup.copies, chunks)
     if setup.split is not None:
@@ -68,23 +68,31 @@ def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     return Pieces.unsplit(catalog.offsets, nbytes, chunks, len(setup.devices))
 
 
-def _check_one_memory(setup: ModelSetup) -> None:
-    """Raise UsageError for formats of experts that work in one CPU's memory only."""
+def _check_parts(setup: ModelSetup) -> None:
+    """Raise UsageError for formats of experts that this run's devices and options do not allow."""
     catalog = setup.catalog
-    if any(layout.segments for layout in catalog.layouts):
-        raise UsageError(
-            "this pack's experts are in segments, which work with --device cpu only: give that, or"
-            " pack the model without --segments"
-        )
+    segments = any(layout.segments for layout in catalog.layouts)
     if isinstance(catalog, CopiesCatalog) and catalog.nested_layouts:
         raise UsageError(
             "this pack's int8 experts contain int4 copies, which work with --device cpu only: give"
             " that, or pack the model without --miss-precision"
         )
-    if setup.approximation is not None:
+    if not segments and setup.approximation is None:
+        return
+    if segments:
+        what, remedy = "this pack's experts are in segments", "pack the model without --segments"
+    else:
+        what = "--miss-precision, --skip-below and --substitute-below are set"
+        remedy = "leave them out"
+    if len(setup.devices) > 1:
+        raise UsageError(f"{what}, which works with one device only: give one, or {remedy}")
+    if setup.config.uses_host() and setup.host_capacity:
         raise UsageError(
-            "--miss-precision, --skip-below and --substitute-below work with --device cpu only:"
-            " give that, or leave them out"
+            f"{what}, which excludes --co-compute auto: leave out --co-compute, or {remedy}"
+        )
+    if setup.cuda and setup.kernels != "eager":
+        raise UsageError(
+            f"{what}, which works on a GPU with --kernels eager only: give that, or {remedy}"
         )
 
 
@@ -151,10 +159,9 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     else:
         strides, most = strides * len(counts), most * len(counts)
     slot_pools: list[SlotPool]
-    if engines:
-        slot_pools = [
-            DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)
-        ]
+    if engines:  # on each device one pool, or on one device a pool for each size
+        on = engines if len(engines) > 1 else [*engines] * len(counts)
+        slot_pools = [DeviceSlots(*each) for each in zip(on, counts, strides, most, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
         nestings = catalog.nested_layouts if isinstance(catalog, CopiesCatalog) else ()
@@ -172,7 +179,7 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
     """Make the cache of a GPU's experts in host memory; None if it has too few slots."""
-    if setup.host_capacity < len(setup.devices):
+    if setup.host_capacity < least_host_slots(pieces):
         return None
     return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
 
@@ -196,4 +203,8 @@ def make_host_memory(
         nodes = [(share, engine.node) for share, engine in each]
     engine = engines[0] if engines else Engine()
     stride = setup.catalog.slot_bytes if computes else None
-    return HostMemory(engine, chunks, staging_slots, capacity, nodes, stride)
+    groups = None
+    if pieces.split is not None or pieces.copies is not None:
+        fits = capacity >= least_host_slots(pieces)
+        groups = host_slot_groups(pieces, capacity) if fits else []
+    return HostMemory(engine, chunks, staging_slots, capacity, nodes, stride, groups)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
@@ -56,21 +58,32 @@ class HostMemory:
         capacity: int,
         nodes: Sequence[tuple[int, int | None]] = (),
         stride: int | None = None,
+        groups: Sequence[tuple[int, NDArray[np.int64]]] | None = None,
     ) -> None:
         """Reserve the host memory and pin it.
 
-        chunks: the chunks of each expert
-        capacity: number of cache slots
+        chunks: the chunks of each expert, expert segment or copy (piece)
+        capacity: number of cache slots of equal size, which fit any piece
         nodes: (number of cache slots, NUMA node) for each device, if there are several devices
         stride: bytes of a cache slot from which the host processor computes
+        groups: groups of cache slots in place of `capacity`: (number of slots, pieces that fit)
 
         Raises DeviceError if there is not enough address space.
         """
-        self.engine, self.capacity = engine, capacity
+        self.engine, self._chunks = engine, chunks
         self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
-        if stride is not None:
-            self.slot_bytes = stride
-        self.nbytes = staging_slots * self.staging_bytes + capacity * self.slot_bytes
+        self.slot_bytes = stride or self.slot_bytes
+        first_byte = staging_slots * self.staging_bytes
+        sizes = [(capacity, self.slot_bytes)]
+        if groups is not None:
+            sizes = slots_by_size(piece_rooms(chunks), groups)
+        # Of each group: its first slot, its first byte, and the bytes of a slot.
+        self._groups: list[tuple[int, int, int]] = []
+        self.capacity, self.nbytes = 0, first_byte
+        for number, nbytes in sizes:
+            self._groups.append((self.capacity, self.nbytes, nbytes))
+            self.capacity += number
+            self.nbytes += number * nbytes
         try:
             self._map = reserve_memory(max(self.nbytes, BLOCK), large_pages=True)
         except DeviceError as error:
@@ -79,15 +92,17 @@ class HostMemory:
                 f"no host memory for {what} ({error}): give a smaller --host-memory"
             ) from error
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._first_slot = staging_slots * self.staging_bytes
-        self._chunks = chunks
+        self._first_slots = [first_slot for first_slot, _, _ in self._groups]
         self.slots: HostSlots | None = None
         if stride is not None:
-            memory = self._bytes[self._first_slot : self.nbytes]
+            memory = self._bytes[first_byte : self.nbytes]
             self.slots = HostSlots(capacity, stride, memory=memory)
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # a chunk's bytes, by `_key`
         address = self._bytes.ctypes.data
-        numa.place(address + self._first_slot, [(n * self.slot_bytes, node) for n, node in nodes])
+        if groups is not None:  # all slots are for one device
+            nodes = [(1, node) for _, node in nodes]
+        share = self.slot_bytes if groups is None else self.nbytes - first_byte
+        numa.place(address + first_byte, [(n * share, node) for n, node in nodes])
         self.refused = engine.register(address, self.nbytes)
         if self.refused is not None:
             log.warning(
@@ -143,7 +158,9 @@ class HostMemory:
         begin, nbytes = action.staging_slot * self.staging_bytes, self.staging_bytes
         if action.host_slot >= 0:
             *before, nbytes = map(chunk_room, self._chunks[action.piece][: action.chunk + 1])
-            begin = self._first_slot + action.host_slot * self.slot_bytes + sum(before)
+            group = self._groups[bisect_right(self._first_slots, action.host_slot) - 1]
+            first_slot, first_byte, slot_bytes = group
+            begin = first_byte + (action.host_slot - first_slot) * slot_bytes + sum(before)
         return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
@@ -164,10 +181,26 @@ def slot_sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
     The slots are in host memory, and contain bytes as they are on disk. A staging slot has room for
     the largest chunk of an expert, a cache slot for the largest expert.
     """
-    return (
-        max(chunk_room(chunk) for each in chunks for chunk in each),
-        max(sum(chunk_room(chunk) for chunk in each) for each in chunks),
-    )
+    staging_bytes = max(chunk_room(chunk) for each in chunks for chunk in each)
+    return staging_bytes, int(piece_rooms(chunks).max())
+
+
+def slots_by_size(
+    rooms: NDArray[np.int64], groups: Sequence[tuple[int, NDArray[np.int64]]]
+) -> list[tuple[int, int]]:
+    """Return the sizes of groups of slots in host memory: (number of slots, bytes of a slot).
+
+    `groups` are (number of slots, pieces that fit); `rooms` has the bytes that each piece takes.
+    """
+    return [(n, int(rooms[pieces].max(initial=0))) for n, pieces in groups]
+
+
+def piece_rooms(chunks: Sequence[tuple[Chunk, ...]]) -> NDArray[np.int64]:
+    """Return the bytes of host memory that each expert, segment or copy takes: [pieces].
+
+    `chunks` has the chunks of each; one without chunks takes 0 bytes.
+    """
+    return np.array([sum(map(chunk_room, each)) for each in chunks], np.int64)
 
 
 def in_place_copies(chunk: Chunk) -> tuple[Copy, ...]:
