@@ -4,7 +4,8 @@ For every ordered pair of kinds (labels; gpt-oss: its data sets) a cache serves 
 first kind, then of the second. The same requests are served after others of their own kind: what a
 request misses more in the first case is its excess. Recovered is the first request from which the
 mean excess of five is at most 2 % of what is missed anyway. Slots for a quarter of the experts,
-40 tokens of each request, natural order. LRU, which has no collection, is the control.
+40 tokens of each request, natural order. `iteration` matches this pass's EAM as in algorithm 1,
+`request` the counts since the request began. LRU, which has no collection, is the control.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from greenroom.sim.replay import replay
 from greenroom.trace import Trace, stream
 
 TOKENS, WINDOW, NEAR = 40, 5, 0.02
-POLICIES = {"LRU": "lru", "MoE-Infinity": "moe-infinity:matching=request"}
+POLICIES = {
+    "LRU": ("lru", COLOURS["LRU"]),
+    "MoE-Infinity by request": ("moe-infinity:matching=request", COLOURS["MoE-Infinity"]),
+    "MoE-Infinity by iteration": ("moe-infinity", COLOURS["Marking"]),
+}
 
 
 def kinds(trace: Trace, number: int) -> dict[str, np.ndarray]:
@@ -63,16 +68,16 @@ def main(args: argparse.Namespace) -> None:
         number = 8 if args.quick else args.requests
         random = np.random.default_rng(args.seed)
         groups = {name: random.permutation(of) for name, of in kinds(trace, number).items()}
-        for name, base in POLICIES.items():
+        for name, (base, colour) in POLICIES.items():
             per_request = np.array([
                 excess(trace, groups[a][:number], groups[b][:number],
                        groups[b][number : 2 * number], base)
                 for a in groups for b in groups if a != b
             ])  # fmt: skip
             took = [recovery(one) for one in per_request]
-            axes.plot(per_request.mean(axis=0), color=COLOURS[name], label=name)
+            axes.plot(per_request.mean(axis=0), color=colour, label=name)
             axes.fill_between(range(per_request.shape[1]),
-                              *np.percentile(per_request, (25, 75), axis=0), color=COLOURS[name],
+                              *np.percentile(per_request, (25, 75), axis=0), color=colour,
                               alpha=0.15, linewidth=0)  # fmt: skip
             rows.append([MODELS[model], len(groups), name, f"{min(took)}-{np.mean(took):.0f}-"
                          f"{max(took)}", f"{100 * per_request[:, 0].mean():.0f} %",
