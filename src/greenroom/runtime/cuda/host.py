@@ -72,8 +72,7 @@ class HostMemory:
         """
         self.engine, self._chunks = engine, chunks
         self.staging_bytes, self.slot_bytes = slot_sizes(chunks)
-        self.slot_bytes = stride or self.slot_bytes
-        first_byte = staging_slots * self.staging_bytes
+        self.slot_bytes, first_byte = stride or self.slot_bytes, staging_slots * self.staging_bytes
         sizes = [(capacity, self.slot_bytes)]
         if groups is not None:
             sizes = slots_by_size(piece_rooms(chunks), groups)
@@ -82,8 +81,7 @@ class HostMemory:
         self.capacity, self.nbytes = 0, first_byte
         for number, nbytes in sizes:
             self._groups.append((self.capacity, self.nbytes, nbytes))
-            self.capacity += number
-            self.nbytes += number * nbytes
+            self.capacity, self.nbytes = self.capacity + number, self.nbytes + number * nbytes
         try:
             self._map = reserve_memory(max(self.nbytes, BLOCK), large_pages=True)
         except DeviceError as error:
@@ -92,7 +90,7 @@ class HostMemory:
                 f"no host memory for {what} ({error}): give a smaller --host-memory"
             ) from error
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._first_slots = [first_slot for first_slot, _, _ in self._groups]
+        self._first_slots = [group[0] for group in self._groups]
         self.slots: HostSlots | None = None
         if stride is not None:
             memory = self._bytes[first_byte : self.nbytes]
