@@ -177,6 +177,30 @@ def test_counts_of_systems() -> None:
     assert not [name for name in SYSTEMS if f"| `{name}` |" not in rows]
 
 
+def test_the_page_of_systems_has_each_row_s_parts() -> None:
+    """Its first table: policy, slots, prefetching and further parts of each row."""
+    page = (ROOT / "docs" / "systems.md").read_text()
+    slots = {"per-layer": "equal for each layer", "shared": "shared"}
+    found = {"dp": "by a dynamic programme", "configurator": "by Algorithm 1"}
+    words = {
+        "next-gate:1": "next layer's gate", "next-gate:1,width=all": "gate, which ranks all",
+        "pregated": "one layer ahead", "off": "nothing",
+    }  # fmt: skip
+    for name, row in SYSTEMS.items():
+        line = re.search(rf"^\| `{name}` \|(.*)\|$", page, re.MULTILINE)
+        assert line, name
+        policy, size, prefetches, further, _ = (part.strip() for part in line[1].split(" |"))
+        assert policy == ("next-use" if row.policy == "auto" else row.policy)
+        assert size == (found[row.sizes] if row.sizes else slots[row.scope]), name
+        assert words.get(row.prefetch, f"`{row.prefetch}`") in prefetches, name
+        assert ("--co-compute auto" in further) == row.co_compute, name
+        assert ("--pin FILE" in further) == row.preselected, name
+        assert ("--miss-precision" in further) == bool(row.precision), name
+        assert ("--split" in further) == row.split, name
+    assert SYSTEMS["promoe"].distance == 4
+    assert "four layers ahead" in page
+
+
 def test_no_page_counts_another_number_of_systems() -> None:
     pages = "".join(path.read_text() for path in PAGES).lower()
     assert "thirteen systems" not in pages
