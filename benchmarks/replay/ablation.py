@@ -9,9 +9,9 @@
     + preemption  all misses of a step are requested as soon as its gate has chosen
     + reordering  resident experts are computed first, then the others in the order of arrival
 
-The last variant is Greenroom's default. All have the same cache: the experts of a step are served
-at once and pinned, so the base does not thrash as ProMoE's does, and reordering gains less. Cells,
-sessions and pairs are those of speed.py and prefill.py.
+The last variant is Greenroom's default, the others have `--expert-order access` or `id`: a prompt's
+misses then evict what the same step still needs, as in ProMoE's base. Cells, sessions and pairs
+are those of speed.py and prefill.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from speed import REACTIVE, Session, misses, ratio_of, run, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
 from ram_store import RamStore  # isort: skip
-from greenroom.core.events import Action
+from greenroom.core.options.rules.expert_order import InOrder
 from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.core.scheduler.step import Step
-from greenroom.core.transfers.queue import Entry, Urgency
 from greenroom.hf.attach import attach
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
@@ -60,56 +58,16 @@ VARIANTS = (
 )
 
 
-class Ablated(Scheduler):
-    """The scheduler without early preemption, or without reordering."""
-
-    def __init__(self, *args: Any, early: bool, reorder: bool, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._early, self._reorder = early, reorder
-        self._later: dict[int, int] = {}  # missing piece whose turn has not come -> its slot
-        self._add = self.transfers.add
-        self.transfers.add = self._hold  # type: ignore[method-assign]
-
-    def _hold(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        if urgency is Urgency.PREFETCH or self._early:
-            return self._add(piece, slot, urgency)
-        self._later[piece] = slot
-        return None  # type: ignore[return-value]  # nobody looks at a demand's
-
-    def _advance(self, actions: list[Action]) -> None:
-        step = self.step
-        if step is None or step.aborted or self._reorder:
-            return super()._advance(actions)
-        if step.expert_groups:
-            return None
-        turn = step.array.size - step.uncomputed  # the request whose turn it is
-        self._demand_next(step, turn, actions)
-        ready = sorted(step.ready)
-        count = next((i for i, r in enumerate(ready) if r != turn + i), len(ready))
-        step.ready, held_back = ready[:count], ready[count:]
-        super()._advance(actions)
-        step.ready += held_back
-        return None
-
-    def _demand_next(self, step: Step, turn: int, actions: list[Action]) -> None:
-        """Demand the next expert in order, if it is missing and was not requested yet."""
-        piece = int(step.array[turn]) if turn < step.array.size else -1
-        if piece in step.missing and piece in self._later:
-            self._add(piece, self._later.pop(piece))
-            self._pump(actions)
-
-
 @contextmanager
 def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator[None]:
     """Context in which attached caches use the scheduler of a variant."""
 
     def make_scheduler(
         pieces: Any, capacity: int, policy: Any, config: Any = None, costs: None = None,
-        expert_bytes: int = 0, **settings: Any,
-    ) -> Ablated:  # fmt: skip
-        return Ablated(
-            pieces, capacity, policy, early=variant.early, reorder=variant.reorder, **settings
-        )
+        expert_bytes: int = 0, top_k: int = 0, **settings: Any,
+    ) -> Scheduler:  # fmt: skip
+        options = [] if variant.reorder else [InOrder(on_access=not variant.early)]
+        return Scheduler(pieces, capacity, policy, options=options, **settings)
 
     usual, rig.ram = rig.ram, stores[variant.chunk_bytes]
     try:

@@ -24,7 +24,7 @@ TIMES = [
 ]  # fmt: skip
 AHEAD = [
     "ahead", "useful", "prefetches", "late", "wasted", "dropped", "displaced", "accuracy",
-    "goodpred",
+    "fetch_rate", "goodpred",
 ]  # fmt: skip
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 LRU = ("--policy", "lru", "--capacity", "4")

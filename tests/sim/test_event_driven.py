@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import UsageError
 from greenroom.policies import policy
@@ -248,3 +249,19 @@ def test_a_trace_without_data_for_a_predictor_is_an_error():
         run(ANSWER, "learned")
     ids = np.arange(ANSWER.tokens, dtype=np.int32) % 7
     assert run(dataclasses.replace(ANSWER, token_ids=ids), "token").accuracy is not None
+
+
+def test_the_fetch_rate_is_the_share_of_prefetches_in_time():
+    """Routing is predicted exactly, a layer ahead: a fast link is in time, a slow one is not."""
+    trace = small.trace([[-2, 1, 1, 1, 1, 1, 1]], layers=3)
+    rates = {}
+    for bandwidth in (1e12, 1e3):
+        costs = Costs((Link(bandwidth),), Work.constant(1e-3), Work.constant(1e-3))
+        run = simulate_events(
+            trace, stream(trace, "runtime"), 12, policy("lru"), costs, 1000, "oracle",
+            EventOptions(config=SchedulerConfig(prefetch_rule="top-k")),
+        )  # fmt: skip
+        rates[bandwidth] = run.fetch_rate
+        assert run.as_json()["fetch_rate"] == run.fetch_rate
+    assert rates[1e12] == 1.0
+    assert rates[1e3] < 0.5

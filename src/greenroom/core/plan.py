@@ -8,7 +8,7 @@ The scheduler decides which slots, sources of transfers and expert groups are us
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from greenroom.core.cost import Costs
 from greenroom.core.events import Routed
 from greenroom.core.pieces import Ints, Pieces
+
+if TYPE_CHECKING:
+    from greenroom.core.scheduler.step import Step
 
 EXACT, LOW, SKIP = 0, 1, 2  # forms: stored weights, the low-precision copy, not computed
 Flags = NDArray[np.bool_]
@@ -151,6 +154,7 @@ class Option:
     approximates:  its plans may have forms other than EXACT
     uses_host:     its plans may leave experts to the host's processor
     counts_tokens: it needs to know how many tokens chose each expert (`Routed.rows`)
+    step_class:    the class of steps in place of the scheduler's own; None: no other
 
     The scheduler calls only those methods that a subclass overrides, so the others cost nothing.
     """
@@ -158,6 +162,7 @@ class Option:
     approximates = False
     uses_host = False
     counts_tokens = False
+    step_class: type[Step] | None = None
 
     def plan(self, event: Routed, plan: StepPlan | None, view: View) -> StepPlan | None:
         """Return the plan of how a layer's experts are computed, changed or not.

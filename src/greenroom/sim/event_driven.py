@@ -107,6 +107,7 @@ class EventRun:
     counts:   expert requests, hits and misses; prefetches by how they ended
     ahead:    most slots of the cache that prefetched experts could take at a time
     accuracy: share of needed experts that were predicted; None if nothing was predicted
+    fetch_rate: share of predicted, not resident experts that were prefetched in time; None likewise
     goodpred: mean of ProMoE's GOODPRED over layers (see `core.prefetch.accuracy`); None likewise
     """
 
@@ -114,6 +115,7 @@ class EventRun:
     counts: Counts
     ahead: int
     accuracy: float | None
+    fetch_rate: float | None
     goodpred: float | None
     options: EventOptions
 
@@ -134,6 +136,7 @@ class EventRun:
             **counts,
             **({"inexact_share": self._inexact()} if approximated else {}),
             "accuracy": self.accuracy,
+            "fetch_rate": self.fetch_rate,
             "goodpred": self.goodpred,
         }
 
@@ -208,7 +211,10 @@ def simulate_events(
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
     accuracy = view.accuracy
-    return EventRun(times, counts, view.borrow_limit, accuracy.share(), accuracy.good(), options)
+    return EventRun(
+        times, counts, view.borrow_limit, accuracy.share(), accuracy.fetch_rate(),
+        accuracy.good(), options,
+    )  # fmt: skip
 
 
 def _foresight(trace: Trace, prefetch: str, options: EventOptions) -> Foresight:

@@ -140,7 +140,7 @@ class Study(EventOptions):
         parts = self.split is not None or self.approximation is not None
         parts |= bool(self.tau) and self.divide is not None
         wide = self.host > 0 or self.devices > 1 or self.history is not None
-        return wide or parts or self.config.proposes()
+        return wide or parts or self.config.proposes() or self.config.changes_times()
 
     def _needs_events(self, cell: Cell) -> bool:
         """Check whether one simulation of the sweep must be event-driven."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from greenroom.core.cache.buffer import BorrowedSlot, PrefetchBuffer
+from greenroom.core.cache.buffer import BorrowedSlot, BorrowState, PrefetchBuffer
 from greenroom.core.cache.cache import Cache
 from greenroom.core.cache.reshape import (
     check_new_scope,
@@ -128,6 +128,13 @@ class Placement:
             if size + len(borrowed) - len(others) > self.cache.unpinned_slots(slot_group):
                 return self.buffer.least_likely(2.0, excluded=others.union(prefetched))
         return False
+
+    def leaves_slots(self, experts: Ints) -> bool:
+        """Tell whether prefetches under way leave a slot in each slot group of a step."""
+        group_of, entries = self.cache.state.group_of, self.buffer.borrowed.values()
+        moving = [int(group_of[e.piece]) for e in entries if e.state is not BorrowState.COMPLETE]
+        groups = self.cache.slots_needed(experts)
+        return all(self.cache.unpinned_slots(each) > moving.count(each) for each in groups)
 
     def exchange(self, slot: int, tier_slot: int) -> None:
         """Exchange the memory slots of two cache slots, so that prefetched bytes stay in place.

@@ -91,6 +91,10 @@ class OptionConfig:
         If it does, the proposed experts may borrow cache slots, with or without prefetching."""
         return False
 
+    def changes_times(self) -> bool:
+        """Tell whether an option changes times that only an event-driven simulation finds."""
+        return False
+
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         """Build a scheduler option from its settings; None if it is off.
 

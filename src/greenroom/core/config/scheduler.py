@@ -10,6 +10,7 @@ from greenroom.core.config.base import PREFETCH_RULES, VALUE, Approximation, Opt
 from greenroom.core.config.shares import scope_of, split_of
 from greenroom.core.options.cocompute import CoComputeConfig
 from greenroom.core.options.demand_order import DemandOrderConfig
+from greenroom.core.options.expert_order import ExpertOrderConfig
 from greenroom.core.options.precision import PrecisionConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, PREFETCHING, at_least, check_options, option
@@ -29,6 +30,7 @@ class SchedulerConfig(
     PrecisionConfig,
     CoComputeConfig,
     DemandOrderConfig,
+    ExpertOrderConfig,
 ):
     """Settings of the scheduler, for every command that runs or simulates one."""
 
@@ -85,6 +87,10 @@ class SchedulerConfig(
     def proposes(self) -> bool:
         """Tell whether any option proposes experts to fetch while a link is idle."""
         return any(kind.proposes(self) for kind in OPTIONS)
+
+    def changes_times(self) -> bool:
+        """Tell whether any option changes times that only an event-driven simulation finds."""
+        return any(kind.changes_times(self) for kind in OPTIONS)
 
     def options(
         self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0

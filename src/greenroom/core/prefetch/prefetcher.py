@@ -27,6 +27,7 @@ class Prefetcher:
         self.lookahead = lookahead
         self._placement, self._transfers, self._counts = placement, transfers, counts
         self._split = placement.pieces.split is not None
+        self.drops_unused = True  # prefetches under way that their layer does not use
 
     # ---- predictions and their outcome
 
@@ -50,7 +51,8 @@ class Prefetcher:
         used = set(event.experts.tolist())
         for borrowed in placement.buffer.unused_prefetches(event.layer, used):
             if borrowed.state is BorrowState.MOVING:
-                self._transfers.drop_prefetch(borrowed.piece)
+                if self.drops_unused:
+                    self._transfers.drop_prefetch(borrowed.piece)
             else:
                 self._counts.wasted += 1
                 placement.return_slot(borrowed.piece)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import numpy as np
+
 from greenroom.core.cache.buffer import BorrowedSlot, BorrowState
+from greenroom.core.cache.cache import Flags
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import Routed
-from greenroom.core.pieces import Ints
 from greenroom.core.prefetch.prefetcher import Prefetcher
 from greenroom.core.scheduler.step import Step
 from greenroom.core.transfers.transfers import Transfers
@@ -27,20 +29,48 @@ class Borrowing:
         self._placement, self._transfers = placement, transfers
         self._prefetcher, self._counts = prefetcher, counts
 
-    def begin(self, event: Routed, experts: Ints) -> tuple[dict[int, BorrowedSlot], int]:
+    def begin(self, event: Routed, step: Step) -> tuple[dict[int, BorrowedSlot], int]:
         """Reclaim the cache slots, borrowed by prefetches, that a layer's step needs.
 
         Returns the borrowed slots of the step's own experts, by expert (some may be returned to the
         cache already); and how many misses the cache may insert while the others pass through
         borrowed slots, -1: all.
         """
-        placement = self._placement
+        placement, experts = self._placement, step.array
         prefetched = placement.borrowed(experts.tolist())
         if event.prefill or not self._prefetcher.make_room(experts, prefetched):
+            step.reuses_slots = step.in_order = step.in_order and placement.leaves_slots(experts)
+            if step.reuses_slots:
+                return self._admit(prefetched), -1
             return prefetched, placement.prompt_share(event.layer)
         for piece in prefetched:  # the cache gives each a slot instead
             placement.return_slot(piece)
         return prefetched, -1
+
+    def _admit(self, prefetched: dict[int, BorrowedSlot]) -> dict[int, BorrowedSlot]:
+        """Make a step's complete prefetches resident; return those that are under way."""
+        moving = {}
+        for piece, borrowed in prefetched.items():
+            if borrowed.state is BorrowState.COMPLETE:
+                self._placement.cache.admit(piece, self._placement.buffer.release(piece))
+                self._counts.useful += 1
+            else:
+                moving[piece] = borrowed
+        return moving
+
+    def moving(self, step: Step, prefetched: Container[int]) -> Flags:
+        """Return a flag for each of a step's experts: its prefetch keeps its borrowed slot."""
+        return np.array([piece in prefetched for piece in step.array.tolist()])
+
+    def take_moving(
+        self, step: Step, misses: list[int], moving: dict[int, BorrowedSlot]
+    ) -> list[int]:
+        """Compute prefetches that are under way from their borrowed slots; return other misses."""
+        for request in misses:
+            if (borrowed := moving.get(step.experts[request])) is not None:
+                slot = self._take_over(step, request, borrowed, -1)
+                step.slots[request] = self._placement.tier_slots[slot]
+        return [request for request in misses if step.experts[request] not in moving]
 
     def fetch(self, step: Step, misses: list[int], prefetched: dict[int, BorrowedSlot]) -> None:
         """Use the prefetches of a layer's experts, and request its other missing experts.

@@ -6,11 +6,9 @@ expert group, the others in later groups, as they arrive. A step that needs more
 are reuses them: an expert is loaded only after the expert that had its slot has been computed.
 
 The scheduler owns these objects and calls them; none of them knows the scheduler:
- - `Placement`: which expert has which slot; calls the policy
- - `Transfers`: the queue of transfers, its links and their sources
+ - `Placement`: which expert has which slot (calls the policy); `Transfers`: the queue and its links
  - `Prefetcher`: predictions, and the prefetches that are worth their cost
- - `Step`: the requests of the current step, and its leases
- - options: the plan of a step (see `plan`)"""
+ - `Step`: the requests of the current step, and its leases; options: its plan (see `plan`)"""
 
 from __future__ import annotations
 
@@ -105,6 +103,8 @@ class Scheduler:
         self._detailed = self.groups_have_parts or pieces.devices > 1  # several groups, no misses
         self._planners = [o.plan for o in options if overrides(o, "plan")]
         self._observers = [o.computed for o in options if overrides(o, "computed")]
+        self._step_class = next((o.step_class for o in options if o.step_class), Step)
+        self.prefetcher.drops_unused = not self._step_class.keeps_prefetches
         self._proposers = [o for o in options if overrides(o, "candidates")]
         self._now = 0.0
         self._handlers = {
@@ -164,14 +164,17 @@ class Scheduler:
         for option in self._planners:
             plan = option(event, plan, self.view)
         clock = event.step * self._layers + event.layer
-        step = self.step = Step(event, clock, placement, transfers, counts)
+        step = self.step = self._step_class(event, clock, placement, transfers, counts)
         without_slot, approximated = NO_FLAGS, None
         if plan is not None:
             without_slot, approximated = lease(step, event, plan, placement, transfers)
-        prefetched, share = self._borrowing.begin(event, step.array) if borrows else ({}, -1)
+        prefetched, share = self._borrowing.begin(event, step) if borrows else ({}, -1)
+        if step.reuses_slots and prefetched:
+            without_slot = self._borrowing.moving(step, prefetched)
         served = placement.cache.serve(
-            step.array, clock, self.pin, request=event.request, prefill=event.prefill,
-            rows=step.tokens, weights=step.weights, fill=share, without_slot=without_slot,
+            step.array, clock, "none" if step.reuses_slots else self.pin, request=event.request,
+            prefill=event.prefill, rows=step.tokens, weights=step.weights, fill=share,
+            without_slot=without_slot,
         )  # fmt: skip
         counts.steps += 1
         counts.requests += event.experts.size
@@ -203,7 +206,9 @@ class Scheduler:
         if step.on_host:
             absent = [request for request in absent if request not in step.on_host]
             step.compute_on_host()
-        if borrows:
+        if step.reuses_slots:
+            self._demand(step, self._borrowing.take_moving(step, absent, prefetched))
+        elif borrows:
             self._borrowing.fetch(step, absent, prefetched)
         else:
             self._demand(step, absent)

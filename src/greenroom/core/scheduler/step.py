@@ -25,7 +25,11 @@ class Step:
     both segments of a split expert, are computed. A step leases what it needs: pins of residents,
     borrowed slots, secondary slots (of bottom segments and copies) and host slots. The leases end
     with the step.
+
+    keeps_prefetches: the layer's prefetches that are under way are not dropped
     """
+
+    keeps_prefetches = False
 
     __slots__ = (
         "_counts",
@@ -45,6 +49,7 @@ class Step:
         "failed",
         "hits",
         "host_leases",
+        "in_order",
         "late_pieces",
         "layer",
         "missing",
@@ -55,6 +60,7 @@ class Step:
         "prefill",
         "ready",
         "released",
+        "reuses_slots",
         "secondary_slots",
         "served",
         "slots",
@@ -96,6 +102,8 @@ class Step:
         self.on_host: dict[int, tuple[int, bool]] = {}  # request -> (host slot, is resident)
         self.host_leases: set[int] = set()  # pieces whose host slots the step has leased
         self.failed = -1
+        self.in_order = False  # experts are computed by id, residents or not
+        self.reuses_slots = False  # a miss may get the slot of an expert computed before it
         self.aborted = False  # cancelled or failed: ends once nothing is moving
 
     # ---- the start of a step

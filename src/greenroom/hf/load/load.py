@@ -36,10 +36,10 @@ def load(
     split: str = "off", miss_precision: str = "off", low_below: float | None = None,
     low_share: str = "12.5%", low_follow: bool = False, skip_below: float = 0.0,
     substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
-    prefetch: str = "auto", predictor: str | None = None, no_guard: bool = False,
-    prefetch_rule: str = "value", tau: int = 5000, context: int = 4096, kv: str = "dynamic",
-    readers: int = 2, direct: str = "auto", read_limit: str | int | None = None,
-    dtype: str = "auto", threads: int | None = None,
+    expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
+    no_guard: bool = False, prefetch_rule: str = "value", tau: int = 5000, context: int = 4096,
+    kv: str = "dynamic", readers: int = 2, direct: str = "auto",
+    read_limit: str | int | None = None, dtype: str = "auto", threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -72,6 +72,8 @@ def load(
     no_guard: prefetch even while it makes tokens slower
     demand_order: order in which a layer's missing experts are read: id, or hottest (chosen by the
         most tokens) first
+    expert_order: order in which a layer's experts are computed: resident (those in memory first),
+        cached (a prompt's missing ones replace others), id, access (each is read at its turn)
     co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
         (the last bits of the output may differ from run to run)
 
