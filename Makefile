@@ -146,6 +146,7 @@ papers: $(READY) papers-demo
 	$(BIN)/python benchmarks/papers/moepic_lcp.py --traces $(TRACES) --models olmoe-1b-7b --limit 3000 \
 		--out bench-data/papers/first-3000
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
+	$(BIN)/python benchmarks/papers/task_sets.py --own $(DEMO_DATA)/demo.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
@@ -157,16 +158,23 @@ papers: $(READY) papers-demo
 		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
 
 # ProMoE's tables, of the demo model: 84 prompts are recorded, a predictor is trained for each
-# distance, and runs use it.
+# distance, and runs use it. EASY-EP's score: the same prompts with labels and norms of outputs.
 SUBJECTS := lighthouse railway bread garden ship winter bridge teacher river music market clock
+PROMPTS := "story|Once upon a time there was a %s" "history|The history of the %s" \
+	"code|def count_%s(items):" "question|Question: what is a %s?" "letter|A letter about the %s" \
+	"year|In the year 1850 the %s" "how-to|How to build a %s:"
 DEMO_DATA := bench-data/papers/demo
 papers-demo: export GREENROOM_LEARNED = off
 papers-demo: $(READY)
 	mkdir -p $(DEMO_DATA)
-	for s in $(SUBJECTS); do for f in "Once upon a time there was a %s" "The history of the %s" \
-		"def count_%s(items):" "Question: what is a %s?" "A letter about the %s" \
-		"In the year 1850 the %s" "How to build a %s:"; do \
-		printf "$$f\n" $$s; done; done > $(DEMO_DATA)/prompts.txt
+	for s in $(SUBJECTS); do for f in $(PROMPTS); do printf "$${f#*|}\n" $$s; done; done \
+		> $(DEMO_DATA)/prompts.txt
+	for s in $(SUBJECTS); do for f in $(PROMPTS); do \
+		printf "{\"label\": \"$${f%%|*}\", \"prompt\": \"$${f#*|}\"}\n" $$s; done; done \
+		> $(DEMO_DATA)/tasks.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/tasks.jsonl \
+		-o $(DEMO_DATA)/demo.trace --max-new-tokens 160 --cache 100% --weights --output-norms \
+		--temperature 0.8 --seed 7
 	$(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/prompts.txt -o $(DEMO_DATA)/run.trace \
 		--max-new-tokens 160 --cache 100% --gate-inputs 1 --temperature 0.8 --seed 7 \
 		--predict next-gate,next-gate:2,next-gate:4

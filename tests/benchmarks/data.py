@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from greenroom.config import TopicsConfig
-from greenroom.trace import save
+from greenroom.trace import load, save
 from greenroom.trace.synth import topics
 from greenroom.trace.trace import GateInputs
 
@@ -57,11 +57,21 @@ def write_recording(path: Path, seed: int, *, prefill: bool = False, ids: bool =
 def write_recordings(folder: Path) -> None:
     """Write a recording for each name of MODELS.
 
-    As in the published ones, one is of prompts, and only the first has token ids.
+    As in the published ones, one is of prompts, and only the first has token ids. `own.trace` is
+    the first one with norms of outputs, as `greenroom trace record` writes them.
     """
     for seed, name in enumerate(MODELS):
         prefill = name.startswith("deepseek")
         write_recording(folder / f"{name}.npz", seed, prefill=prefill, ids=seed == 0)
+    write_norms(folder / f"{MODELS[0]}.npz", folder / "own.trace")
+
+
+def write_norms(recording: Path, path: Path) -> None:
+    """Write a recording as a trace that also has norms of outputs and changes of tokens."""
+    trace, random = load(recording), np.random.default_rng(0)
+    norms = random.random(trace.experts.shape).astype(np.float32)
+    changes = random.random(trace.experts.shape[:2]).astype(np.float32)
+    save(replace(trace, output_norms=norms, token_changes=changes), path)
 
 
 def write_inputs(path: Path) -> None:

@@ -170,6 +170,8 @@ ROWS = (
            more=("promoe-batches-misses",)),
     _paper("task_sets", ("recording", "set of a", "counts: covered", "tcess: weight"),
            "--tokens 8 --shots 1", drawn=False),
+    Row("papers/task_sets.py", f"{RECORDED} --own {{traces}}/own.trace --tokens 8 --shots 1",
+        ("recording", "tcess: covered", "easy-ep: term"), MATPLOTLIB, ("task-sets-own.md",)),
     _paper("batches", ("recording", "answers", "arrival", "two passes"), "--tokens 4", drawn=False),
     _paper("hebf", ("recording", "pass", "by id, ms", "hottest first, ms"), drawn=False),
     _paper("consistency", ("recording", "MoE on every layer", "SRP, 16 tokens"), drawn=False,

@@ -146,6 +146,8 @@ def _trace() -> Any:
         GateInputs(np.array([1, 5]), np.ones((2, 2, 3), np.float32)),
         {"last": Prediction(experts.copy(), 1)},
         {"model": "m", "expert_bytes": 4096, "fingerprint": "f"},
+        np.ones(experts.shape, np.float32),
+        np.ones((10, 2), np.float32),
     )
 
 

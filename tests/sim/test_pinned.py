@@ -49,10 +49,27 @@ def test_tcess_is_the_mean_share_of_a_tokens_gate_weights():
     assert hot_experts(trace, ["a"], 0.5, "tcess").tasks["a"].experts.tolist() == [0, 2]
 
 
-def test_tcess_is_counted_in_blocks(monkeypatch):
-    expected = expert_scores(weighted(), "tcess")
+def with_norms():
+    """The same choices; the second token is changed most, and the third not at all."""
+    norms = np.array([[[8, 1]], [[4, 2]], [[9, 9]]], np.float32)
+    changes = np.array([[0.5], [1], [0]], np.float32)
+    return dataclasses.replace(weighted(), output_norms=norms, token_changes=changes)
+
+
+def test_easy_ep_is_gate_weight_times_norm_times_change():
+    trace = with_norms()
+    terms = [3 * 1 * 0.5, 1 * 8 * 0.5 + 0.25 * 4 * 1, 0.75 * 2 * 1, 0]  # of experts 0 to 3
+    assert expert_scores(trace, "easy-ep").tolist() == [each / 3 for each in terms]
+    hot = hot_experts(trace, ["a"], 0.25, "easy-ep").tasks["a"]
+    assert hot.experts.tolist() == [1]
+    assert hot.pattern.tolist() == expert_scores(trace, "counts").tolist()
+
+
+@pytest.mark.parametrize("score", ["tcess", "easy-ep"])
+def test_scores_are_counted_in_blocks(monkeypatch, score):
+    expected = expert_scores(with_norms(), score)
     monkeypatch.setattr(pinned, "BLOCK", 2)
-    assert expert_scores(weighted(), "tcess").tolist() == expected.tolist()
+    assert expert_scores(with_norms(), score).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("tasks", [["a"], ["a", "b"]])
@@ -99,10 +116,13 @@ def test_impossible_pins_are_errors():
         hot_experts(trace, ["c"], 0.1)
     with pytest.raises(UsageError, match="is 1: it must be above 0 and below 1"):
         hot_experts(trace, ["a"], 1.0)
-    with pytest.raises(UnknownName, match="unknown score 'norm': choose one of counts, tcess"):
+    with pytest.raises(UnknownName, match="unknown score 'norm': choose one of counts, tcess, "):
         hot_experts(trace, ["a"], 0.1, "norm")
     with pytest.raises(UsageError, match="tcess needs gate weights, which the trace does not have"):
         hot_experts(trace, ["a"], 0.1, "tcess")
+    for missing in ({"output_norms": None}, {"token_changes": None}):
+        with pytest.raises(UsageError, match="easy-ep needs norms of experts' outputs, which the"):
+            expert_scores(dataclasses.replace(with_norms(), **missing), "easy-ep")
     stay = pinned_by_step(trace, requests, hot_experts(trace, ["a"], 0.5))
     with pytest.raises(BudgetError, match="the 8 experts of --pin leave no slot"):
         replay(requests, trace.offsets, 8, policy("lru"), pinned=stay)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from greenroom.trace import GateInputs, Prediction, Trace
+from greenroom.trace.trace import OPTIONAL
 
 # No deadline: the first example compiles or waits for a disk that others use too. A folder is
 # shared by the examples of a test, which write the same names again and again.
@@ -45,6 +46,8 @@ def traces(draw, most_tokens: int = 24, even: bool = False) -> Trace:
         labels=tuple(draw(st.sampled_from(["", "maths", "é"])) for _ in requests[1:]),
         weights=random.random(experts.shape).astype(np.float16) if full else None,
         token_ids=random.integers(0, 99, tokens).astype(np.int32) if full else None,
+        output_norms=random.random(experts.shape).astype(np.float32) if full else None,
+        token_changes=random.random((tokens, layers)).astype(np.float32) if full else None,
         gate_inputs=GateInputs(
             sampled, random.normal(size=(len(sampled), layers, 3)).astype(np.float32)
         )
@@ -66,7 +69,7 @@ def assert_same(a: Trace, b: Trace) -> None:
         assert left.dtype == right.dtype, name
         np.testing.assert_array_equal(left, right, name)
     assert a.labels == b.labels
-    for name in ("weights", "token_ids"):
+    for name in OPTIONAL:
         left, right = getattr(a, name), getattr(b, name)
         assert (left is None) == (right is None)
         if left is not None:

@@ -39,6 +39,8 @@ def test_the_table_names_the_tensors_that_are_written(tmp_path: Path) -> None:
     full = small(
         weights=np.zeros((5, 2, 2), np.float16),
         token_ids=np.zeros(5, np.int32),
+        output_norms=np.zeros((5, 2, 2), np.float32),
+        token_changes=np.zeros((5, 2), np.float32),
         gate_inputs=GateInputs(np.array([1]), np.zeros((1, 2, 3), np.float32)),
         predictions={"NAME": Prediction(np.zeros((5, 2, 1), np.uint8), 1)},
     )

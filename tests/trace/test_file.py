@@ -36,6 +36,23 @@ def test_the_file_is_safetensors(tmp_path):
         assert json.loads(file.metadata()["labels"]) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("arrays", "version"),
+    [
+        ({}, "1"),
+        ({"weights": np.ones((5, 2, 2), np.float16)}, "1"),
+        ({"output_norms": np.ones((5, 2, 2), np.float32)}, "2"),
+    ],
+)
+def test_only_a_trace_with_output_norms_is_of_the_second_version(tmp_path, arrays, version):
+    """So readers of the first version read all others."""
+    trace = small(**arrays)
+    save(trace, tmp_path / "t")
+    with safe_open(tmp_path / "t", "np") as file:
+        assert file.metadata()["version"] == version
+    assert_same(load(tmp_path / "t"), trace)
+
+
 def test_arrays_stay_in_the_file(tmp_path):
     save(small(), tmp_path / "t")
     experts = load(tmp_path / "t").experts
@@ -70,8 +87,8 @@ def drop(path, name):
         (lambda p: p.write_bytes(b"\x10" + bytes(7) + b"not JSON at all!"), "header is damaged"),
         (lambda p: p.write_bytes(b"\x10" + bytes(7) + b'["a", "b", "c"] '), "header is damaged"),
         (
-            lambda p: edit(p, version="2"),
-            "format version 2, but this Greenroom reads only version 1",
+            lambda p: edit(p, version="3"),
+            "format version 3, but this Greenroom reads only versions 1 and 2",
         ),
         (lambda p: edit(p, format="other"), "this safetensors file is not a trace"),
         (lambda p: edit(p, labels="["), "the metadata of this trace are damaged"),

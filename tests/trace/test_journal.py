@@ -89,7 +89,7 @@ def test_any_trace_goes_through_a_journal(tmp_path, trace):
     rate = 0.5 if full else 0.0
     distances = {name: made.distance for name, made in trace.predictions.items()}
     header = Header(
-        tuple(trace.experts_per_layer.tolist()), full, full, rate, trace.meta, distances
+        tuple(trace.experts_per_layer.tolist()), full, full, rate, trace.meta, distances, full
     )
     lengths = np.diff(trace.pass_starts)
     segments = []
@@ -106,6 +106,8 @@ def test_any_trace_goes_through_a_journal(tmp_path, trace):
             taken = (tokens >= begin) & (tokens < end)
             arrays["weights"] = trace.weights[begin:end]
             arrays["token_ids"] = trace.token_ids[begin:end]
+            arrays["output_norms"] = trace.output_norms[begin:end]
+            arrays["token_changes"] = trace.token_changes[begin:end]
             arrays["sampled"] = tokens[taken] - begin
             arrays["inputs"] = trace.gate_inputs.values[taken]
         passes = [
@@ -220,13 +222,20 @@ def test_a_disk_that_fills_up_costs_one_segment(tmp_path):
 
 
 def test_a_journal_of_another_version(tmp_path, monkeypatch):
-    monkeypatch.setattr("greenroom.trace.journal.VERSION", 2)
+    monkeypatch.setattr("greenroom.trace.segments.VERSIONS", (3, 4))
     write(tmp_path / "j")
     monkeypatch.undo()
     with pytest.raises(
-        TraceError, match="format version 2, but this Greenroom reads only version 1"
+        TraceError, match="format version 3, but this Greenroom reads only versions 1 and 2"
     ):
         load(tmp_path / "j")
+
+
+@pytest.mark.parametrize(("norms", "version"), [(False, 1), (True, 2)])
+def test_only_a_journal_with_output_norms_is_of_the_second_version(tmp_path, norms, version):
+    write(tmp_path / "j", [], replace(HEADER, output_norms=norms))
+    assert f'"version":{version},'.encode() in (tmp_path / "j").read_bytes()
+    Journal(tmp_path / "j", replace(HEADER, output_norms=norms)).close()
 
 
 def test_a_recording_that_did_not_end_is_named(tmp_path):
@@ -249,15 +258,15 @@ def test_the_id_of_the_last_expert_is_not_taken_for_no_prediction(tmp_path, expe
     assert made.ravel().tolist() == [experts - 1, np.iinfo(kind).max]
 
 
-def test_a_journal_from_before_predictions_were_recorded(tmp_path):
-    """Its header has no such entry."""
+def test_a_journal_from_before_predictions_and_norms_were_recorded(tmp_path):
+    """Its header has no such entries."""
     import json
     import zlib
 
     write(tmp_path / "j", [])
     data = (tmp_path / "j").read_bytes()
     info = json.loads(data[12 : 12 + int.from_bytes(data[4:8], "little")])
-    del info["predictions"]
+    del info["predictions"], info["output_norms"]
     text = json.dumps(info).encode()
     sizes = len(text).to_bytes(4, "little") + bytes(4)
     (tmp_path / "j").write_bytes(data[:4] + sizes + text + zlib.crc32(text).to_bytes(4, "little"))

@@ -48,6 +48,12 @@ def inputs(tokens: list[int], layers: int) -> GateInputs:
     return GateInputs(np.array(tokens), np.zeros((len(tokens), layers, 3), np.float32))
 
 
+def norms(shape: list[int], last: float = 1.0) -> np.ndarray:
+    values = np.ones(shape, np.float32)
+    values[-1, -1] = last
+    return values
+
+
 def changed(at, value):
     experts = small().experts.copy()
     experts[at] = value
@@ -73,6 +79,10 @@ def changed(at, value):
         ({"pass_prefill": NO[:3]}, "pass_prefill has shape [3]"),
         ({"weights": np.zeros((5, 2, 1), np.float16)}, "weights has shape [5, 2, 1]"),
         ({"token_ids": np.zeros(4, np.int32)}, "token_ids has shape [4], but must have shape [5]"),
+        ({"output_norms": norms([5, 2])}, "output_norms has shape [5, 2], but must have shape [5,"),
+        ({"token_changes": norms([5, 1])}, "token_changes has shape [5, 1], but must have shape"),
+        ({"output_norms": norms([5, 2, 2], np.nan)}, "token 4 has nan in output_norms of layer 1"),
+        ({"token_changes": norms([5, 2], -0.5)}, "token 4 has -0.5 in token_changes of layer 1"),
         ({"gate_inputs": inputs([5], 2)}, "gate_inputs.tokens"),
         ({"gate_inputs": inputs([1, 1], 2)}, "ascend"),
         ({"gate_inputs": inputs([1], 1)}, "gate_inputs.values"),

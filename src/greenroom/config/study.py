@@ -21,6 +21,10 @@ class RecordConfig:
         " to 1)", "RATE",
         check=within(0, 1), shown=True,
     )  # fmt: skip
+    output_norms: bool = option(
+        False, "also record the norm of each chosen expert's output, and how much a layer's routed"
+        " experts change each token, for `trace hot --score easy-ep`"
+    )  # fmt: skip
     predict: str | None = option(
         None, "also run these predictors of experts, and record what they predict", "NAME[:D],..."
     )

@@ -14,7 +14,7 @@ from greenroom.errors import UnknownName, UsageError
 from greenroom.trace import Trace
 
 WINDOW = 16  # passes that replace the prompt in a trace without prompts
-SCORES = ("counts", "tcess")
+SCORES = ("counts", "tcess", "easy-ep")
 BLOCK = 1 << 14  # tokens that are scored at a time
 
 
@@ -24,8 +24,10 @@ def expert_scores(trace: Trace, score: str) -> Floats:
     counts: the share of the tokens that use the expert
     tcess:  PreMoe's task-conditioned expected selection score: the mean over the tokens of the
             expert's share of the token's gate weights, 0 where the token did not choose it
+    easy-ep: EASY-EP's score: the mean over the tokens of the expert's gate weight, times the norm
+            of its output, times how much the layer's routed experts change the token
 
-    Raises UnknownName for another score, and UsageError if the trace lacks gate weights.
+    Raises UnknownName for another score, and UsageError if the trace lacks what the score needs.
     """
     if score not in SCORES:
         raise UnknownName("score", score, SCORES)
@@ -33,19 +35,45 @@ def expert_scores(trace: Trace, score: str) -> Floats:
         return trace.uses() / trace.tokens
     if trace.weights is None:
         raise UsageError(
-            "the score tcess needs gate weights, which the trace does not have: record it with"
+            f"the score {score} needs gate weights, which the trace does not have: record it with"
             " --weights, or use the score counts"
+        )
+    if score == "easy-ep" and (trace.output_norms is None or trace.token_changes is None):
+        raise UsageError(
+            "the score easy-ep needs norms of experts' outputs, which the trace does not have:"
+            " record it with --weights --output-norms, or use the score counts or tcess"
         )
     sizes = trace.experts_per_layer.tolist()
     totals = [np.zeros(n) for n in sizes]
     for start in range(0, trace.tokens, BLOCK):
-        weights = np.abs(trace.weights[start : start + BLOCK].astype(np.float64))
-        sums = weights.sum(-1, keepdims=True)
-        shares = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+        tokens = slice(start, start + BLOCK)
+        terms = _gate_shares(trace, tokens) if score == "tcess" else contributions(trace, tokens)
         for layer, experts in enumerate(sizes):
-            ids = trace.experts[start : start + BLOCK, layer].ravel()
-            totals[layer] += np.bincount(ids, shares[:, layer].ravel(), experts)
+            ids = trace.experts[tokens, layer].ravel()
+            totals[layer] += np.bincount(ids, terms[:, layer].ravel(), experts)
     return np.concatenate(totals) / trace.tokens
+
+
+def _gate_shares(trace: Trace, tokens: slice) -> Floats:
+    """Return each chosen expert's share of its token's gate weights: [tokens, layers, top_k]."""
+    assert trace.weights is not None
+    weights = np.abs(trace.weights[tokens].astype(np.float64))
+    sums = weights.sum(-1, keepdims=True)
+    shares: Floats = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+    return shares
+
+
+def contributions(trace: Trace, tokens: slice) -> Floats:
+    """Return EASY-EP's term of each choice: gate weight x norm of output x change of the token.
+
+    The result is [tokens, layers, top_k].
+    """
+    assert trace.weights is not None
+    assert trace.output_norms is not None
+    assert trace.token_changes is not None
+    weighted = trace.weights[tokens].astype(np.float64) * trace.output_norms[tokens]
+    terms: Floats = weighted * trace.token_changes[tokens, :, None]
+    return terms
 
 
 def best_experts(scores: Floats, offsets: Sequence[int], share: float) -> Ints:

@@ -22,7 +22,6 @@ from greenroom.trace import container
 from greenroom.trace.container import Tensor
 from greenroom.trace.segments import (
     MAGIC,
-    VERSION,
     Header,
     Segment,
     pack_record,
@@ -72,7 +71,8 @@ class Journal:
                 " record to another file"
             ) from error
         if not os.fstat(self._file.fileno()).st_size:
-            self._write(MAGIC + pack_record({"version": VERSION, **asdict(self.header)}, b""))
+            info = {"version": self.header.version, **asdict(self.header)}
+            self._write(MAGIC + pack_record(info, b""))
             return
         existing, end = read_header(self.path)
         if existing != self.header:

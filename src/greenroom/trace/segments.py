@@ -34,16 +34,11 @@ from greenroom.json_file import (
     show_value,
 )
 from greenroom.trace.tensors import PREDICTED, checked_meta
-from greenroom.trace.trace import MOST_EXPERTS
+from greenroom.trace.trace import MOST_EXPERTS, OPTIONAL
 
 MAGIC = b"GRTJ"
-VERSION = 1
-_TYPES = {
-    "weights": np.float16,
-    "token_ids": np.int32,
-    "sampled": np.int64,
-    "inputs": np.float32,
-}
+VERSIONS = (1, 2)  # 2: with output norms; other journals are of version 1
+_TYPES: dict[str, Any] = {**OPTIONAL, "sampled": np.int64, "inputs": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +49,7 @@ class Header:
     gate_inputs: the share of tokens whose hidden states at the gates are recorded
     predictions: for each predictor of experts, how many layers ahead it predicts
     meta:        information about the model and the run
+    output_norms: whether norms of experts' outputs, and changes of tokens, are recorded
     """
 
     experts_per_layer: tuple[int, ...]
@@ -62,11 +58,18 @@ class Header:
     gate_inputs: float = 0.0
     meta: dict[str, Any] = field(default_factory=dict)
     predictions: dict[str, int] = field(default_factory=dict)
+    output_norms: bool = False
+
+    @property
+    def version(self) -> int:
+        """Version of the format of a journal with this header."""
+        return VERSIONS[self.output_norms]
 
     def fields(self) -> list[str]:
         """List the names of the arrays that each recorded segment has, in stored order."""
         optional = {"weights": self.weights, "token_ids": self.token_ids}
-        optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
+        optional |= dict.fromkeys(("output_norms", "token_changes"), self.output_norms)
+        optional |= dict.fromkeys(("sampled", "inputs"), self.gate_inputs > 0)
         chosen = [name for name, recorded in optional.items() if recorded]
         return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
@@ -77,7 +80,8 @@ class Header:
         -1 becomes this value when a segment is written.
         """
         if name in _TYPES:
-            return np.dtype(_TYPES[name])
+            dtype: np.dtype[Any] = np.dtype(_TYPES[name])
+            return dtype
         most = max(self.experts_per_layer) + name.startswith(PREDICTED)
         return np.dtype(np.uint8 if most <= 1 << 8 else np.uint16)
 
@@ -139,10 +143,11 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def _header(path: Path, info: JsonObject) -> Header:
-    if (version := info.value("version")) != VERSION:
+    if (version := info.value("version")) not in VERSIONS:
         raise TraceError(
             f"{path}: this unfinished recording has format version {printable(version)}, but this"
-            f" Greenroom reads only version {VERSION}: delete the file and record again"
+            f" Greenroom reads only versions {VERSIONS[0]} and {VERSIONS[1]}: delete the file and"
+            " record again"
         )
     distances = info.object("predictions", {})
     header = Header(

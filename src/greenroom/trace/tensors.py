@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, list_of, parse, printable, text
 from greenroom.trace.container import Tensor
-from greenroom.trace.trace import GateInputs, Prediction, Trace, smallest_ids
+from greenroom.trace.trace import OPTIONAL, GateInputs, Prediction, Trace, smallest_ids
 
 FORMAT = "greenroom.trace"
-VERSION = 1
+VERSIONS = ("1", "2")  # 2: with output norms; other traces are of version 1
 PREDICTED = "predictions."  # before a predictor's name
 OFFSETS = {"request_starts": np.int64, "pass_starts": np.int64, "pass_prefill": np.bool_}
-OPTIONAL = {"weights": np.float16, "token_ids": np.int32}
 TYPES: dict[str, Any] = {
     "experts_per_layer": np.int64,
     **OFFSETS,
@@ -74,7 +73,7 @@ def with_metadata(
     tensors["request_labels"] = Tensor.of(numbers)
     return tensors, {
         "format": FORMAT,
-        "version": str(VERSION),
+        "version": VERSIONS["output_norms" in tensors],
         "labels": json.dumps(names),
         "meta": json.dumps(meta),
         "predictions": json.dumps(distances),
@@ -106,10 +105,10 @@ def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[s
         raise TraceError(
             f"{path}: this safetensors file is not a trace: its metadata lack format {FORMAT}"
         )
-    if metadata.get("version") != str(VERSION):
+    if metadata.get("version") not in VERSIONS:
         raise TraceError(
             f"{path}: this trace has format version {printable(metadata.get('version'))}, but this"
-            f" Greenroom reads only version {VERSION}: record the trace again"
+            f" Greenroom reads only versions {' and '.join(VERSIONS)}: record the trace again"
         )
     for name, kind in TYPES.items():
         if name in arrays and arrays[name].dtype != kind:

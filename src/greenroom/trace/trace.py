@@ -15,6 +15,13 @@ from greenroom.errors import TraceError
 
 Experts = NDArray[Any]  # uint8 or uint16
 MOST_EXPERTS = 1 << 16  # in a layer
+# Optional arrays with a row for each token, by their fields of `Trace`.
+OPTIONAL: dict[str, Any] = {
+    "weights": np.float16,
+    "token_ids": np.int32,
+    "output_norms": np.float32,
+    "token_changes": np.float32,
+}
 _BLOCK = 1 << 16  # tokens checked at a time, which bounds the memory of a check
 
 
@@ -59,6 +66,9 @@ class Trace:
     gate_inputs:       hidden states of a sample of the tokens
     predictions:       recorded predictions, by predictor
     meta:              information about the model and the run
+    output_norms:      L2 norms of the experts' outputs, before gate weights, like `experts`
+    token_changes:     1 - cosine similarity of the token's hidden state before the layer's routed
+                       experts and after their sum is added, [tokens, layers]
 
     Arrays may be read-only views of a mapped file. The constructor raises TraceError if the arrays
     do not fit together.
@@ -75,6 +85,8 @@ class Trace:
     gate_inputs: GateInputs | None = None
     predictions: dict[str, Prediction] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    output_norms: NDArray[np.float32] | None = None
+    token_changes: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -174,10 +186,9 @@ class Trace:
 
     def _rows(self, tokens: slice | Ints) -> dict[str, Any]:
         """Select tokens from those of a trace's arrays that have a row for each token."""
+        arrays = {name: getattr(self, name) for name in ("experts", *OPTIONAL)}
         rows: dict[str, Any] = {
-            "experts": self.experts[tokens],
-            "weights": None if self.weights is None else self.weights[tokens],
-            "token_ids": None if self.token_ids is None else self.token_ids[tokens],
+            **{name: None if each is None else each[tokens] for name, each in arrays.items()},
             "predictions": {
                 name: replace(prediction, experts=prediction.experts[tokens])
                 for name, prediction in self.predictions.items()
@@ -250,6 +261,8 @@ def check(trace: Trace) -> None:
     for name, array, shape in (
         ("weights", trace.weights, experts.shape),
         ("token_ids", trace.token_ids, experts.shape[:1]),
+        ("output_norms", trace.output_norms, experts.shape),
+        ("token_changes", trace.token_changes, experts.shape[:2]),
         *((f"prediction {n}", p.experts[..., 0], experts.shape[:2])
           for n, p in trace.predictions.items()),
     ):  # fmt: skip
@@ -340,6 +353,16 @@ def _check_experts(trace: Trace, start: int) -> None:
         ids = prediction.experts[start : start + _BLOCK]
         nothing = ids == np.iinfo(ids.dtype).max
         _check_range(np.where(nothing, 0, ids), most, start, f"prediction {name}: expert")
+    for name in ("output_norms", "token_changes"):
+        if (values := getattr(trace, name)) is None:
+            continue
+        values = values[start : start + _BLOCK]
+        if (wrong := ~(np.isfinite(values) & (values >= 0))).any():
+            at = tuple(np.argwhere(wrong)[0])
+            raise TraceError(
+                f"token {start + at[0]} has {values[at]:g} in {name} of layer {at[1]}, but the"
+                " array must have finite numbers from 0"
+            )
 
 
 def _check_range(block: NDArray[Any], most: Ints, start: int, what: str) -> None:

@@ -146,6 +146,7 @@ def test_mistakes_of_simulate(
         ),
         (("--task", "all", "--share", "100%"), "is 1: it must be above 0 and below 1"),
         (("--task", "all", "--score", "tcess"), "the score tcess needs gate weights"),
+        (("--task", "all", "--score", "easy-ep"), "the score easy-ep needs gate weights"),
         (("--task", "all", "--score", "norms"), "invalid choice: 'norms'"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from greenroom.policies import policy
+from greenroom.sim.pinned import hot_experts
 from greenroom.sim.replay import replay
 from greenroom.trace import load, save, stream
 from greenroom.trace.journal import journal_path
@@ -59,7 +60,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_record_import_and_info(cli: Run, folder: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.trace"
-    options = ("--weights", "--token-ids", "--gate-inputs", 0.5)
+    options = ("--weights", "--token-ids", "--output-norms", "--gate-inputs", 0.5)
     ran = cli("trace", "record", folder, "--prompts", prompts, "-o", out, *FEW, *options)
     assert ran.code == 0, ran.err
     assert ran.out.startswith(f"{out}: ")
@@ -69,6 +70,7 @@ def test_record_import_and_info(cli: Run, folder: Path, prompts: Path, tmp_path:
     assert trace.weights is not None
     assert trace.token_ids is not None
     assert trace.gate_inputs is not None
+    assert trace.output_norms is not None
 
     found = cli("trace", "info", out, "--json", "--segments", "2,4").json
     assert (found["tokens"], found["requests"]) == (trace.tokens, 2)
@@ -79,7 +81,13 @@ def test_record_import_and_info(cli: Run, folder: Path, prompts: Path, tmp_path:
     shown = cli("trace", "info", out)
     assert shown.code == 0
     assert f"adjacent-token overlap   {found['locality']['overlap']:.3f}" in shown.out
-    assert "also recorded: weights, token_ids, gate_inputs" in shown.out
+    assert "also recorded: weights, token_ids, output_norms, gate_inputs" in shown.out
+
+    hot = cli("trace", "hot", out, "--task", "all", "--score", "easy-ep", "-o", tmp_path / "p")
+    assert hot.code == 0, hot.err
+    chosen = json.loads((tmp_path / "p").read_text())["tasks"]
+    expected = hot_experts(trace, ["stage", "tales"], 0.1, "easy-ep")
+    assert chosen == json.loads(json.dumps(expected.as_json()["tasks"]))
 
     assert cli("trace", "import", out, "-o", tmp_path / "again").code == 0
     assert_same(load(tmp_path / "again"), trace)

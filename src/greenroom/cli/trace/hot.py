@@ -33,10 +33,11 @@ def add_to(parser: Parser) -> None:
         " prompt's")  # fmt: skip
     add("--share", metavar="SHARE", default="10%",
         help="share of every layer's experts to list (default: 10%%)")  # fmt: skip
-    add("--score", choices=("counts", "tcess"), default="counts",
-        help="by which experts are chosen: how many tokens use them (counts, the default), or their"
+    add("--score", choices=("counts", "tcess", "easy-ep"), default="counts",
+        help="by which experts are chosen: how many tokens use them (counts, the default), their"
         " mean share of a token's gate weights (tcess, PreMoe's score; the trace must have gate"
-        " weights)")  # fmt: skip
+        " weights), or gate weight times norm of the output times change of the token (easy-ep,"
+        " EASY-EP's score; the trace must have gate weights and output norms)")  # fmt: skip
     add_out(parser, "the JSON file to write")
 
 

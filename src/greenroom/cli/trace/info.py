@@ -102,6 +102,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "top_k": trace.top_k,
         "weights": trace.weights is not None,
         "token_ids": trace.token_ids is not None,
+        "output_norms": trace.output_norms is not None,
         "gate_inputs": 0 if sample is None else len(sample.tokens),
         "predictions": {name: each.distance for name, each in trace.predictions.items()},
         "labels": dict(Counter(trace.labels)),
@@ -111,7 +112,8 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 def _report(path: Path, trace: Trace, facts: dict[str, Any]) -> str:
     local, group = facts["locality"], facts["groups"]
-    fields = [name for name in ("weights", "token_ids", "gate_inputs") if facts[name]]
+    optional = ("weights", "token_ids", "output_norms", "gate_inputs")
+    fields = [name for name in optional if facts[name]]
     labels = sorted(facts["labels"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{label or '(none)'} {n}" for label, n in labels[:8])
     more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""

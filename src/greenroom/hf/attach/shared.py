@@ -47,7 +47,9 @@ class SharedModules:
         claimed: set[int] = set()
         self._layers = [
             _Layer(
-                [model.get_submodule(name) for name in _above(paths[id(module)])], module, claimed
+                [model.get_submodule(name) for name in containers(paths[id(module)])],
+                module,
+                claimed,
             )
             for module in modules
         ]
@@ -67,7 +69,7 @@ class SharedModules:
             layer.detach()
 
 
-def _above(path: str) -> list[str]:
+def containers(path: str) -> list[str]:
     """Return the names of the modules that contain a module, innermost first.
 
     The last name is that of the decoder layer, whose name ends with a number.

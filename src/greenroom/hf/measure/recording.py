@@ -9,15 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import RecordConfig, SamplingConfig
 from greenroom.core.layout import Catalog
 from greenroom.errors import UsageError
 from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
+from greenroom.hf.attach.shared import containers
 from greenroom.hf.text.generate import answer, encode
 from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
 from greenroom.runtime.recording.forecasts import ForecastRecorder, distance_of, parse_predictors
+from greenroom.runtime.recording.outputs import OutputProbe, check_kernels
 from greenroom.runtime.recording.recorder import Recorder, SegmentSink
 from greenroom.trace.journal import Journal, journal_path
 from greenroom.trace.prompts import Prompt
@@ -45,12 +48,7 @@ def record(
     """
     setup, catalog = model.greenroom.setup, model.greenroom.setup.catalog
     context = setup.context
-    lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
-    if (longest := max(lengths)) + 1 > context:
-        raise UsageError(
-            f"prompt {lengths.index(longest) + 1} has {longest} tokens, which leaves no room for an"
-            f" answer in --context {context}: raise --context, or shorten the prompt"
-        )
+    lengths = _prompt_tokens(tokenizer, prompts, recording.raw, context)
     encoded = model.config.is_encoder_decoder
     skipped = _encoders(model, catalog) if encoded else 0
     predictors = build_predictors(
@@ -65,7 +63,10 @@ def record(
         recording.gate_inputs,
         {**_meta(name, prompts, sampling, recording), **about},
         {name: distance_of(each) for name, each in predictors.predictors.items()},
+        recording.output_norms,
     )
+    if recording.output_norms:
+        check_kernels([model.get_submodule(name) for name in catalog.layers])
     journal = Journal(journal_path(path), header)
     try:
         on_request(journal.requests, 0)
@@ -85,6 +86,19 @@ def record(
         journal.close()
 
 
+def _prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], raw: bool, context: int
+) -> list[int]:
+    """Return the number of tokens of each prompt; UsageError if one is too long."""
+    lengths = [encode(tokenizer, prompt.content, raw).shape[1] for prompt in prompts]
+    if (longest := max(lengths)) + 1 > context:
+        raise UsageError(
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, which leaves no room for an"
+            f" answer in --context {context}: raise --context, or shorten the prompt"
+        )
+    return lengths
+
+
 def recorder_of(
     model: PreTrainedModel,
     catalog: Catalog,
@@ -101,9 +115,22 @@ def recorder_of(
     forecasts = None
     if predictors.predictors:
         forecasts = ForecastRecorder(predictors.predictors, predictors.shape)
-    return Recorder(
-        modules, decoder.get_input_embeddings(), sink, 0, predictors.capture_inputs(), forecasts
-    )
+    outputs = None
+    if sink.header.output_norms:
+        outputs = OutputProbe(modules, [_neighbours(model, n) for n in catalog.layers[skipped:]])
+    inputs = predictors.capture_inputs()
+    return Recorder(modules, decoder.get_input_embeddings(), sink, 0, inputs, forecasts, outputs)
+
+
+def _neighbours(model: PreTrainedModel, experts: str) -> list[nn.Module]:
+    """Return the modules beside an experts module, and beside what contains it in its layer."""
+    around = {experts, *containers(experts)}
+    return [
+        module
+        for name in containers(experts)
+        for child, module in model.get_submodule(name).named_children()
+        if f"{name}.{child}" not in around
+    ]
 
 
 def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:

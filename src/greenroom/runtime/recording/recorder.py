@@ -22,6 +22,7 @@ from greenroom.errors import TraceError
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes import GateInputProbe
 from greenroom.runtime.recording.forecasts import ForecastRecorder
+from greenroom.runtime.recording.outputs import OutputProbe
 from greenroom.trace.segments import Header, Segment
 from greenroom.trace.tensors import PREDICTED
 
@@ -51,6 +52,7 @@ class Recorder:
     seed: seed for the sample of tokens whose router inputs are recorded
     probe: captures router inputs; without a probe the inputs of the experts are recorded instead
     forecasts: runs the predictors that the journal's header names
+    outputs: measures experts' outputs; needed if the journal's header asks for output norms
 
     Routing is recorded only within a `request` context.
     """
@@ -63,9 +65,10 @@ class Recorder:
         seed: int = 0,
         probe: GateInputProbe | None = None,
         forecasts: ForecastRecorder | None = None,
+        outputs: OutputProbe | None = None,
     ) -> None:
         self._journal, self._header = journal, journal.header
-        self._probe, self._forecasts = probe, forecasts
+        self._probe, self._forecasts, self._outputs = probe, forecasts, outputs
         self._expert_counts = np.array(self._header.experts_per_layer)
         self._seed, self._recording = seed, False
         self._hooks = [
@@ -82,8 +85,9 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._probe is not None:
-            self._probe.detach()
+        for probe in (self._probe, self._outputs):
+            if probe is not None:
+                probe.detach()
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
@@ -181,6 +185,8 @@ class Recorder:
         if self._forecasts is not None:
             predicted = self._forecasts.end()
             part |= {PREDICTED + name: predicted[name] for name in self._header.predictions}
+        if self._outputs is not None:
+            part |= self._outputs.take()
         tokens = len(part["experts"])
         if self._header.token_ids:
             if len(self._ids) != tokens:
