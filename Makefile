@@ -146,7 +146,7 @@ papers: $(READY) papers-demo
 	$(BIN)/python benchmarks/papers/moepic_lcp.py --traces $(TRACES) --models olmoe-1b-7b --limit 3000 \
 		--out bench-data/papers/first-3000
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
-	$(BIN)/python benchmarks/papers/task_sets.py --own $(DEMO_DATA)/demo.trace
+	$(BIN)/python benchmarks/papers/task_sets.py --own bench-data/papers/demo/demo.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
