@@ -2,13 +2,15 @@
 
 Each instance is the one of its proof (`instances.py`). The figure has the ratio to OPT
 and the bound; the table has each theorem's bound at one size. Expected cover times are exact
-(lines) and drawn (dots).
+(lines) and drawn (dots). A second table has the exact competitive ratios of LRU and LLRU for small
+shapes (`competitive.py`): the most that any request sequence can do.
 """
 
 from __future__ import annotations
 
 import argparse
 
+import competitive
 import instances
 import numpy as np
 from common import COLOURS, figure, options, save, table
@@ -20,6 +22,10 @@ from greenroom.trace import Trace, stream
 
 EXPERTS = 4
 LAYERS = (1, 2, 4, 8, 16)
+SHAPES = (
+    *((1, 3, 2), (1, 4, 3), (2, 2, 2), (2, 2, 3), (3, 2, 2), (3, 2, 3), (3, 2, 4), (3, 2, 5)),
+    *((2, 3, 2), (2, 3, 3), (2, 3, 4), (2, 3, 5), (4, 2, 4), (4, 2, 5), (4, 2, 6), (4, 2, 7)),
+)  # layers, experts, slots
 ONLINE = {"LRU": "lru", "LLRU": "llru", "LFU": "lfu", "Marking": "marking"}
 
 
@@ -48,6 +54,22 @@ def beyond_start(trace: Trace, name: str, k: int, seed: int = 0) -> float:
     """Misses over OPT's, both without the first one of each expert (the constant c)."""
     first = k + 1
     return (misses(trace, name, k, seed=seed) - first) / max(opt(trace, k) - first, 1)
+
+
+def exact_rows(shapes: list[competitive.Shape]) -> list[list[object]]:
+    """Table rows of exact competitive ratios, and of LLRU's replayed on its worst trace."""
+    rows = []
+    for shape in shapes:
+        ratios = {}
+        for name, serve in (("lru", competitive.lru), ("llru", competitive.llru)):
+            graph = competitive.search(shape, serve)
+            ratios[name], cycle = competitive.worst_cycle(graph)
+        short, long = (competitive.worst_trace(shape, graph, cycle, times) for times in (10, 40))
+        replayed = (misses(long, "llru", shape.slots) - misses(short, "llru", shape.slots)) / (
+            opt(long, shape.slots) - opt(short, shape.slots)
+        )
+        rows.append([*shape, ratios["lru"], ratios["llru"], replayed])
+    return rows
 
 
 def main(args: argparse.Namespace) -> None:
@@ -161,6 +183,12 @@ def main(args: argparse.Namespace) -> None:
     fourth.legend(fontsize=7.5, ncols=3, title="dotted: bound", title_fontsize=7.5)
     save(fig, args, "llru-bounds")
     table(args, "llru-bounds", ["theorem", "instance", "bound", "here"], rows)
+    shapes = [competitive.Shape(*shape) for shape in SHAPES[: 5 if args.quick else None]]
+    table(
+        args, "llru-exact",
+        ["layers", "experts", "k", "ratio of LRU", "of LLRU", "LLRU's worst trace replayed"],
+        exact_rows(shapes),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
