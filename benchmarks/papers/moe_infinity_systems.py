@@ -1,4 +1,4 @@
-"""MoE-Infinity, table 1 and figure 7: latency of systems, and what each half of MoE-Infinity gains.
+"""MoE-Infinity, table 1 and figures 7 and 9: latency of systems, and of collections of EAMs.
 
     python benchmarks/papers/moe_infinity_systems.py --traces DIR [--models NAME ...]
 
@@ -22,6 +22,9 @@ and 32). The timed requests begin with an empty cache; policies and predictors h
 `cache alone` is MoE-Infinity without prefetching, `prefetch alone` has LRU. `idle` is the time in
 which computation waits. The transfer queue is Greenroom's for all: misses go first, and prefetches
 end when their layer's routing is known.
+
+The second table has MoE-Infinity's TPOT by the capacity of its collections (figure 9), after
+--earlier-9 requests, with slots for 35 % of the experts.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ EXPERT, USED, LINK = 3 * 2048 * 1408 * 2, 26 * 6, 24e9  # bytes, experts of a to
 COMPUTE = 0.155 - 0.051  # seconds of a token
 ANSWER = 32  # tokens
 SHARES = (0.17, 0.35, 0.7)
+CAPACITIES = (1, 5, 20, 60, 120)  # EAMs in a collection
 COLOURS = {
     "vLLM": "#0072b2",
     "DeepSpeed": "#cc79a7",
@@ -85,11 +89,11 @@ def requests_of(recording: Trace, drawn: np.ndarray, prompt: int) -> Trace:
     )
 
 
-def parts_of(recording: Trace, args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """Earlier requests, and those that are timed."""
+def parts_of(recording: Trace, args: argparse.Namespace, before: int) -> tuple[Trace, Trace]:
+    """Earlier requests, at most `before`, and those that are timed."""
     lengths = np.diff(recording.request_starts)
     long_enough = np.flatnonzero(lengths >= args.prompt + ANSWER)
-    drawn = np.random.default_rng(args.seed).permutation(long_enough)[: args.earlier + args.timed]
+    drawn = np.random.default_rng(args.seed).permutation(long_enough)[: before + args.timed]
     earlier, timed = drawn[: -args.timed], drawn[-args.timed :]
     return requests_of(recording, earlier, args.prompt), requests_of(recording, timed, args.prompt)
 
@@ -101,6 +105,25 @@ def costs_of(trace: Trace) -> Costs:
     return Costs((link,), Work.constant(1e-6), Work.constant(COMPUTE / trace.layers))
 
 
+def study_of(timed: Trace, seed: int) -> Study:
+    """The timed requests on the paper's machine."""
+    return Study.of(timed, "runtime", costs=costs_of(timed), expert_bytes=EXPERT,
+                    chunk_bytes=EXPERT, seed=seed)  # fmt: skip
+
+
+def by_capacity(recording: Trace, args: argparse.Namespace) -> list[str]:
+    """The number of earlier requests, and MoE-Infinity's TPOT in ms by capacity (figure 9)."""
+    earlier, timed = parts_of(recording, args, args.earlier_9)
+    study, slots = study_of(timed, args.seed), [int(SHARES[1] * experts_of(timed))]
+    times = []
+    for capacity in CAPACITIES[:2] if args.quick else CAPACITIES:
+        chosen = System("MoE-Infinity", "", "", policy=f"moe-infinity:capacity={capacity}",
+                        prefetch=f"eamc:2,capacity={capacity}")  # fmt: skip
+        (row,) = simulate_systems([chosen], {}, study, slots, sweep, earlier)
+        times.append(f"{1e3 * row['tpot_mean_s']:.1f}")
+    return [str(earlier.requests), *times]
+
+
 def shown(row: Row) -> str:
     """Mean TPOT, its 95th percentile and idle time in ms."""
     mean, tail = row["tpot_mean_s"], row["tpot_p95_s"]
@@ -110,13 +133,12 @@ def shown(row: Row) -> str:
 def main(args: argparse.Namespace) -> None:
     shares = SHARES[1:2] if args.quick else SHARES
     if args.quick:
-        args.earlier, args.timed, args.prompt = 4, 1, ANSWER
+        args.earlier, args.earlier_9, args.timed, args.prompt = 4, 4, 1, ANSWER
     fig, panels = figure(1, len(args.models), 0.6 + 2.35 * len(args.models), 3.2, sharey=True)
-    rows = []
+    rows, capacities = [], []
     for (model, recording), axes in zip(recordings(args).items(), panels.flat, strict=True):
-        earlier, timed = parts_of(recording, args)
-        study = Study.of(timed, "runtime", costs=costs_of(timed), expert_bytes=EXPERT,
-                         chunk_bytes=EXPERT, seed=args.seed)  # fmt: skip
+        earlier, timed = parts_of(recording, args, args.earlier)
+        study = study_of(timed, args.seed)
         slots = [int(share * experts_of(timed)) for share in shares]
         for each in systems_of(timed):
             found = simulate_systems([each], {}, study, slots, sweep, earlier)
@@ -124,6 +146,7 @@ def main(args: argparse.Namespace) -> None:
             axes.plot(shares, times, "o-", ms=3.5, color=COLOURS[each.name], label=each.name)
             hits = [f"{100 * (1 - row['miss_ratio']):.0f} %" for row in found]
             rows.append([MODELS[model], each.name, *map(shown, found), ", ".join(hits)])
+        capacities.append([MODELS[model], *by_capacity(recording, args)])
         axes.axhline(COMPUTE, color="#888888", linewidth=0.8, linestyle=":")
         axes.set_title(MODELS[model], fontsize=8.5)
         axes.set(xlabel="share of the experts with slots")
@@ -132,12 +155,15 @@ def main(args: argparse.Namespace) -> None:
     save(fig, args, "moe-infinity-systems")
     header = ["recording", "system", *(f"{100 * share:.0f} %" for share in shares), "hits"]
     table(args, "moe-infinity-systems", header, rows)
+    header = [f"{each} EAMs" for each in (CAPACITIES[:2] if args.quick else CAPACITIES)]
+    table(args, "moe-infinity-capacity", ["recording", "requests before", *header], capacities)
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.set_defaults(models=["olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite"])
     parser.add_argument("--earlier", type=int, default=60, help="requests before (default: 60)")
+    parser.add_argument("--earlier-9", type=int, default=150, help="of the table by capacity")
     parser.add_argument("--timed", type=int, default=8, help="timed requests (default: 8)")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt (default: 96)")
     main(parser.parse_args())

@@ -159,7 +159,7 @@ ROWS = (
     _paper("long_context", ("recording", "system"), "--models olmoe-1b-7b"),
     _paper("eamc_layers", ("recording", "matching", "first third"), "--models olmoe-1b-7b"),
     _paper("moe_infinity_systems", ("recording", "system", "35 %", "hits"),
-           "--models olmoe-1b-7b"),
+           "--models olmoe-1b-7b", more=("moe-infinity-capacity",)),
     _paper("eamc_cover", ("recording", "EAMs", "needed for 75 %")),
     _paper("eamc_shift", ("recording", "policy", "excess of the first")),
     _paper("moepic_lcp", ("recording", "LRU", "LFU", "LCP at its best")),
