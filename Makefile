@@ -147,6 +147,9 @@ papers: $(READY) papers-demo
 		--out bench-data/papers/first-3000
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4
 	$(BIN)/python benchmarks/papers/task_sets.py --own bench-data/papers/demo/demo.trace
+	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4 \
+		--models mixtral-8x7b --capacity 37.5%
+	$(BIN)/python benchmarks/papers/moepic_similarity.py --trace $(DEMO_DATA)/run.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \

@@ -1,14 +1,15 @@
-"""MoEpic's ablation (Table 3), split ratios (figure 4b) and granularity (figure 9b), simulated.
+"""MoEpic's table 3 and figures 4b, 9a and 9b: ablation, split ratios, hyper-parameters; simulated.
 
     python benchmarks/papers/moepic.py --traces DIR [--models NAME ...] [--capacity 25%] [--ratio 2]
 
 As benchmarks/split.py: an expert computes in 1 ms, the rest of a layer in 1 ms, and an expert is
 carried in --ratio ms; Algorithm 1 is given the first half of the tokens, the second half is
-timed. The ablation prefetches as the paper does, down the ranks of all experts while there is time
+timed. All prefetch as the paper does, down the ranks of all experts while there is time
 (`--prefetch-rule all`). `w/o SP` ranks at random. `w/o LCP` evicts at random, `w/o CCA` has
 equal budgets and cuts every expert in the middle; as in the paper's Table 3, factors are of the
 whole. A ratio of 0 (`prefetch only`) cannot be had: an eighth stays at least; `cache only` is whole
-experts without prefetching.
+experts without prefetching. The paper does not name its five settings of rho and omega: SETTINGS
+are ours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # after this folder: both have 
 
 from split import CHUNK, EXPERT, costs, halves
 
-from common import options, table  # isort: skip
+from common import options, percent, table  # isort: skip
 from greenroom.core.config.scheduler import NO_OPTIONS, with_options
 from greenroom.core.cost import Costs
 from greenroom.plan.configurator import LayerAllocation, TokenLatency, configure, layer_statistics
@@ -36,6 +37,8 @@ from greenroom.trace import Trace, stream
 
 EIGHTHS = [n / 8 for n in range(1, 9)]
 ZETAS = (0.005, 0.01, 0.02, 0.05, 0.1)
+SETTINGS = ((0.25, 128), (0.25, 32), (0.25, 512), (0.1, 128), (0.5, 128))  # rho, omega; default
+BY_RANK = with_options(NO_OPTIONS, prefetch_rule="all")
 
 
 def timed(
@@ -69,7 +72,6 @@ def ablation(
         f"{args.prefetch},width=all",
         f"noisy-oracle:accuracy={chance:.3f},width=all",
     )
-    by_rank = with_options(NO_OPTIONS, prefetch_rule="all")
     equal = {"scope": "per-layer", "split": 0.5}
     rows, first = [], None
     for label, prefetch, evicts, way in (
@@ -78,7 +80,7 @@ def ablation(
         ("w/o LCP", predicted, "random", layer_curves),
         ("w/o CCA", predicted, "lcp", equal),
     ):
-        result = timed(trace, capacity, machine, prefetch, evicts, args.seed, config=by_rank, **way)
+        result = timed(trace, capacity, machine, prefetch, evicts, args.seed, config=BY_RANK, **way)
         pair = float(np.mean(result.times.ttft)), float(np.mean(result.times.gaps))
         first = first or pair
         factors = [f"{a / b:.2f}" for a, b in zip(pair, first, strict=True)]
@@ -101,12 +103,28 @@ def ratios(trace: Trace, capacity: int, machine: Costs, args: Any, name: str) ->
     for share in EIGHTHS:
         split = {"split": share} if share < 1 else {}
         result = timed(
-            trace, capacity, machine, args.prefetch, "lcp", args.seed, scope="per-layer", **split
-        )
+            trace, capacity, machine, f"{args.prefetch},width=all", "lcp", args.seed,
+            scope="per-layer", config=BY_RANK, **split,
+        )  # fmt: skip
         rows.append([f"{share:g}", ms(float(result.times.gaps.mean()))])
     cache_only = timed(trace, capacity, machine, "off", "lcp", args.seed, scope="per-layer")
     rows.append(["cache only", ms(float(cache_only.times.gaps.mean()))])
     table(args, name, ["theta", "TPOT ms"], rows)
+
+
+def sensitivity(
+    trace: Trace, capacity: int, machine: Costs, args: Any, layer_curves: Any, name: str
+) -> None:
+    """Figure 9a."""
+    rows = []
+    for rho, omega in SETTINGS:
+        result = timed(
+            trace, capacity, machine, f"{args.prefetch},width=all",
+            f"lcp:rho={rho},omega={omega}", args.seed, config=BY_RANK, **layer_curves,
+        )  # fmt: skip
+        times, missed = result.times, result.times.misses / result.times.requests
+        rows.append([rho, omega, ms(float(times.gaps.mean())), percent(missed)])
+    table(args, name, ["rho", "omega", "TPOT ms", "misses"], rows)
 
 
 def granularity(
@@ -116,7 +134,10 @@ def granularity(
     latency, rows = TokenLatency.of(machine, EXPERT, trace.top_k), []
     for zeta in ZETAS:
         chosen = configure(layers, float(capacity), latency, zeta=zeta)
-        result = timed(trace, capacity, machine, args.prefetch, "lcp", args.seed, **ways(chosen))
+        result = timed(
+            trace, capacity, machine, f"{args.prefetch},width=all", "lcp", args.seed,
+            config=BY_RANK, **ways(chosen),
+        )  # fmt: skip
         expected = latency.head + sum(latency.attention + latency.moe + c.exposed for c in chosen)
         rows.append([f"{zeta:g}", ms(float(result.times.gaps.mean())), ms(expected)])
     table(args, name, ["zeta", "TPOT ms", "Algorithm 1 expects"], rows)
@@ -138,6 +159,7 @@ def main(args: argparse.Namespace) -> None:
             name = f"moepic-{model}-{capacity}"
             ablation(trace, capacity, machine, args, ways(chosen), f"{name}-ablation")
             ratios(trace, capacity, machine, args, f"{name}-ratios")
+            sensitivity(trace, capacity, machine, args, ways(chosen), f"{name}-settings")
             granularity(trace, capacity, machine, args, layers, f"{name}-zeta")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from greenroom.config import TopicsConfig
 from greenroom.trace import load, save
 from greenroom.trace.synth import topics
-from greenroom.trace.trace import GateInputs
+from greenroom.trace.trace import GateInputs, Prediction
 
 # The names that the papers' scripts look for.
 MODELS = ("olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b")
@@ -75,12 +75,14 @@ def write_norms(recording: Path, path: Path) -> None:
 
 
 def write_inputs(path: Path) -> None:
-    """A recording with the inputs of every second token's routers."""
+    """A recording with the inputs of every second token's routers, and their predictions."""
     config = TopicsConfig(
         layers=LAYERS, experts=EXPERTS, top_k=TOP_K, tokens=100, requests=2, topics=2, seed=0
     )
     values = np.random.default_rng(0).standard_normal((50, LAYERS, 16), np.float32)
-    save(replace(topics(config), gate_inputs=GateInputs(np.arange(0, 100, 2), values)), path)
+    inputs, trace = GateInputs(np.arange(0, 100, 2), values), topics(config)
+    predictions = {"next-gate": Prediction(trace.experts[::-1], 1)}
+    save(replace(trace, gate_inputs=inputs, predictions=predictions), path)
 
 
 def write_llama_bench(path: Path) -> None:

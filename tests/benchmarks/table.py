@@ -185,12 +185,16 @@ ROWS = (
     Row("papers/moepic_systems.py", f"{RECORDED} --models olmoe-1b-7b",
         ("recording", "system", "1.25 x"), MATPLOTLIB,
         ("moepic-systems.svg", "moepic-memory.md")),
+    Row("papers/moepic_similarity.py", f"{PAPER} --trace {{gate_inputs}}",
+        ("layer", "cosine", "predicted of", "accuracy"), MATPLOTLIB,
+        ("moepic-similarity.md", "moepic-similarity.svg")),
     _paper("moepic_tau", ("recording", "tau", "misses"),
            "--models olmoe-1b-7b --capacity 25%", drawn=False),
     _paper("moepic_start", ("recording", "halves", "unsplit", "synthetic"),
            "--models olmoe-1b-7b --capacity 25% --ratios 2", drawn=False),
     Row("papers/moepic.py", RECORDED, ("TTFT ms", "TPOT ms", "prefetches begun"), MATPLOTLIB,
-        tuple(f"moepic-olmoe-1b-7b-64-{part}.md" for part in ("ablation", "ratios", "zeta"))),
+        tuple(f"moepic-olmoe-1b-7b-64-{part}.md" for part in
+              ("ablation", "ratios", "settings", "zeta"))),
     Row("papers/gap.py", f"{RECORDED} --models olmoe-1b-7b --policies auto;random",
         ("pin step", "olmoe-1b-7b 20/40/60", "mean"), MATPLOTLIB, ("gap-none.md", "gap-step.md")),
 )  # fmt: skip
