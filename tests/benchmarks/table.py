@@ -148,7 +148,7 @@ ROWS = (
         " --out {out}/segments.jsonl", ("resident", "ratio", "whole", "split", "theta")),
     # Experiments of the papers.
     _paper("llru_zipf", ("panel", "paper", "here")),
-    _paper("llru_bounds", ("theorem", "bound", "ratio of LRU"), more=("llru-exact",)),
+    _paper("llru_bounds", ("theorem", "bound"), more=("llru-exact",)),
     _paper("llru_sweep", ("recording", "order")),
     _paper("llru_spread", ("recording", "LRU / OPT", "LLRU / OPT"), more=("llru-whole",)),
     _paper("eamc_capacity", ("recording", "matching", "LRU", "1 EAM"), more=("eamc-tolerance",)),
