@@ -3,10 +3,13 @@
     python benchmarks/papers/promoe_batches.py --traces DIR [--models NAME ...]
 
 A batch has --prompt tokens of each of n requests in one pass, and then one token of each in every
-pass. All batch sizes have the same requests. LRU may evict experts of the present layer, as the
-paper's baseline does (section 5.3, thrashing); `static` and `promoe` are rows of docs/systems.md,
-and know earlier requests. A noisy oracle with the demo model's accuracy replaces the trained
-predictor.
+pass. All batch sizes have the same requests. LRU and static are reactive, as the paper's baselines:
+experts are computed by id, and a missing one is read as a whole when its turn comes
+(`--expert-order access`). `promoe` computes those in memory first and caches a prompt's misses
+(`cached`). LRU has equal slots for each layer in both: with shared slots, a prompt's misses would
+evict the next layer's experts, and reordering could not end the thrashing (5.3). `static` and
+`promoe` are rows of docs/systems.md, and know earlier requests. A noisy oracle with the demo
+model's accuracy replaces the trained predictor.
 
 The machine has the rates of section 2.2 (transformers, DeepSeek-MoE, half of the experts cached):
 23.9 GB/s to the GPU, on one lane, in three chunks an expert (5.1). 67.9 ms a token less 58.1 ms of
@@ -18,10 +21,12 @@ which ours take from 16 tokens on.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 from common import MODELS, figure, heads, options, percent, recordings, save, share_of_legend, table
 
+from greenroom.core.config.scheduler import with_options
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.plan.systems.cells import simulate_systems
 from greenroom.plan.systems.table import system
@@ -36,6 +41,7 @@ EXPERT = 12 << 20
 BUS, GPU, LAYER_S = 23.9e9, 0.9e12, 0.235e-3
 MANY, MANY_S = 16, 0.15e-3  # tokens of an expert, and the time to compute them
 SYSTEMS = {"lru": "#0072b2", "static": "#e69f00", "promoe": "#d55e00"}  # and their colours
+ORDERS = {"lru": "access", "static": "access", "promoe": "cached"}
 
 
 def batches(trace: Trace, requests: np.ndarray, size: int, prompt: int, answer: int) -> Trace:
@@ -66,9 +72,15 @@ def machine(nbytes: int) -> Costs:
 
 def simulate(study: Study, name: str, capacity: int, earlier: Trace) -> Row:
     """Simulate one system on a trace of batches."""
+    config = with_options(study.config, expert_order=ORDERS[name])
+    chunk = EXPERT // 3 if name == "promoe" else EXPERT
+    study = replace(study, config=config, chunk_bytes=chunk)
+    if name == "static":
+        return simulate_systems([system(name)], {}, study, [capacity], sweep, earlier)[0]
+    study, given = replace(study, scope="per-layer"), {"scope": "per-layer"}
     if name == "lru":
-        return study.run(Cell("lru", capacity, "none", OFF))
-    return simulate_systems([system(name)], {}, study, [capacity], sweep, earlier)[0]
+        return study.run(Cell("lru", capacity, "step", OFF))
+    return simulate_systems([system(name)], given, study, [capacity], sweep, earlier)[0]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -86,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
             batched_trace = batches(trace, chosen, size, args.prompt, args.answer)
             study = Study.of(
                 batched_trace, "runtime", costs=machine(EXPERT), expert_bytes=EXPERT,
-                chunk_bytes=EXPERT // 3, seed=args.seed,
+                seed=args.seed,
             )  # fmt: skip
             rows = [simulate(study, name, capacity, earlier) for name in SYSTEMS]
             ttft = [row["ttft_mean_s"] * 1e3 for row in rows]
