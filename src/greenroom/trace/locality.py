@@ -48,7 +48,10 @@ def overlap_by_label(trace: Trace) -> dict[str, float]:
     The overlap is the share of a token's experts that the previous token used too. Returns a table
     from label to the mean over layers.
     """
-    routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
+    routing = replace(
+        trace, weights=None, token_ids=None, gate_inputs=None, predictions={}, output_norms=None,
+        token_changes=None,
+    )  # fmt: skip
     labels, numbers = number_labels(trace.labels)
     return {
         label: float(adjacent_overlap(routing.select(np.flatnonzero(numbers == n))).mean())
@@ -120,8 +123,9 @@ def median(counts: NDArray[np.int64]) -> float:
 class SegmentConsistency:
     """Local routing consistency of all segments of a given number of tokens.
 
-    A segment is a window of consecutive tokens of a request. The measures SRP and SCH are those of
-    the paper "Not All Models Suit Expert Offloading", after its abstract and its published code.
+    A segment is a window of consecutive tokens of a request. The measures are from the paper "Not
+    All Models Suit Expert Offloading": SRP as in its published code, SCH as its abstract says. (The
+    code's SCH is of a running cache, which keeps the experts that the next tokens use most.)
 
     length:    tokens of a segment
     windows:   the number of segments
