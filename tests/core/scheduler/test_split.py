@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.cache.reshape import initial_tier_slots
@@ -59,6 +59,26 @@ def test_top_segments_get_the_memory_that_bottom_segments_leave():
         match=r"memory for 1 experts, but --split needs memory for .* 3 bottom",
     ):
         group_sizes(every, 1, "shared")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=2, max_size=2),
+    st.lists(st.floats(0.1, 9.0), min_size=2, max_size=2),
+    st.integers(1, 2 * N),
+)
+def test_slots_of_tops_fit_their_memory_and_leave_less_than_one_a_layer(sizes, shares, capacity):
+    """Each layer has at least its whole slots; what is left is less than the largest slot."""
+    tops, bottoms = zip(*sizes, strict=True)
+    assume(any(bottoms))
+    of = split(tops, bottoms)
+    every, most = Pieces.with_split(OFFSETS, of), np.diff(OFFSETS)
+    for scope in ("per-layer", tuple(shares)):
+        assume(fits(every, capacity, scope))
+        counts = group_sizes(every, capacity, scope)
+        left = capacity * of.unsplit_bytes - of.reserved - np.dot(counts, tops)
+        assert left >= 0
+        assert all(1 <= count <= n for count, n in zip(counts, most, strict=True))
+        assert left < max(tops) or list(counts) == list(most)
 
 
 def test_a_hit_s_top_segment_is_computed_while_its_bottom_segment_arrives():
