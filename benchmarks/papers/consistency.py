@@ -10,6 +10,9 @@ consistency-sizes.md: SCH for caches of 1 to 4 times the experts that a token us
 size: where SCH less the share of the layer's experts in the cache is largest. The claim: about
 twice.
 
+consistency-running.md: SCH as the published code has it, of a cache that runs over each request and
+knows the next tokens of a segment's length (lookahead.py); mean over layers.
+
 consistency-experts.md, for recordings with token ids and several labels: by expert, how much more
 often than on average other tokens use it (locality) of the same segment of 16, (domain) of the same
 label, and (vocabulary) with the same token id. Domain and vocabulary are learned on requests
@@ -25,6 +28,7 @@ from dataclasses import replace
 
 import numpy as np
 from common import MODELS, limit, options, percent, recordings, table
+from lookahead import lookahead_hits
 
 from greenroom.trace import Trace
 from greenroom.trace.locality import segment_consistency
@@ -61,6 +65,22 @@ def rows_of(model: str, trace: Trace, seed: int) -> tuple[list[object], list[lis
         best = int(np.argmax(part.per_layer - np.arange(1, experts + 1) / experts)) + 1
         sizes.append([name, length, *map(percent, hits), f"{best / trace.top_k:.2f}"])
     return row, sizes
+
+
+def running_rows(model: str, trace: Trace) -> list[list[object]]:
+    """The recording's rows of SCH as the published code has it."""
+    rows: list[list[object]] = []
+    for length in LENGTHS:
+        shares = []
+        for multiple in MULTIPLES:
+            hits = 0
+            for layer, experts in enumerate(trace.experts_per_layer.tolist()):
+                ids = np.ascontiguousarray(trace.experts[:, layer])
+                capacity = min(multiple * trace.top_k, experts)
+                hits += lookahead_hits(ids, trace.request_starts, length, capacity, experts)
+            shares.append(percent(hits / trace.experts.size))
+        rows.append([MODELS[model], length, *shares])
+    return rows
 
 
 def expert_rows(trace: Trace) -> tuple[float, float]:
@@ -119,12 +139,13 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def main(args: argparse.Namespace) -> None:
-    rows, sizes, experts = [], [], []
+    rows, sizes, running, experts = [], [], [], []
     for model, recording in recordings(args).items():
         trace = recording.head(limit(args))
         row, of_sizes = rows_of(model, trace, args.seed)
         rows.append(row)
         sizes += of_sizes
+        running += running_rows(model, trace)
         if recording.token_ids is not None and len({*recording.labels}) > 1:
             if args.quick:
                 recording = recording.select(np.arange(0, recording.requests, 10))
@@ -134,6 +155,7 @@ def main(args: argparse.Namespace) -> None:
     table(args, "consistency", header, rows)
     header = ["recording", "segment", *(f"SCH, {m} x top-k" for m in MULTIPLES), "best / top-k"]
     table(args, "consistency-sizes", header, sizes)
+    table(args, "consistency-running", header[:-1], running)
     if experts:
         header = ["recording", "locality and domain", "locality and vocabulary"]
         table(args, "consistency-experts", header, experts)

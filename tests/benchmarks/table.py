@@ -175,7 +175,7 @@ ROWS = (
     _paper("batches", ("recording", "answers", "arrival", "two passes"), "--tokens 4", drawn=False),
     _paper("hebf", ("recording", "pass", "by id, ms", "hottest first, ms"), drawn=False),
     _paper("consistency", ("recording", "MoE on every layer", "SRP, 16 tokens"), drawn=False,
-           more=("consistency-sizes", "consistency-experts")),
+           more=("consistency-sizes", "consistency-running", "consistency-experts")),
     _paper("prediction", ("recording", "predictor", "d = 1", "µs a layer"),
            "--models olmoe-1b-7b deepseek-v2-lite --limit 500 --predictors token markov",
            drawn=False),
