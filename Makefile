@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo clean
+.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers papers-demo papers-train clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -25,6 +25,7 @@ help:
 	@echo "make soak    the long tests"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
 	@echo "make papers  the papers' figures and tables (TRACES=DIR has the recordings)"
+	@echo "make papers-train  the demo model's recordings and predictors, from which ProMoE's are made"
 	@echo "make clean   remove the environment and the tools' caches; compiled kernels and bench-data stay"
 
 setup: $(READY)
@@ -136,7 +137,8 @@ bench: $(READY)
 TRACES ?= ../shared/traces
 papers: $(READY) papers-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
-	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
+	for script in llru_zipf llru_bounds promoe_predictors promoe_latency; do \
+		$(BIN)/python benchmarks/papers/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/papers/llru_zipf.py --split floor
 	for script in llru_sweep llru_spread expert_reuse eamc_groups eamc_capacity long_context eamc_cover \
 		eamc_shift eamc_layers moe_infinity_systems moepic_lcp moepic moepic_start \
@@ -160,8 +162,7 @@ papers: $(READY) papers-demo
 	for figure in $$(grep -o 'figures/[a-z-]*\.svg' docs/papers.md); do \
 		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
 
-# ProMoE's tables, of the demo model: 84 prompts are recorded, a predictor is trained for each
-# distance, and runs use it. EASY-EP's score: the same prompts with labels and norms of outputs.
+# EASY-EP's score, of the demo model: 84 prompts are recorded with labels and norms of outputs.
 SUBJECTS := lighthouse railway bread garden ship winter bridge teacher river music market clock
 PROMPTS := "story|Once upon a time there was a %s" "history|The history of the %s" \
 	"code|def count_%s(items):" "question|Question: what is a %s?" "letter|A letter about the %s" \
@@ -170,23 +171,18 @@ DEMO_DATA := bench-data/papers/demo
 papers-demo: export GREENROOM_LEARNED = off
 papers-demo: $(READY)
 	mkdir -p $(DEMO_DATA)
-	for s in $(SUBJECTS); do for f in $(PROMPTS); do printf "$${f#*|}\n" $$s; done; done \
-		> $(DEMO_DATA)/prompts.txt
 	for s in $(SUBJECTS); do for f in $(PROMPTS); do \
 		printf "{\"label\": \"$${f%%|*}\", \"prompt\": \"$${f#*|}\"}\n" $$s; done; done \
 		> $(DEMO_DATA)/tasks.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/tasks.jsonl \
 		-o $(DEMO_DATA)/demo.trace --max-new-tokens 160 --cache 100% --weights --output-norms \
 		--temperature 0.8 --seed 7
-	$(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/prompts.txt -o $(DEMO_DATA)/run.trace \
-		--max-new-tokens 160 --cache 100% --gate-inputs 1 --temperature 0.8 --seed 7 \
-		--predict next-gate,next-gate:2,next-gate:4
+
+# ProMoE's predictors, trained on the demo model, and the recordings that their figures replay. Both
+# are in the repository, so that `make papers` trains nothing and has the same figures everywhere.
+papers-train: $(READY)
+	$(BIN)/python benchmarks/papers/promoe_train.py
 	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/run.trace
-	for k in 1 2 4; do OMP_NUM_THREADS=1 $(BIN)/greenroom train-predictor demo --trace $(DEMO_DATA)/run.trace \
-		-o $(DEMO_DATA)/k$$k.predictor --distance $$k || exit 1; done
-	$(BIN)/python benchmarks/goodpred.py demo --cache 25% --read-limit 40MB --learned \
-		$(DEMO_DATA)/k1.predictor $(DEMO_DATA)/k2.predictor $(DEMO_DATA)/k4.predictor \
-		--predictors next-gate learned --distances 1 2 4 --tokens 24 --by-layer
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -41,6 +41,7 @@ MANY = ("worker.py", "serve.py", "precision.py", "kernels.py", "plan.py")
 SESSION = "--tokens 10 --settle 2 --fill 1 --repeats 1"
 PAPER = "--quick --seed 1 --out {out}"
 RECORDED = f"{PAPER} --traces {{traces}}"
+UNRECORDED = ("llru_zipf", "llru_bounds", "promoe_predictors", "promoe_latency")
 REPLAY = f"demo {{recording}} {SESSION}"
 
 
@@ -52,7 +53,7 @@ def _paper(
     stem = name.replace("_", "-")
     tables = tuple(f"{each}.md" for each in (stem, *more))
     writes = (*tables, f"{stem}.svg", f"{stem}.png") if drawn else tables
-    options = f"{PAPER if name in ('llru_zipf', 'llru_bounds') else RECORDED} {args}"
+    options = f"{PAPER if name in UNRECORDED else RECORDED} {args}"
     return Row(f"papers/{name}.py", options, columns, MATPLOTLIB, writes)
 
 
@@ -166,6 +167,12 @@ ROWS = (
     _paper("learned_state", ("recording", "policy", "cold, 25 %", "change"),
            "--models olmoe-1b-7b --requests 1 2", drawn=False),
     _paper("promoe_skew", ("recording", "uses by the top 10 %", "50 %")),
+    _paper("promoe_predictors", ("predictor", "FETCHRATE", "GOODPRED"),
+           more=("promoe-goodpred",)),
+    Row("papers/promoe_latency.py", PAPER, ("machine", "step", "x base", "TPOT ms"), MATPLOTLIB,
+        ("promoe-ablation.svg", "promoe-rates.svg", "promoe-systems.md", "promoe-bits.md")),
+    Row("papers/promoe_train.py", "--quick --out {out}/demo --work {out}/work", kind="files",
+        writes=("demo/k4.predictor", "demo/k4.trace", "demo/earlier.trace")),
     _paper("promoe_batches", ("recording", "batch", "prefill: promoe", "/ static"),
            more=("promoe-batches-misses",)),
     _paper("task_sets", ("recording", "set of a", "counts: covered", "tcess: weight"),
