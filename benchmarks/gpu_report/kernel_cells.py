@@ -72,12 +72,13 @@ class Cells:
             for choice in sets:
                 routing = Routing.of(choice, shape.experts)
                 step, chosen = kernel.begin(layer.experts, x, routing, weights), routing.experts
-                steps.append((step, step.send(chosen.tolist(), layer.slots_of(chosen.tolist()))))
+                slots = layer.slots_of(chosen.tolist())
+                steps.append((step, step.send(chosen.tolist(), slots, layer.experts)))
                 used += len(chosen)
 
             def launches(steps: Any = steps) -> None:
                 for step, arguments in steps:
-                    step.project(arguments)
+                    step.project(arguments, layer.experts)
                     kernel.combine(step)
 
             seconds, timed = machine.device_seconds(launches, self._device)

@@ -123,6 +123,8 @@ ROWS = (
     Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
     Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",
         ("slots", "transfer/compute", "moepic", "mean theta")),
+    Row("host_tier.py", "{recording} --tokens 24 --bus 4 --host 50,100",
+        ("slots", "bus", "host memory", "whole", "split 0.75")),
     Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 8",
         ("predictor", "distance", "layer 0", "layer 7"), writes=("accuracy.json",)),
     Row("systems.py", "{recording} --tokens 132 --earlier 132"

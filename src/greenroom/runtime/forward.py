@@ -187,11 +187,15 @@ def _step(
         binding.on_routing(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     step.residual = residual
+    read: list[int] = []  # slots that the next mark is behind
 
     def compute_group(experts: Any, slots: Any, *part: int) -> None:
         kernel.compute_group(step, experts.tolist(), slots.tolist(), *part)
         if binding.mark_computed is not None:
-            binding.mark_computed(slots.tolist())
+            read.extend(slots.tolist())
+            binding.mark_computed(read)
+            if not part:  # a bottom segment may be joined with its top, which is read again then
+                read.clear()
 
     def prepare_host_job(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.host_job(step, experts.tolist(), slots.tolist())

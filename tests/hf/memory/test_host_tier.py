@@ -20,9 +20,11 @@ from greenroom.hf.memory.budget import chunks_of, host_slots
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import split_experts
+from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.hf.conftest import one_line
 from tests.hf.memory.test_split import ids, logits, packed, source
@@ -138,7 +140,6 @@ def test_what_excludes_segments_is_refused():
     for parts, message in (
         ({"fake": True, "devices": (0, 1)}, "in segments, which works with one device only"),
         ({"fake": True, "host_capacity": 4, "config": both}, "which excludes --co-compute auto"),
-        ({"cuda": True, "kernels": "triton"}, "works on a GPU with --kernels eager only"),
     ):
         with pytest.raises(UsageError, match=message) as error:
             pieces_of(ModelSetup(catalog, capacity=4, **parts))
@@ -155,3 +156,66 @@ def test_a_run_with_both_tiers():
         assert stats.split is not None
     finally:
         model.greenroom.detach()
+
+
+class Marking(Engine):
+    """A device whose marks are counted, from 1."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def mark(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize("shares", [None, 0.5])
+def test_no_slot_is_overwritten_before_it_was_last_read(shares, monkeypatch):
+    """The eager kernel reads a top again with its bottom: the top's mark is behind that too."""
+    engine, last_read = Marking(), {}
+    tensor = DeviceSlots.tensor
+
+    def seen(slots: DeviceSlots, slot: int, spec: Any) -> torch.Tensor:
+        last_read[id(slots), slot] = slots, engine.count
+        return tensor(slots, slot, spec)
+
+    monkeypatch.setattr(places, "engine_for", lambda setup, number: engine)
+    monkeypatch.setattr(DeviceSlots, "tensor", seen)
+    detach = Greenroom.detach
+    checked = []
+
+    def check(self: Greenroom) -> None:
+        for (_, slot), (slots, count) in last_read.items():
+            checked.append(slots._marks[slot] > count)
+        detach(self)
+
+    monkeypatch.setattr(Greenroom, "detach", check)
+    logits(packed(), shares, capacity=9, cuda=True, kernels="eager", host_capacity=6)
+    assert len(checked) > 8
+    assert all(checked)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shares", [None, 0.5])
+def test_triton_computes_segments_from_two_pools(shares, monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    monkeypatch.setattr(places, "engine_for", lambda setup, number: Engine())
+    folder, batch = packed(), ids(1, 2)
+    skeleton = ModelSkeleton.of(folder)
+    catalog, split = skeleton.catalog, None
+    if shares is not None:
+        catalog, split = split_experts(catalog, shares, 2)
+    model = skeleton.load()
+    parts = {"cuda": True, "kernels": "triton", "capacity": 9, "host_capacity": 4}
+    model.greenroom = Greenroom(model, ModelSetup(catalog, split=split, **parts))
+    try:
+        with torch.inference_mode():
+            got = model(batch).logits
+            assert torch.equal(model(batch).logits, got)  # from host memory, and from the cache
+        assert model.greenroom.stats().host["requests"] > 0
+    finally:
+        model.greenroom.detach()
+    theirs = load_reference_model(ModelSkeleton.of(source()))(batch).logits
+    assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()

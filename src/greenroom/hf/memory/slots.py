@@ -90,10 +90,6 @@ def _check_parts(setup: ModelSetup) -> None:
         raise UsageError(
             f"{what}, which excludes --co-compute auto: leave out --co-compute, or {remedy}"
         )
-    if setup.cuda and setup.kernels != "eager":
-        raise UsageError(
-            f"{what}, which works on a GPU with --kernels eager only: give that, or {remedy}"
-        )
 
 
 def open_store(setup: ModelSetup, replacement: Store | None) -> tuple[Store, bool]:

@@ -50,7 +50,7 @@ class ApproximateKernel(PooledKernel):
         no compiled matrix product reads the encoding of the low-precision copies.
         """
         low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
-        if low is not None and low.fallback_reason:
+        if low is not None and not self.kernel.supports(low):
             return eager.EagerStep(layer, x, routing, weights)
         return self.kernel.begin(layer, x, routing, weights)
 

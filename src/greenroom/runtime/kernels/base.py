@@ -121,6 +121,10 @@ class Kernel:
         result: Tensor = step.combine()
         return result
 
+    def supports(self, layer: LayerExperts) -> bool:
+        """Check that this kernel, not the eager kernel, computes an MoE layer."""
+        return True
+
     def prepare(self, layer: LayerExperts) -> None:
         """Set the kernel up for an MoE layer; called when a model is attached."""
 

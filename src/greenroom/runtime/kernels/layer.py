@@ -56,6 +56,11 @@ class LayerExperts:
         self.weighted_output: Callable[..., Tensor] | None = output  # type: ignore[assignment]
         self.plan: object = None  # a kernel's data for this layer
 
+    @property
+    def in_slots(self) -> LayerExperts:
+        """The experts as they lie in one slot each: these, or the first of their segments."""
+        return self
+
     @cached_property
     def fallback_reason(self) -> str:
         """Return why the CPU kernel cannot compute an MoE layer, or "" if it can.

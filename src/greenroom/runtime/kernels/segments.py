@@ -83,6 +83,10 @@ class SegmentedExperts(LayerExperts):
             for of, group in zip(slots, groups, strict=True)
         ]
 
+    @property
+    def in_slots(self) -> LayerExperts:
+        return self.parts[0][0]
+
     def _layer(
         self, module: nn.Module, layout: SlotLayout, slots: Slots, offset: int, first: int
     ) -> LayerExperts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
+from greenroom.runtime.slots.cutting import Cutting
 from tests.runtime.kernels.toys import (
     CLASSES,
     EXPERTS,
@@ -24,6 +27,7 @@ from tests.runtime.kernels.toys import (
     experts,
     inputs,
     layer_of,
+    matrices,
 )
 
 pytestmark = [
@@ -221,7 +225,7 @@ def test_tiles_have_the_offset_and_the_entries_of_each_expert():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
     step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
-    arguments = step.make_tiles([2, 4], [places[2], places[4]])
+    arguments = step.make_tiles([2, 4], [places[2], places[4]], layer)
     for expert in (2, 4):
         mine = arguments[arguments[:, 1] == expert]
         rows = step.routing.entries(expert)
@@ -229,3 +233,86 @@ def test_tiles_have_the_offset_and_the_entries_of_each_expert():
         assert mine[:, 3].sum() == rows.stop - rows.start
         assert (mine[:, 0] * 64 + layer.slots.address(0) == layer.slots.address(0)
                 + places[expert] * layer.slots.stride).all()  # fmt: skip
+
+
+# ---- segments, low-precision copies and skipped experts
+
+
+def in_segments(module: torch.nn.Module, cut: int, count: int = 3) -> tuple[Any, list[int]]:
+    """Experts in segments, the first `cut` in one pool of slots and the others in a second."""
+    tensors = matrices(module)
+    layout = SlotLayout.pack(
+        [(k, tuple(t.shape[1:]), "bfloat16") for k, t in tensors.items()]
+    )  # fmt: skip
+    cutting = Cutting.of(module, layout)
+    segments = cutting.segments(count, "toys").segments
+    ends = [*(s.first for s in segments[1:]), cutting.channels]
+    pools = [ToySlots(SlotLayout((), 1 << 17), EXPERTS) for _ in range(2)]
+    for expert in range(EXPERTS):
+        for number, (segment, end) in enumerate(zip(segments, ends, strict=True)):
+            start = segment.offset - (segments[cut].offset if number >= cut else 0)
+            for spec in segment.layout.tensors:
+                at = replace(spec, offset=start + spec.offset)
+                part = cutting.cut(
+                    layout[spec.name], tensors[spec.name][expert], segment.first, end
+                )
+                pools[number >= cut].tensor(expert, at).copy_(part)
+    nbytes = segments[-1].offset + segments[-1].layout.nbytes
+    cut_layout = SlotLayout(layout.tensors, nbytes, {}, "", segments)
+    return SegmentedExperts(module, cut_layout, pools, cut), [*range(EXPERTS)]
+
+
+def computed_in_parts(layer: Any, groups: Any, case: Any) -> torch.Tensor:
+    """Compute all tops of a group, then its bottoms, group by group."""
+    kernel = SegmentedKernel(TritonKernel(), 2)
+    x, index, weights = case
+    step = kernel.begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
+    for group in groups:
+        for part in (0, 1):
+            kernel.compute_group(step, group, [2 * e + part for e in group], part)
+    return kernel.combine(step)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4", "nemotron_h", "muse_spark"])
+def test_segments_are_summed_as_whole_experts_are(family):
+    """An activation of the kernel, biases, the module's own, no gate, a norm after each expert."""
+    module = experts(family, BF16, hidden=64, inner=192)
+    whole, places = layer_of(module)
+    for case in (inputs(BF16, 1, hidden=64), inputs(BF16, 20, top_k=2, hidden=64)):
+        want = compute(TritonKernel(), whole, places, *case)
+        eager = compute(EagerKernel(), whole, places, *case)
+        chosen = case[1].unique().tolist()
+        results = []
+        for cut in (1, 2):
+            layer, _ = in_segments(module, cut)
+            assert fallback_reason(layer) is None
+            for groups in ([chosen], [[e] for e in chosen[::-1]]):
+                results.append(computed_in_parts(layer, groups, case))
+        assert all(torch.equal(each, results[0]) for each in results[1:])
+        bound = max(2 * distance(want, eager), torch.finfo(BF16).eps)
+        assert distance(results[0], eager) <= bound
+        assert distance(results[0], want) <= torch.finfo(BF16).eps
+
+
+def test_copies_and_skipped_experts():
+    """Some experts from another pool of slots, in another encoding; some not at all."""
+    module = experts("qwen3_moe", BF16, hidden=HIDDEN, inner=INNER)
+    layer, places = layer_of(module)
+    low, low_places, *_ = encoded("qwen3_moe", "int4")
+    x, index, weights = inputs(BF16, 3, hidden=HIDDEN)
+    chosen = index.unique().tolist()
+    exact, copied, skipped = chosen[:-2], chosen[-2:-1], chosen[-1:]
+    outputs = {}
+    for kernel in (TritonKernel(), EagerKernel()):
+        assert kernel.supports(low)
+        step = kernel.begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
+        step.skip_experts(skipped)
+        step.compute_from(copied, [low_places[e] for e in copied], low)
+        step.compute_group(exact, [places[e] for e in exact])
+        outputs[kernel.name] = kernel.combine(step)
+    assert distance(outputs["triton"], outputs["eager"]) < 2e-3
+    plain = compute(TritonKernel(), layer, places, x, index, weights)
+    assert distance(outputs["triton"], plain) > 0.05
+    step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
+    step.skip_experts(chosen)
+    assert not TritonKernel().combine(step).any()

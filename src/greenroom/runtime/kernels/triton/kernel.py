@@ -132,10 +132,11 @@ class TritonStep(base.KernelStep):
 
     `mid` [S, 2 I] (up projections, only for a module's own activation), `act` [S, I] (activations)
     and `out` [S, H] (expert outputs) have the layer's type. S is the number of (token, rank)
-    entries that experts compute.
+    entries that experts compute. Outputs of segments are summed in `sums` [S, H], in float32.
     """
 
-    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "tokens")
+    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "sums", "tokens")
+    supports_segments = True
 
     def __init__(
         self,
@@ -155,28 +156,32 @@ class TritonStep(base.KernelStep):
 
         self.mid = empty(layer.width) if plan.activation.code == RAW else None
         self.act, self.out = empty(layer.inner), empty(layer.hidden)
+        self.sums: Tensor | None = None  # set with the first segment
         self.tokens: Tensor | None = None  # [S], set with the first group
         self.order: Tensor | None = None  # [T, K, 2]
 
-    def make_tiles(self, experts: Sequence[int], slots: Sequence[int]) -> IntArray:
+    def make_tiles(
+        self, experts: Sequence[int], slots: Sequence[int], layer: LayerExperts
+    ) -> IntArray:
         """Split an expert group's entries into tiles that Triton programs compute.
 
-        Return [tiles, 4]: offset of the expert's slot, expert, first entry, number of entries.
+        `layer` describes the slots. Return [tiles, 4]: offset of the expert's slot, expert, first
+        entry, number of entries.
         """
-        tiles, size = [], self.sizes[0]
+        tiles, size, plan = [], self.sizes[0], plan_of(layer)
         for expert, slot in zip(experts, slots, strict=True):
-            rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
+            rows, offset = self.routing.entries(expert), plan.offset(layer, slot)
             for first in range(rows.start, rows.stop, size):
                 tiles.append((offset, expert, first, min(size, rows.stop - first)))
         return np.array(tiles, np.int64).reshape(-1, 4)
 
-    def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
+    def send(self, experts: Sequence[int], slots: Sequence[int], layer: LayerExperts) -> Tensor:
         """Copy the tiles of an expert group to the GPU.
 
         The first copy includes the step's routing. Return the tiles as one vector, with
         4 numbers for each tile.
         """
-        tiles, device = self.make_tiles(experts, slots).ravel(), self.plan.device
+        tiles, device = self.make_tiles(experts, slots, layer).ravel(), self.plan.device
         if self.tokens is not None:
             return upload(tiles, device)
         # Each part is aligned to 16 bytes: Triton would compile again for another alignment.
@@ -202,24 +207,45 @@ class TritonStep(base.KernelStep):
 
     def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Launch the computation of a group of experts without waiting for the GPU."""
-        with _on(self.plan.device):
-            tiles = self.send(experts, slots)
-            if len(tiles):
-                self.project(tiles)
+        self.compute_from(experts, slots, self.layer)
 
-    def project(self, tiles: Tensor) -> None:
-        """Launch the up and down projections of an expert group's tiles on the GPU."""
-        layer, plan, mid = self.layer, self.plan, self.mid
+    def compute_from(
+        self,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        layer: LayerExperts,
+        accumulate: bool = False,
+    ) -> None:
+        with _on(self.plan.device):
+            tiles = self.send(experts, slots, layer)
+            if len(tiles):
+                segment = 0 if layer.inner == self.layer.inner else 2 if accumulate else 1
+                self.project(tiles, layer, segment)
+
+    def project(self, tiles: Tensor, layer: LayerExperts, segment: int = 0) -> None:
+        """Launch the up and down projections of an expert group's tiles on the GPU.
+
+        layer:   describes the slots
+        segment: 0 for all channels of an expert, 1 for the first segment, 2 for a later one
+        """
+        plan, entries = plan_of(layer), len(self.out)
+        act = self.act.view(-1)[: entries * layer.inner].view(entries, layer.inner)
+        mid, out = None, self.out
+        if self.mid is not None:
+            mid = self.mid.view(-1)[: entries * layer.width].view(entries, layer.width)
+        if segment:
+            if self.sums is None:
+                self.sums = torch.empty_like(out, dtype=torch.float32)
+            out = self.sums
         assert self.tokens is not None
         self.launch(
-            *(tiles, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
+            *(tiles, plan.up, self.x, layer.up_bias, act if mid is None else mid),
             *(layer.hidden, layer.inner, plan.activation, self.tokens),
         )
         if mid is not None:  # for all entries: rows of other groups are written again later
-            self.act.copy_(layer.activate(mid))
-        self.launch(
-            *(tiles, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)
-        )
+            act.copy_(layer.activate(mid))
+        bias = layer.down_bias if segment == 0 else None
+        self.launch(*(tiles, plan.down, act, bias, out, layer.inner, layer.hidden), segment=segment)
 
     def launch(
         self,
@@ -232,11 +258,12 @@ class TritonStep(base.KernelStep):
         outputs: int,
         activation: Activation | None = None,
         tokens: Tensor | None = None,
+        segment: int = 0,
     ) -> None:
         """Launch one projection of an expert group's tiles on the GPU.
 
         The up projection has an `activation`, and `tokens`: the index in x of each entry's token.
-        The down projection has neither.
+        The down projection has neither; for a `segment`, its sums are stored in float32.
         """
         up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
         applied = activation or Activation()
@@ -246,7 +273,7 @@ class TritonStep(base.KernelStep):
             *(float(applied.limit), float(applied.alpha)),
             ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
-            CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1],
+            CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1], SEGMENT=segment,
             WIDE=self.plan.wide, M=m, N=n, K=k, num_stages=STAGES,
         )  # fmt: skip
 
@@ -255,6 +282,7 @@ class TritonStep(base.KernelStep):
         result = torch.empty(tokens, layer.hidden, dtype=self.kind, device=self.plan.device)
         if self.order is None:  # nothing was routed here
             return result.zero_()
+        self._end_segments()
         out = self.out if layer.norm is None else layer.norm(self.out)
         product = self.kind if self.weights.dtype == self.kind else torch.float32
         total = layer.recipe.sum_dtype(result, self.weights)
@@ -266,6 +294,23 @@ class TritonStep(base.KernelStep):
                 N=SUMMED,
             )
         return result
+
+    def _end_segments(self) -> None:
+        """Round the sums over segments, and add biases, as whole experts' outputs are."""
+        if self.sums is None:
+            return
+        self.out, self.sums = self.sums.to(self.layer.dtype), None
+        if self.layer.down_bias is not None:
+            experts = np.repeat(self.routing.experts, np.diff(self.routing.starts))
+            self.out += self.layer.down_bias[upload(experts, self.plan.device)]
+
+    def skip_experts(self, experts: Sequence[int]) -> None:
+        self.weights = self.weights.clone()
+        for expert in experts:
+            entries = self.routing.entries(expert)
+            rows = np.ascontiguousarray(self.routing.rows[entries])
+            self.out[entries] = 0
+            self.weights.view(-1)[upload(rows, self.plan.device)] = 0
 
     def expert_outputs(self, expert: int) -> Tensor:
         """Return one expert's outputs [n, H], before gate weights and the post-expert norm."""
@@ -297,9 +342,19 @@ class TritonKernel(Kernel):
     ) -> TritonStep | eager.EagerStep:
         if fallback_reason(layer) is not None or x.dtype is not layer.dtype:
             return eager.EagerStep(layer, x, routing, weights)
-        if layer.plan is None:
-            layer.plan = TritonLayerPlan(layer)
-        return TritonStep(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
+        return TritonStep(layer, plan_of(layer), x, routing, weights)
+
+    def supports(self, layer: LayerExperts) -> bool:
+        return fallback_reason(layer) is None
+
+
+def plan_of(layer: LayerExperts) -> TritonLayerPlan:
+    """Return the constant Triton kernel arguments of an MoE layer, made at the first call."""
+    if layer.plan is None:
+        layer.plan = TritonLayerPlan(layer.in_slots)
+    plan = layer.plan
+    assert isinstance(plan, TritonLayerPlan)
+    return plan
 
 
 def upload(numbers: IntArray, device: torch.device) -> Tensor:

@@ -71,16 +71,17 @@ def project(
     inputs, outputs, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
     ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
+    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile's rows with its expert's matrix, and apply the activation, in Triton.
 
     x is [T, inputs], indexed by `tokens`, if GATHERED, else [entries, inputs]. The result `out` is
     [entries, outputs]. With ACTIVATION = RAW there is no activation, and if GATED the result is
-    [entries, 2 * outputs] in the module's layout.
+    [entries, 2 * outputs] in the module's layout. The down projection of a SEGMENT of channels
+    leaves a sum in float32, without bias: 1 begins it, 2 continues the one in `out`.
     """
-    KIND: tl.constexpr = out.dtype.element_ty
+    KIND: tl.constexpr = x.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
     slot, expert = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
     first, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
@@ -93,6 +94,9 @@ def project(
     gate_n = n * 2 if INTERLEAVED else n
     up_n = (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n
     g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+    mask = rows_mask & (n < outputs)[None, :]
+    if SEGMENT == 2:
+        u = tl.load(out + row[:, None] * outputs + n[None, :], mask=mask, other=0.0)
     for k0 in range(0, inputs, K):
         k = k0 + tl.arange(0, K)
         inside = (k < inputs)[:, None] & (n < outputs)[None, :]
@@ -106,11 +110,13 @@ def project(
                    span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
     bias += expert * width
-    mask = rows_mask & (n < outputs)[None, :]
-    u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
+    if SEGMENT == 0:
+        u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
     if GATED:
         g = _sum(g, bias, gate_n, n < outputs, KIND, BIAS)
-    if ACTIVATION == _RAW:
+    if SEGMENT > 0:
+        tl.store(out + row[:, None] * outputs + n[None, :], u, mask=mask)
+    elif ACTIVATION == _RAW:
         if GATED:
             tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=mask)
         tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=mask)
