@@ -311,7 +311,8 @@ def check_policy(policy: Policy) -> None:
     if policy.needs_trace:
         raise UsageError(
             f"policy {policy.name} must know all expert requests beforehand, and prefetching"
-            " changes them: simulate this policy without --prefetch"
+            " changes them: simulate this policy without --prefetch, and without other options"
+            " whose effect depends on times, such as --split or --expert-order"
         )
 
 

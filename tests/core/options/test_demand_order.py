@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import greenroom
 from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Finish, Routed, StartChunk
 from greenroom.core.options.rules.demand_order import HottestFirst
 from greenroom.core.options.rules.precision import precision
@@ -18,6 +19,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.queue import TransferQueue, Urgency
 from greenroom.errors import UnknownName
 from greenroom.policies import policy
+from greenroom.sim.study import Cell, Study
 from tests.core.random_driver import (
     EXPERTS,
     LAYERS,
@@ -29,6 +31,7 @@ from tests.core.random_driver import (
 )
 from tests.core.strategies import steps as steps_of
 from tests.core.transfers.test_queue import drain
+from tests.sim import small
 
 N = OFFSETS[-1]
 
@@ -122,6 +125,18 @@ def test_every_expert_is_computed_once_in_any_order(
             driver.predict((layer + chance) % LAYERS, seed + number)
         driver.run(number, layer, experts, False, chance in (1, 2))
         assert sorted(driver.computed) == experts.tolist()
+
+
+def test_a_simulation_without_prefetching_has_the_order_too():
+    trace = small.trace([[-6, 1, 1]], seed=2)
+    work = Work(((1, 1e-3), (6, 6e-3)))
+    costs, seconds = Costs((Link(1e6, lanes=1),), work, Work.constant(1e-3)), {}
+    for order in ("id", "hottest"):
+        config = SchedulerConfig(demand_order=order)
+        study = Study.of(trace, "runtime", costs=costs, expert_bytes=1000, config=config)
+        assert study.needs_events == (order == "hottest")
+        seconds[order] = study.run(Cell("lru", 16))["ttft_s"]
+    assert seconds["hottest"] < seconds["id"]
 
 
 def test_another_order_is_refused():

@@ -27,6 +27,9 @@ class DemandOrderConfig(OptionConfig):
         " exact experts (D2MoE's hottest-expert-bit-first)", None, ("id", "hottest"), group=CACHE,
     )  # fmt: skip
 
+    def changes_times(self) -> bool:
+        return self.demand_order != "id"
+
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         if self.demand_order == "id":
             return None
