@@ -49,7 +49,7 @@ class Meter:
         scheduler: Any = driver.scheduler
         scheduler.on = self._timed(scheduler.on, self._of_event)
         predictions: Any = driver.predictions
-        predictions._collect = self._timed(predictions._collect, lambda *_: PREDICTION)
+        predictions._call = self._timed(predictions._call, lambda *_: PREDICTION)
 
     @staticmethod
     def _of_event(event: Any, *_: Any) -> str:

@@ -97,6 +97,8 @@ ROWS = (
     Row("warm_start.py", "demo --tokens 16", ("model", "start", "load s", "TTFT s", "steady %")),
     Row("goodpred.py", "demo --tokens 8 --predictors markov --distances 1",
         ("prefetch", "accuracy", "fetch rate", "GOODPRED", "stall ms")),
+    Row("predict_in.py", "demo --predictors markov --turns 2 --block 2",
+        ("prefetch, thread", "TPOT ms", "overtaken", "inline / worker")),
     Row("probes.py", "--layers 8 --experts 32 --top-k 4 --hidden 160", ("warm", "cold")),
     Row("kernels.py", "--encodings int4 --tokens 1 --quick", ("encoded experts", "us/expert")),
     Row("kernels.py", "--quick", ("experts", "torch ms", "numba ms", "floor")),

@@ -82,6 +82,7 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
         ("--cache", "30%", "--direct", "off", "--device", "fake", "--context", 64),
         ("--cache", "40%", "--prefetch", "markov:2", "--no-guard", "--kernels", "eager"),
         ("--cache", "40%", "--prefetch", "markov", "--prefetch-rule", "top-k"),
+        ("--cache", "40%", "--prefetch", "markov", "--predict-in", "worker"),
         ("--cache", "40%", "--prefetch", "off", "--read-limit", "20MB", "--kernels", "eager"),
     ],
 )
@@ -96,6 +97,11 @@ def test_the_flags_of_the_start_up_line_reproduce_it(
     for key in ("capacity", "policy", "kernels", "token_ids"):
         assert again.json[key] == first.json[key]
     assert again.err.splitlines()[0].partition("same again: ")[2] == shlex.join(flags)
+
+
+def test_another_thread_of_the_predictor_is_refused(cli: Run) -> None:
+    mistake = cli("run", "demo", PROMPT, "--predict-in", "process").mistake
+    assert "unknown predict_in 'process': choose one of auto, worker, inline" in mistake
 
 
 def test_a_budget_is_reported_beside_the_peak(cli: Run, folder: Path) -> None:

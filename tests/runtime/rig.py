@@ -67,8 +67,9 @@ def in_time(*works: Callable[[], None]) -> None:
 class Rig:
     """A driver, its store, scheduler and slots, over the file of a catalog.
 
-    `predictor` prefetches into `ahead` slots. With two links, host memory lies between them and a
-    tier has `tier_slots` slots of it. `faults` are FakeStore's.
+    `predictor` prefetches into `ahead` slots, with `worker` from a thread of its own. With two
+    links, host memory lies between them and a tier has `tier_slots` slots of it. `faults` are
+    FakeStore's.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Rig:
         ahead: int = 0,
         predictor: Any = None,
         guard: bool = False,
+        worker: bool = False,
         tier_slots: int = 0,
         **faults: Any,
     ) -> None:
@@ -111,6 +113,7 @@ class Rig:
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             guard=Guard() if guard else None,
+            predict_in_worker=worker,
             links=links,
             host_memory=memory,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from greenroom.amounts import Amount, bytes_check
 from greenroom.config.tables import check_policy, check_predictor
-from greenroom.config.values import KERNELS, KV, parse_device
+from greenroom.config.values import KERNELS, KV, PREDICT_IN, parse_device
 from greenroom.core.config.scheduler import TAU, SchedulerConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
@@ -58,6 +58,10 @@ class LoadConfig(SchedulerConfig):
     no_guard: bool = option(
         False, "prefetch always; without this, prefetching pauses while it makes answers slower",
         group=PREFETCHING,
+    )  # fmt: skip
+    predict_in: str = option(
+        "auto", "thread that runs the predictor: worker is a thread of its own, inline is the one"
+        " that computes; auto: worker for learned", None, PREDICT_IN, group=PREFETCHING,
     )  # fmt: skip
     kernels: str = option(
         "auto", "implementation of the experts' computation", None, KERNELS, group=MACHINE

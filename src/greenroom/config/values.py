@@ -6,6 +6,8 @@ from greenroom.errors import UnknownName, UsageError
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
+WORKER, INLINE = "worker", "inline"
+PREDICT_IN = ("auto", WORKER, INLINE)
 KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 

@@ -53,12 +53,15 @@ class Predicted:
 
     experts: dense ids (layer offset + expert number)
     certain: the layer's router has already chosen the experts; the layer's step has not begun yet
+    distance: layers from the one after which the prediction was made, at least 1; 0: from the layer
+        that was routed last
     priorities: the prefetch priority of each expert, if its predictor has an order of its own
     """
 
     layer: int
     experts: Ints
     certain: bool = False
+    distance: int = 0
     priorities: NDArray[np.floating[Any]] | None = None
 
 

@@ -44,7 +44,7 @@ class LayerRouting(NamedTuple):
     experts: K experts for each of T tokens, [T, K]; ids are within the layer
     weights: their gate weights, [T, K], or None
     inputs:  the hidden states that entered the router, [T, hidden size], if the predictor needs
-             them
+             them and predicts after this layer
     """
 
     layer: int
@@ -102,10 +102,12 @@ class Predictor(Protocol):
     """Interface of predictors of which experts a model's next layers choose.
 
     `distance` is how many layers ahead `predict` looks; None if it may predict any layer. `width`
-    is how many experts it names for a token at most.
+    is how many experts it names for a token at most. `costly` predictors take longer to predict
+    than to hand their inputs to another thread.
     """
 
     name: str
+    costly: bool
     distance: int | None
     width: int
 

@@ -87,7 +87,7 @@ def forward(x: Inputs, network: Network, scores: Floats) -> None:
 class LearnedPredictor(InputPredictor):
     """Predictor `learned`: trained networks from a file, which do not learn at run time."""
 
-    name = "learned"
+    name, costly = "learned", True
 
     def __init__(self, setup: PredictorSetup) -> None:
         if setup.tensors is None:

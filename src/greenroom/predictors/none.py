@@ -14,7 +14,7 @@ from greenroom.predictors.helpers.kind import PredictorKind, PredictorSetup
 class NullPredictor:
     """Predictor that predicts and learns nothing; base class of all predictors."""
 
-    name = "none"
+    name, costly = "none", False
     distance: int | None
     width: int
 

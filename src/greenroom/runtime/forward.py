@@ -38,7 +38,7 @@ class Binding:
     uses_weights: bool  # whether the policy uses gate weights
     approximates: bool  # whether misses may be approximated, by their gate weights
     counts_tokens: bool  # whether an option needs the number of tokens that chose an expert
-    router_inputs: Callable[[], Inputs | None] | None  # the last inputs of the layer's router
+    router_inputs: Callable[[bool], Inputs | None] | None  # the last inputs of the layer's router
     overlapped_work: Callable[[], None]  # work to do while the step waits for experts
     mark_computed: Callable[[Sequence[int]], None] | None  # see `SlotPool.mark_computed`
     on_routing: Callable[[int, Ids], None] | None  # called with the layer and the chosen experts
@@ -201,7 +201,7 @@ def _step(
         return kernel.host_job(step, experts.tolist(), slots.tolist())
 
     def observe_routing(inputs: bool) -> LayerRouting:
-        captured = binding.router_inputs() if inputs and binding.router_inputs else None
+        captured = binding.router_inputs(inputs) if binding.router_inputs else None
         return LayerRouting(binding.layer, chosen, inputs=captured)
 
     co_compute = kernel.host_job is not None

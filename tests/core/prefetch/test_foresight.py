@@ -50,6 +50,12 @@ def test_predictions_get_dense_ids_and_layers_of_the_next_pass():
     assert events == [(2, [13, 10]), (0, [5, 1]), (1, [8, 8])]
 
 
+def test_predictions_have_the_distance_from_the_layer_after_which_they_are_made():
+    foresight = Foresight(FixedPredictor((2, [[3, 0]]), (4, [[2, 2]])), OFFSETS)
+    assert [event.distance for event in foresight.begin(at(False))] == [3, 5]
+    assert [event.distance for event in foresight.routed(ROUTING)] == [1, 3]
+
+
 def test_a_predicted_expert_that_the_layer_lacks_is_an_error():
     foresight = Foresight(FixedPredictor((1, [[0, 4]])), OFFSETS)
     with pytest.raises(

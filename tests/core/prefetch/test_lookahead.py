@@ -44,6 +44,20 @@ def test_layers_are_counted_on_into_the_next_pass():
     assert [ahead.ahead(layer) for layer in range(3)] == [2, 3, 1]
 
 
+def test_a_prediction_counts_at_the_distance_at_which_it_was_made():
+    """Layers 1 and 0 are predicted after layer 2, and arrive after layer 0 of the next pass."""
+    ahead = lookahead()
+    ahead.routed(0, ids(0), False, 0.0, ABSENT)
+    ahead.expect(1, ids(5, 4), distance=2)
+    ahead.expect(2, ids(9), distance=3)
+    assert ahead.forecast(1).tolist() == [5, 4]
+    assert ahead.routed(1, ids(5), False, 0.0, ABSENT).distance == 2
+    assert ahead.forecast(1) is None
+    assert ahead.routed(2, ids(9), False, 0.0, ABSENT).distance == 3
+    ahead.expect(0, ids(1), distance=4)  # more than all layers: as after the layer before it
+    assert ahead.routed(0, ids(1), False, 0.0, ABSENT).distance == 1
+
+
 def test_candidates_of_the_nearest_layer_come_first_likeliest_first():
     ahead = lookahead()
     ahead.routed(1, ids(4), False, 0.0, ABSENT)

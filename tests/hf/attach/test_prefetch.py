@@ -87,6 +87,33 @@ def test_every_predictor_leaves_every_bit(name, folder, wanted, tmp_path):
             assert prefetch["predictor"] == ("off" if name == "none" else name)
 
 
+@pytest.mark.parametrize("name", ["learned", "next-gate", "markov", "eamc"])
+def test_a_predictor_in_a_worker_leaves_every_bit_and_learns_the_same(
+    name, folder, wanted, tmp_path
+):
+    parts, states = ahead(name, folder, tmp_path), []
+    for place in ("inline", "worker"):
+        with streamed(
+            folder, capacity=9, kernels="eager", fake=True, predict_in=place, **parts
+        ) as model:
+            assert equal(answers(model), wanted), place
+            prefetch = model.greenroom.stats().prefetch
+            assert prefetch["predict_in"] == place
+            assert prefetch["overtaken"] >= 0 if place == "worker" else not prefetch["overtaken"]
+            names = [thread.name for thread in threading.enumerate()]
+            assert ("greenroom-predict" in names) == (place == "worker")
+        states.append(model.greenroom.predictor.state())
+    inline, worker = states
+    assert inline.keys() == worker.keys()
+    assert all(np.array_equal(inline[key], worker[key]) for key in inline)
+
+
+def test_only_a_costly_predictor_has_a_thread_by_default(folder, tmp_path):
+    for name, place in (("learned", "worker"), ("next-gate", "inline"), ("none", None)):
+        with streamed(folder, capacity=9, **ahead(name, folder, tmp_path)) as model:
+            assert model.greenroom.stats().prefetch["predict_in"] == place, name
+
+
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_a_cache_with_nothing_to_spare_is_as_without(capacity, folder, wanted):
     parts = {"prefetch": "auto", "guard": False, "kernels": "eager"}
@@ -146,6 +173,7 @@ def test_the_demo_model_says_the_same():
         {},
         {"prefetch": "next-gate:2", "no_guard": True},
         {"prefetch": "markov", "no_guard": True, "device": "fake"},
+        {"prefetch": "next-gate", "no_guard": True, "predict_in": "worker"},
         {"prefetch": "markov", "no_guard": True, "prefetch_rule": "top-k"},
         {"prefetch": "markov:2", "no_guard": True, "prefetch_rule": "all"},
     ):

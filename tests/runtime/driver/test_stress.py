@@ -33,6 +33,7 @@ class Play:
     named: str = "lru"
     predictor: str = "right"
     guard: bool = False
+    worker: bool = False
     failing: float = 0.0
     leaving: float = 0.0
     prompts: float = 0.15
@@ -62,6 +63,8 @@ class Script:
         used = self.experts[min(at, self.play.passes)][layer % LAYERS]
         others = [e for e in range(EXPERTS) if e not in used]
         rng = random.Random(f"{self.play.seed} {self.now} {layer}")
+        if self.play.worker:
+            time.sleep(self.play.jitter * rng.random())
         match self.play.predictor:
             case "right":
                 return [*used, *others][:4]
@@ -90,6 +93,7 @@ class Stage:
             ahead=play.ahead,
             predictor=predictor,
             guard=play.guard,
+            worker=play.worker,
             jitter=play.jitter,
             seed=play.seed,
             fails=lambda read: broken[read % 4096],
@@ -187,6 +191,14 @@ def test_everything_goes_wrong(disk, predictor, lanes):
     assert stage.lost > 0
 
 
+@pytest.mark.parametrize("lanes", LANES, ids=str)
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_everything_goes_wrong_beside_a_predictor_in_a_worker(disk, predictor, lanes):
+    play = Play(3, lanes=lanes, predictor=predictor, failing=0.05, leaving=0.05, resizing=True,
+                worker=True, guard=True)  # fmt: skip
+    perform(disk(LAYERS, EXPERTS), play)
+
+
 def any_play(seed: int) -> Play:
     rng = random.Random(seed)
     scope = rng.choice(["shared", "per-layer"])
@@ -205,6 +217,7 @@ def any_play(seed: int) -> Play:
         resizing=rng.random() < 0.5,
         jitter=rng.choice([0.0, 0.0003, 0.002]),
         passes=rng.choice([10, 40, 80]),
+        worker=rng.random() < 0.5,
     )
 
 

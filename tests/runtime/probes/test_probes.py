@@ -142,6 +142,11 @@ def test_detached_probes_capture_nothing() -> None:
     assert inputs.take_array(0).shape == (3, 32)
     with pytest.raises(ValueError, match="no input of the router of layer 0"):
         inputs.take_array(0)  # it was let go of
+    assert inputs.take_if_captured(1, copy=False) is None
+    assert inputs.take_if_captured(1) is None  # the input was forgotten without a copy
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    assert inputs.take_if_captured(1).shape == (3, 32)
     inputs.detach()
     inputs.detach()
     assert all(not router.module._forward_pre_hooks for router in routers)

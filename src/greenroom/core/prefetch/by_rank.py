@@ -31,10 +31,9 @@ class RankedLookahead(Lookahead):
         super().__init__(pieces)
         self._depth = self._limit = depth
 
-    def expect(self, layer: int, pieces: Ints) -> None:
+    def expect(self, layer: int, pieces: Ints, distance: int = 0) -> None:
         """Set a layer's predicted experts; the likeliest ones, up to `depth`, are candidates."""
-        ranked: list[int] = pieces.tolist()
-        self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
+        ranked = self._set_forecast(layer, pieces, distance)
         likeliest = ranked[: self._limit]
         self._set_candidates(layer, likeliest, [1 / (1 + rank) for rank in range(len(likeliest))])
 

@@ -23,36 +23,54 @@ class Foresight:
 
     def __init__(self, predictor: Predictor, offsets: Sequence[int]) -> None:
         self.predictor, self.on = predictor, True
-        self._offsets, self._layers = tuple(offsets), len(offsets) - 1
+        self._offsets, self.layers = tuple(offsets), len(offsets) - 1
         self._prefill = False
+
+    @property
+    def reach(self) -> int:
+        """Return how many layers ahead of the present one a prediction may be."""
+        distance = self.predictor.distance
+        return 2 * self.layers if distance is None else distance
 
     def begin(self, at: PassStart) -> list[Predicted]:
         """Begin a forward pass; return predictions of its first layers' experts."""
-        self._prefill = at.prefill
-        self.predictor.begin(at)
-        return self._predict(-1)
+        self.observe_start(at)
+        return self.predict(-1)
 
     def routed(self, routing: LayerRouting) -> list[Predicted]:
-        """Observe the experts that a router chose; return predictions for later layers.
+        """Observe the experts that a router chose; return predictions for later layers."""
+        self.predictor.observe(routing)
+        return self.predict(routing.layer)
+
+    def observe_start(self, at: PassStart) -> None:
+        """Begin a forward pass in the predictor, without predictions."""
+        self._prefill = at.prefill
+        self.predictor.begin(at)
+
+    def predict(self, layer: int) -> list[Predicted]:
+        """Return predictions for the layers after a given one, the last that was observed.
 
         PredictorError if the predictor names an expert that the layer does not have.
         """
-        self.predictor.observe(routing)
-        return self._predict(routing.layer)
-
-    def _predict(self, layer: int) -> list[Predicted]:
-        if not self.on or (self._prefill and self._stays_in_pass(layer)):
+        if not self.predicts(layer):
             return []
         guesses = self.predictor.predict(layer)
-        return [self._event(g) for g in guesses if not self._prefill or g.layer >= self._layers]
+        return [
+            self._event(guess, guess.layer - layer)
+            for guess in guesses
+            if not self._prefill or guess.layer >= self.layers
+        ]
 
-    def _stays_in_pass(self, layer: int) -> bool:
+    def predicts(self, layer: int) -> bool:
+        """Tell whether predictions are made after a layer of this pass."""
+        return self.on and not (self._prefill and self.stays_in_pass(layer))
+
+    def stays_in_pass(self, layer: int) -> bool:
         """Tell whether all predictions made after a layer are for layers of the same pass."""
-        distance = self.predictor.distance
-        return distance is not None and layer + distance < self._layers
+        return layer + self.reach < self.layers
 
-    def _event(self, guess: LayerPrediction) -> Predicted:
-        layer = guess.layer % self._layers
+    def _event(self, guess: LayerPrediction, distance: int) -> Predicted:
+        layer = guess.layer % self.layers
         experts, first, end = ranked(guess.experts), self._offsets[layer], self._offsets[layer + 1]
         if len(experts) and experts.max() >= end - first:  # would be another layer's
             raise PredictorError(
@@ -60,7 +78,7 @@ class Foresight:
                 f" whose experts are 0 to {end - first - 1}"
             )
         priorities = None if guess.priorities is None else guess.priorities[experts]
-        return Predicted(layer, experts + first, priorities=priorities)
+        return Predicted(layer, experts + first, distance=distance, priorities=priorities)
 
 
 def ranked(rows: Ids) -> Ids:

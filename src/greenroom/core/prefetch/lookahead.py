@@ -109,11 +109,25 @@ class Lookahead:
         self.regret = 0.0  # chance that a prefetch's victim is used in the next step of its layer
         self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used each piece
 
-    def expect(self, layer: int, pieces: Ints) -> None:
-        """Set a layer's predicted experts, likeliest first; they replace an earlier prediction."""
-        ranked: list[int] = pieces.tolist()
-        self._expected[layer] = LayerForecast(pieces, ranked, self.ahead(layer))
+    def expect(self, layer: int, pieces: Ints, distance: int = 0) -> None:
+        """Set a layer's predicted experts, likeliest first; they replace an earlier prediction.
+
+        `distance` counts layers from the one after which the prediction was made; 0: from the layer
+        that was routed last.
+        """
+        ranked = self._set_forecast(layer, pieces, distance)
         self._set_candidates(layer, ranked, self._chances(layer, len(ranked)))
+
+    def _set_forecast(self, layer: int, pieces: Ints, distance: int) -> list[int]:
+        ranked: list[int] = pieces.tolist()
+        distance = (distance - 1) % self._layers + 1 if distance else self.ahead(layer)
+        self._expected[layer] = LayerForecast(pieces, ranked, distance)
+        return ranked
+
+    def forecast(self, layer: int) -> Ints | None:
+        """Return the experts predicted for a layer's next step, likeliest first; None if none."""
+        expected = self._expected[layer]
+        return None if expected is None else expected.pieces
 
     def expect_certain(self, layer: int, pieces: Ints) -> None:
         """Set as a layer's prefetch candidates the experts that its router has already chosen.

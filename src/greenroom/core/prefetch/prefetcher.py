@@ -36,7 +36,7 @@ class Prefetcher:
         if event.certain:
             self.lookahead.expect_certain(event.layer, event.experts)
         else:
-            self.lookahead.expect(event.layer, event.experts)
+            self.lookahead.expect(event.layer, event.experts, event.distance)
             if event.priorities is not None:
                 self.lookahead.prioritise(event.layer, event.experts, event.priorities)
 

@@ -96,7 +96,7 @@ class Scheduler:
         )
         self.prefetcher = Prefetcher(self.lookahead, self.placement, self.transfers, self.counts)
         self._borrowing = Borrowing(self.placement, self.transfers, self.prefetcher, self.counts)
-        self.view = StateView(self.placement, self.transfers, self.lookahead.accuracy, self.counts)
+        self.view = StateView(self.placement, self.transfers, self.lookahead, self.counts)
         self.step: Step | None = None
         self.all_resident_path: AllResident | None = None
         self.groups_have_parts = pieces.split is not None or any(o.approximates for o in options)

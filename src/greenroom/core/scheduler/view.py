@@ -16,7 +16,7 @@ from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, TransferStatus
 from greenroom.core.policy import Arrays
-from greenroom.core.prefetch.accuracy import Accuracy
+from greenroom.core.prefetch.lookahead import Lookahead
 from greenroom.core.transfers.transfers import Transfers
 
 
@@ -27,15 +27,17 @@ class StateView:
     Only `restore_learned` changes anything.
 
     accuracy:      the accuracy of predictions
+    forecast:      the method of `Lookahead` that returns a layer's predicted experts
     lanes:         how many transfers each link carries at a time
     staging_slots: the number of staging slots, which hold chunks between two links
     sources:       for each device, the number of the first link of its path
     """
 
     def __init__(
-        self, placement: Placement, transfers: Transfers, accuracy: Accuracy, counts: Counts
+        self, placement: Placement, transfers: Transfers, lookahead: Lookahead, counts: Counts
     ) -> None:
-        self.pieces, self.accuracy = placement.pieces, accuracy
+        self.pieces, self.accuracy = placement.pieces, lookahead.accuracy
+        self.forecast = lookahead.forecast
         self._placement, self._transfers, self._counts = placement, transfers, counts
         queue = transfers.queue
         self.lanes, self.staging_slots = queue.lanes, queue.staging_slots

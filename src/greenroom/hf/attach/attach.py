@@ -21,7 +21,7 @@ from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
-from greenroom.hf.attach.predictors import prefetch_predictors
+from greenroom.hf.attach.predictors import prefetch_predictors, runs_in_worker
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
@@ -103,7 +103,7 @@ class Greenroom:
         self.engine = self.engines[0] if self.engines else None
         self.driver = self._make_driver(store, co_compute)
         if self._split_counts is not None:
-            self.driver.predictions.observers.append(self._split_counts.predicted)
+            self._split_counts.forecast = self.driver.scheduler.view.forecast
         self._warm_start = WarmStart(key, self.driver, history, name, self.predictor)
         self.warm_experts = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # without dense parts and slots; None: not measured
@@ -154,6 +154,7 @@ class Greenroom:
             slots,
             foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
             guard=Guard() if setup.guard and self.predictor else None,
+            predict_in_worker=runs_in_worker(self.predictor, setup.predict_in),
             links=links_of(setup),
             host_memory=between,
         )
@@ -250,6 +251,7 @@ class Greenroom:
     def stats(self) -> Stats:
         """Return the expert cache's statistics since loading, or since the last `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
+        driver.predictions.drain()
         counts_before, meter_before, requests, hits = self._stats_base
         counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
         meter = subtract_counts(driver.meter.copy(), meter_before)
@@ -270,7 +272,7 @@ class Greenroom:
             peak_rss_bytes=peak_rss_bytes(),
             memory_bytes=self.memory_bytes,
             budget_bytes=self.setup.budget_bytes,
-            prefetch=prefetch_stats(driver, self.predictor, counts),
+            prefetch=prefetch_stats(driver, self.predictor, counts, meter),
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
@@ -301,7 +303,9 @@ class Greenroom:
         `on=True` starts a new recording and returns it. `on=False` stops recording and returns
         what was recorded, or None if nothing was.
         """
+        self.driver.predictions.drain()
         recorded, self.driver.timeline = self.driver.timeline, Timeline() if on else None
+        self.driver.predictions.timeline = self.driver.timeline
         return self.driver.timeline if on else recorded
 
     def resize(self, cache: str | int) -> int:

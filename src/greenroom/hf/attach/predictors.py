@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from greenroom.config.values import WORKER
 from greenroom.core.layout import Catalog
 from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
@@ -155,6 +156,17 @@ def prefetch_predictors(
         except PredictorError:
             continue
     raise AssertionError("no automatic predictor works: markov should work with any model")
+
+
+def runs_in_worker(predictor: Predictor | None, predict_in: str) -> bool:
+    """Check whether a predictor gets a thread of its own, by the option `--predict-in`.
+
+    With `auto`, only a costly predictor does: for others the handover takes longer than the
+    prediction.
+    """
+    if predictor is None:
+        return False
+    return predictor.costly if predict_in == "auto" else predict_in == WORKER
 
 
 def _choice(prefetch: str, file: object) -> PredictorChoice:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from greenroom.core.activity import Activity
-from greenroom.core.events import Predicted
 from greenroom.core.predictor import Ids
 from greenroom.errors import BudgetError
 from greenroom.hf.memory.setup import ModelSetup
@@ -97,7 +96,7 @@ class SplitCounts:
     ) -> None:
         self._offsets = tuple(offsets)
         self.activity = Activity(np.diff(offsets).tolist())
-        self._expected: dict[int, Ids] = {}
+        self.forecast: Callable[[int], Ids | None] = lambda layer: None  # the scheduler's view's
         self._in_prompt = False
         if history is not None and NAME in history.states:
             try:
@@ -121,10 +120,6 @@ class SplitCounts:
         config = setup.config
         return cls(setup.catalog.offsets, history, config.tau if config.scope == "shared" else 0)
 
-    def predicted(self, event: Predicted) -> None:
-        """Store a layer's predicted experts, likeliest first, until its router has chosen."""
-        self._expected[event.layer] = event.experts - self._offsets[event.layer]
-
     def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """Handle the start of a forward pass; experts are not counted in passes of prompts."""
         self._in_prompt = prompt
@@ -136,7 +131,8 @@ class SplitCounts:
         """
         if self._in_prompt:
             return
-        expected = self._expected.pop(layer, None)
+        forecast = self.forecast(layer)
+        expected = None if forecast is None else forecast - self._offsets[layer]
         n = self.activity.experts[layer]
         for row in experts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)

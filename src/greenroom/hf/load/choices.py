@@ -56,6 +56,7 @@ def requested_setup(
         prefetch=config.prefetch,
         predictor=config.predictor,
         guard=not config.no_guard,
+        predict_in=config.predict_in,
         fingerprint=description.fingerprint,
         remember=remember,
         kernels=config.kernels,

@@ -37,8 +37,8 @@ def load(
     low_share: str = "12.5%", low_follow: bool = False, skip_below: float = 0.0,
     substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
-    no_guard: bool = False, prefetch_rule: str = "value", tau: int = 5000, context: int = 4096,
-    kv: str = "dynamic", readers: int = 2, direct: str = "auto",
+    no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
+    context: int = 4096, kv: str = "dynamic", readers: int = 2, direct: str = "auto",
     read_limit: str | int | None = None, dtype: str = "auto", threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
@@ -70,6 +70,7 @@ def load(
     prefetch_rule: which predicted experts to read early: value (what saves time), top-k, all
     predictor: file for `prefetch="learned"`, made by `greenroom train-predictor`
     no_guard: prefetch even while it makes tokens slower
+    predict_in: thread that runs the predictor: auto, worker (its own), inline (that computes)
     demand_order: order in which a layer's missing experts are read: id, or hottest (chosen by the
         most tokens) first
     expert_order: order in which a layer's experts are computed: resident (those in memory first),

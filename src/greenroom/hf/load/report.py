@@ -182,4 +182,6 @@ def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
         flags.append(f"--predictor {shlex.quote(config.predictor)}")
     if config.prefetch_rule != VALUE:
         flags.append(f"--prefetch-rule {config.prefetch_rule}")
+    if config.predict_in != "auto":
+        flags.append(f"--predict-in {config.predict_in}")
     return flags + ["--no-guard"] * config.no_guard

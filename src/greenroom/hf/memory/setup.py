@@ -35,6 +35,7 @@ class ModelSetup:
     prefetch: str = "off"
     predictor: str | None = None  # the file of the predictor `learned`
     guard: bool = True
+    predict_in: str = "auto"  # the thread that runs the predictor: worker, inline
     fingerprint: str = ""  # of the checkpoint
     settings_origin: str = (
         ""  # origin of policy, scope and prefetch, where they are stored settings

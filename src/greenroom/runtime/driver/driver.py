@@ -38,7 +38,7 @@ from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.driver.predictions import Predictions
-from greenroom.runtime.driver.timeline import COMPUTE, Timeline
+from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.slots.resident_tables import ResidentTables, SlotTables
 from greenroom.runtime.slots.tier import Tier
 
@@ -50,9 +50,9 @@ class Driver:
     """Fetches and computes one model's experts as the scheduler decides, step by step.
 
     A step is one MoE layer of a forward pass. `foresight` predicts experts unless the cache has a
-    slot for each; `guard` stops prefetching while it does not pay; with two links (disk to host,
-    host to device) chunks pass through `host_memory`. After an exception in the scheduler the
-    contents of slots are unknown: the driver is broken, and every caller gets ClosedError."""
+    slot for each, with `predict_in_worker` in a thread of its own; `guard` stops prefetching while
+    it does not pay; with two links, chunks pass through `host_memory`. After an exception in the
+    scheduler the contents of slots are unknown: the driver is broken, callers get ClosedError."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Driver:
         *,
         foresight: Foresight | None = None,
         guard: Guard | None = None,
+        predict_in_worker: bool = False,
         links: tuple[str, ...] = ("disk -> host",),
         host_memory: HostMemory | None = None,
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.pieces = pieces = scheduler.view.pieces
-        self.predictions = Predictions(foresight, guard, lambda: self.all_have_slots, self._handle)
         self.meter = Meter.for_lanes(scheduler.view.lanes)
         self.request_counts = np.zeros(pieces.experts, np.int64)  # requests of each expert
         self.miss_counts = np.zeros(pieces.layers, np.int64)  # misses of each layer
@@ -77,23 +77,25 @@ class Driver:
         self.links, self._store, self.host_memory = links, store, host_memory
         self._actions = ActionQueue()
         self._changed = self._actions.changed
+        self.predictions = Predictions(
+            foresight, guard, self._actions, self.meter, lambda: self.all_have_slots, self._handle,
+            worker=predict_in_worker,
+        )  # fmt: skip
         self._step_lock = FairLock()
         self._error: Failure | None = None  # of the current step
         self._overlapped_work: Callable[[], None] | None = None
-        self._pass, self._layer = -1, pieces.layers
-        self._request, self._prefill = 0, False
+        self._pass, self._layer, self._request, self._prefill = -1, pieces.layers, 0, False
         self._pass_start: tuple[float, float, int] | None = None  # time, stall_s, tokens
         self._chunk_starts: dict[tuple[int, int], float] = {}  # time by (link, lane)
         self._host = HostWorker(self.meter) if any(o.uses_host for o in scheduler.options) else None
-        lanes = scheduler.view.lanes
-        self._copier = Copier(store, slots, lanes, self._on_delivery, host_memory)
+        self._copier = Copier(store, slots, scheduler.view.lanes, self._on_delivery, host_memory)
 
     def begin_pass(self, at: PassStart) -> None:
         """Begin a forward pass of the model: start its clock and predict its experts."""
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._pass_start = time.perf_counter(), self.meter.stall_s, at.tokens
-        self.predictions.begin(at, self._actions.closed)
+        self.predictions.begin(at, self._pass + 1)
 
     @property
     def all_have_slots(self) -> bool:
@@ -119,8 +121,8 @@ class Driver:
         `experts` are ids within the layer, ascending. Nothing is fetched unless the scheduler
         lets prefetches borrow slots of the cache."""
         if not self._actions.closed:
-            first = self.pieces.offsets[layer]
-            self._handle(Predicted(layer, experts + first, certain=True))
+            self.predictions.announced(layer)
+            self._handle(Predicted(layer, experts + self.pieces.offsets[layer], certain=True))
 
     def interrupt(self) -> None:
         """Make the MoE layers of the current forward pass raise Interrupted, until `resume`.
@@ -161,11 +163,10 @@ class Driver:
         stays usable afterwards, also after an exception in `compute`."""
         if experts.size == 0:
             return
-        first = self.pieces.offsets[layer]
         with self._step_lock:
             self._begin_exclusive(interruptible=True)
             self._note_layer(layer)
-            pieces = experts + first
+            pieces = experts + self.pieces.offsets[layer]
             self.request_counts[pieces] += 1
             path = self.scheduler.all_resident_path
             slots = None if path is None else path.step(pieces)
@@ -177,13 +178,14 @@ class Driver:
                 return
             self._overlapped_work, self._error = overlapped_work, None
             misses = self.scheduler.view.misses
+            self.predictions.reached(self._pass, layer)
             try:
                 self._handle(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill,
                     tail_weights, device_only=prepare_host_job is None,
                 ))  # fmt: skip
                 self.miss_counts[layer] += self.scheduler.view.misses - misses
-                self.predictions.routed(observe_routing)
+                self.predictions.routed(layer, observe_routing)
                 action = self._compute(layer, compute, prepare_host_job)
             except BaseException:
                 self._abandon()
@@ -308,9 +310,8 @@ class Driver:
                     pool, number = self.slots.at(action.slot)
                     pool.clear(number)
                 if action.copy_slot >= 0:
-                    (pool, number), (source, copy) = map(
-                        self.slots.at, (action.slot, action.copy_slot)
-                    )
+                    pool, number = self.slots.at(action.slot)
+                    source, copy = self.slots.at(action.copy_slot)
                     layer = int(self.pieces.layer[action.piece])
                     pool.fill(number, source.bytes(copy), layer)
                 self.meter.links[action.link].chunk_started(now)
@@ -338,8 +339,7 @@ class Driver:
                 end = time.perf_counter()
                 self.meter.stalls[cause] += end - begin
                 if self.timeline is not None:
-                    name, layer = f"stall: {cause}", self._layer
-                    self.timeline.add_span(COMPUTE, name, begin, end, layer=layer)
+                    self.timeline.add_stall(self._layer, cause, begin, end)
             return self._actions.popleft()
 
     def _stall_cause(self) -> str:
@@ -390,6 +390,7 @@ class Driver:
         with self._step_lock:
             if not self._actions.closed:
                 self._actions.closed = True
+                self.predictions.close()
                 self._copier.close()
                 if self._host is not None:
                     self._host.close()

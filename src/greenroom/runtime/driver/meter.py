@@ -60,6 +60,7 @@ class Meter:
     decode_s: float = 0.0
     waited_s: float = 0.0
     computed_s: float = 0.0
+    overtaken: int = 0  # predictions that a worker made too late
     host_s: float = 0.0  # seconds in which the host processor computed misses
     at: float = field(default=0.0, compare=False)  # time.perf_counter() of the latest `copy`
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from greenroom.config.values import INLINE, WORKER
 from greenroom.core.config.base import Approximation
 from greenroom.core.counts import Counts
 from greenroom.core.predictor import Predictor
@@ -161,11 +162,16 @@ def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any]
     }
 
 
-def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
+def prefetch_stats(
+    driver: Driver, predictor: Predictor | None, counts: Counts, meter: Meter
+) -> dict[str, Any]:
     """Return counts of prefetched experts, and the accuracy of their predictions.
 
     began: prefetches begun; each ended as `useful`, `late`, `wasted`, `dropped`, `displaced` or
         `failed` (see `core.counts.Counts`), or has not ended yet
+    predict_in: the thread that runs the predictor: worker (its own), or inline (that computes);
+        None without a predictor
+    overtaken: predictions dropped because the router of their layer had chosen by then
     accuracy, accuracy_by_layer: share of the used experts that were among the top-k predicted
     fetch_rate: of the predicted experts that were absent, share that was prefetched in time
     goodpred: mean of ProMoE's GOODPRED (section 4.1) over layers and distances; GOODPRED is
@@ -183,6 +189,8 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
         "distance": predictor.distance if predictor else None,
         "on": driver.predictions.foresight is not None and driver.predictions.foresight.on,
         "verdict": guard.verdict if guard else None,
+        "predict_in": predictor and (WORKER if driver.predictions.in_worker else INLINE),
+        "overtaken": meter.overtaken,
         "began": counts.prefetches,
         "useful": counts.useful,
         "late": counts.late,

@@ -25,6 +25,7 @@ from greenroom.trace.container import atomic_file
 
 LIMIT = 100_000  # events
 COMPUTE = "compute"  # the row of expert groups and stalls
+PREDICT = "predict"  # the row of the predictor's calls
 ON_HOST = "compute on the host"  # the row of groups that the host processor computes
 _PID = 1
 
@@ -65,6 +66,10 @@ class Timeline:
         name = f"layer {layer}: {group.experts.size} experts"
         place = ON_HOST if group.device == HOST else COMPUTE
         self.add_span(place, name, begin, time.perf_counter(), layer=layer)
+
+    def add_stall(self, layer: int, cause: str, begin: float, end: float) -> None:
+        """Add a wait of the thread that computes, in seconds of `time.perf_counter`."""
+        self.add_span(COMPUTE, f"stall: {cause}", begin, end, layer=layer)
 
     def add_chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
         """Add the transfer of a chunk of an expert over a link to a timeline.

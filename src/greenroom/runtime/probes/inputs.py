@@ -48,11 +48,14 @@ class GateInputProbe:
         hidden = hidden.detach()
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def take_if_captured(self, layer: int) -> Inputs | None:
+    def take_if_captured(self, layer: int, copy: bool = True) -> Inputs | None:
         """Return and forget a router's latest captured input; None if there is none.
 
-        The experts of a layer may be called without its router.
+        The experts of a layer may be called without its router. Without `copy` the input is only
+        forgotten, so that its memory is free.
         """
+        if not copy:
+            self._inputs[layer] = None
         return None if self._inputs[layer] is None else self.take_array(layer)
 
     def take_array(self, layer: int) -> Inputs:
