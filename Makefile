@@ -151,7 +151,8 @@ papers: $(READY) papers-demo
 	$(BIN)/python benchmarks/papers/task_sets.py --own bench-data/papers/demo/demo.trace
 	$(BIN)/python benchmarks/papers/moepic.py --traces $(TRACES) --ratio 4 --out bench-data/papers/ratio-4 \
 		--models mixtral-8x7b --capacity 37.5%
-	$(BIN)/python benchmarks/papers/moepic_similarity.py --trace $(DEMO_DATA)/run.trace
+	$(BIN)/python benchmarks/papers/moepic_similarity.py --trace $(DEMO_DATA)/demo.trace
+	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/demo.trace
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
 	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) \
 		--policies "next-use;s3fifo;llru;arc;marking;lcp;fifo;random;lfu;lfuda;sieve;lfu-in-cache" \
@@ -162,7 +163,8 @@ papers: $(READY) papers-demo
 	for figure in $$(grep -o 'figures/[a-z-]*\.svg' docs/papers.md); do \
 		cp bench-data/papers/$${figure##*/} docs/$$figure || exit 1; done
 
-# EASY-EP's score, of the demo model: 84 prompts are recorded with labels and norms of outputs.
+# The demo model's recording, for EASY-EP's score and similarities of hidden states: 84 prompts with
+# labels, norms of outputs, gate inputs and next-gate's predictions.
 SUBJECTS := lighthouse railway bread garden ship winter bridge teacher river music market clock
 PROMPTS := "story|Once upon a time there was a %s" "history|The history of the %s" \
 	"code|def count_%s(items):" "question|Question: what is a %s?" "letter|A letter about the %s" \
@@ -176,13 +178,12 @@ papers-demo: $(READY)
 		> $(DEMO_DATA)/tasks.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/greenroom trace record demo --prompts $(DEMO_DATA)/tasks.jsonl \
 		-o $(DEMO_DATA)/demo.trace --max-new-tokens 160 --cache 100% --weights --output-norms \
-		--temperature 0.8 --seed 7
+		--gate-inputs 1 --predict next-gate --temperature 0.8 --seed 7
 
 # ProMoE's predictors, trained on the demo model, and the recordings that their figures replay. Both
 # are in the repository, so that `make papers` trains nothing and has the same figures everywhere.
 papers-train: $(READY)
 	$(BIN)/python benchmarks/papers/promoe_train.py
-	$(BIN)/python benchmarks/similarity.py $(DEMO_DATA)/run.trace
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -56,6 +56,13 @@ def test_make_papers_runs_every_script() -> None:
     assert run_by_make().isdisjoint(run_by_make("papers-train"))  # which trains
 
 
+def test_make_papers_records_what_its_scripts_read() -> None:
+    read = re.findall(r"(?:DEMO_DATA\)|papers/demo)/(\S+\.trace)", recipe("papers"))
+    recorded = re.findall(r"-o \$\(DEMO_DATA\)/(\S+\.trace)", recipe("papers-demo"))
+    assert read
+    assert set(read) == set(recorded)
+
+
 @pytest.mark.parametrize("command", documented())
 def test_make_papers_runs_the_commands_of_the_documents(command: str) -> None:
     """With its options, or in a loop if it has none but the recordings."""
