@@ -102,8 +102,8 @@ class Predictor(Protocol):
     """Interface of predictors of which experts a model's next layers choose.
 
     `distance` is how many layers ahead `predict` looks; None if it may predict any layer. `width`
-    is how many experts it names for a token at most. `costly` predictors take longer to predict
-    than to hand their inputs to another thread.
+    is how many experts it names for a token at most. `costly` predictors run in a thread
+    of their own by default.
     """
 
     name: str
