@@ -161,7 +161,7 @@ def prefetch_predictors(
 def runs_in_worker(predictor: Predictor | None, predict_in: str) -> bool:
     """Check whether a predictor gets a thread of its own, by the option `--predict-in`.
 
-    With `auto`, only a costly predictor does (ProMoE, section 4.4); for others no gain was measured.
+    With `auto`, only a costly predictor does (ProMoE, 4.4); for others no gain was measured.
     """
     if predictor is None:
         return False
