@@ -9,8 +9,8 @@ token uses 403 MB of experts and 152 MB of dense weights. Four folders differ on
     uniform    every expert is as likely as any other: the worst case for a cache
     zipf0.7, zipf1.0, zipf1.5
                the router adds -s * log(rank) to an expert's logit, with another random ranking
-               in each layer, so that a softmax gives popularity rank ** -s. Real models lie
-               around 0.7 to 1.0
+               in each layer, so that a softmax gives popularity rank ** -s. Single requests of
+               real models are about as skewed as 0.7 (papers/expert_reuse.py)
 
 The bias rides on channel 0 of the residual stream: the embedding holds a constant there that is
 large enough to stay nearly constant through the norm, and the router's column 0 is the bias over

@@ -5,7 +5,8 @@ longest request of each half of the recording, and in all requests together.
 The first table has the share of a layer's uses that goes to the most used quarter of its experts,
 a mean over layers and over requests, and the same of all requests together. An even use would give
 25 %. A short request is uneven by chance, so that `by chance` has requests of the same lengths
-whose tokens choose experts as all requests together do.
+whose tokens choose experts as all requests together do. The last rows are routers of the
+benchmarks' checkpoints (checkpoints.py): 64 experts, top-8, logits -s * log(rank) + N(0, 1).
 
 The second table has the share of all experts that a request uses in its first 32 tokens (the paper
 decodes 32): at all, at least twice (`repeatedly`), in a tenth, a quarter and half of the tokens.
@@ -23,6 +24,7 @@ from greenroom.trace.groups import activation_matrices
 
 TOKENS = 32
 PARTS = (0.1, 0.25, 0.5)
+ZIPF = (0.7, 1.0, 1.5)  # the skews s of the benchmarks' checkpoints
 
 
 def quarter(counts: np.ndarray) -> float:
@@ -41,6 +43,12 @@ def by_chance(counts: np.ndarray, random: np.random.Generator) -> np.ndarray:
         np.stack([random.multinomial(n, share) for n, share in zip(row, shares, strict=True)])
         for row in uses
     ])  # fmt: skip
+
+
+def zipf_uses(skew: float, random: np.random.Generator) -> np.ndarray:
+    """Uses of each expert by 20,000 tokens of a skewed router of the benchmarks' checkpoints."""
+    logits = random.standard_normal((20_000, 64)) - skew * np.log(np.arange(1, 65))
+    return np.bincount(np.argpartition(logits, -8)[:, -8:].ravel(), minlength=64)
 
 
 def used_shares(trace: Trace) -> list[str]:
@@ -73,6 +81,9 @@ def main(args: argparse.Namespace) -> None:
             percent(quarter(by_chance(counts, random))), percent(quarter(merged)),
         ])  # fmt: skip
         shares.append([MODELS[model], *used_shares(trace)])
+    for skew in ZIPF:
+        uses = percent(quarter(zipf_uses(skew, random)))
+        skews.append([f"checkpoint zipf{skew:.1f}", "-", "-", "-", uses])
     for axes in panels[-1]:
         axes.set_xlabel("expert of the last layer")
     save(fig, args, "expert-reuse")
