@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.memory import arena
 from greenroom.runtime.memory.arena import ALIGNMENT, SPAN, TensorArena
 from greenroom.runtime.memory.system import rss_bytes
+from tests.runtime.rig import in_time
 
 SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64])
@@ -30,6 +33,33 @@ def test_every_tensor_has_its_own_aligned_memory(shapes):
         assert tensor.data_ptr() % ALIGNMENT == 0
         tensor_arena.append(tensor.fill_(number))
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensor_arena))
+
+
+class SlowArena(TensorArena):
+    """An arena in which another thread runs each time that its position is read."""
+
+    @property
+    def _used(self) -> int:
+        used = self._position
+        time.sleep(1e-4)
+        return used
+
+    @_used.setter
+    def _used(self, value: int) -> None:
+        self._position = value
+
+
+def test_tensors_of_several_threads_do_not_overlap():
+    """Without the arena's lock, two weights of a model got the same memory once in a while."""
+    slow_arena, filled = SlowArena(), []
+
+    def allocate(thread: int) -> None:
+        for value in range(thread * 50, thread * 50 + 50):
+            filled.append((slow_arena.empty(32, dtype=torch.int64).fill_(value), value))
+
+    in_time(*(partial(allocate, thread) for thread in range(4)))
+    assert len(filled) == 200
+    assert all(bool((tensor == value).all()) for tensor, value in filled)
 
 
 def test_a_span_is_shared_and_a_larger_tensor_has_its_own(monkeypatch):
