@@ -47,7 +47,7 @@ class Early:
     """A predictor of which only the predictions made before a pass count."""
 
     def __init__(self, every_pass: Predictor) -> None:
-        self.name, self.distance = every_pass.name, None
+        self.name, self.distance, self.width = every_pass.name, None, every_pass.width
         self.begin, self.observe, self._predict = (
             every_pass.begin,
             every_pass.observe,
@@ -62,7 +62,12 @@ class Timed:
     """A predictor that is timed."""
 
     def __init__(self, every_pass: Predictor) -> None:
-        self.name, self.distance, self.seconds = every_pass.name, every_pass.distance, 0.0
+        self.name, self.distance, self.width = (
+            every_pass.name,
+            every_pass.distance,
+            every_pass.width,
+        )
+        self.seconds = 0.0
         for call in ("begin", "observe", "predict"):
             setattr(self, call, self._timed(getattr(every_pass, call)))
 

@@ -127,7 +127,7 @@ ROWS = (
         ("slots", "transfer/compute", "moepic", "mean theta")),
     Row("host_tier.py", "{recording} --tokens 24 --bus 4 --host 50,100",
         ("slots", "bus", "host memory", "whole", "split 0.75")),
-    Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 8",
+    Row("accuracy.py", "demo --out {out}/accuracy.json --distances 1 --every 5",
         ("predictor", "distance", "layer 0", "layer 7"), writes=("accuracy.json",)),
     Row("systems.py", "{recording} --tokens 132 --earlier 132"
         " --systems moepic,moepic+greenroom,hybrimoe,llru,greenroom",
