@@ -20,6 +20,7 @@ from greenroom.policies import policy
 from greenroom.sim.study import Cell, Study
 from tests.core.random_driver import EXPERTS, LAYERS, OFFSETS, RandomDriver, groups, ids, pieces
 from tests.core.strategies import steps as steps_of
+from tests.options import needs_option
 from tests.sim.small import trace as small_trace
 
 
@@ -173,15 +174,23 @@ def test_what_excludes_another_order_is_named():
         UnknownName, match="unknown expert_order 'big': choose one of resident, cached"
     ):
         SchedulerConfig(expert_order="big")
-    with pytest.raises(UsageError, match="--expert-order id and --co-compute auto exclude"):
-        SchedulerConfig(expert_order="id", co_compute="auto")
-    with pytest.raises(UsageError, match="--expert-order access and an option that approximates"):
-        SchedulerConfig(expert_order="access", skip_below=0.1)
     config = SchedulerConfig(expert_order="id")
     split = Split.of(100, 0.5, LAYERS, 4)
     for every in (pieces(devices=2), Pieces.with_split(OFFSETS, split, [1] * 2 * OFFSETS[-1])):
         with pytest.raises(UsageError, match="--expert-order id works only with whole experts"):
             config.options(every)
+
+
+@needs_option("co_compute")
+def test_two_processors_exclude_another_order():
+    with pytest.raises(UsageError, match="--expert-order id and --co-compute auto exclude"):
+        SchedulerConfig(expert_order="id", co_compute="auto")
+
+
+@needs_option("skip_below")
+def test_approximation_excludes_another_order():
+    with pytest.raises(UsageError, match="--expert-order access and an option that approximates"):
+        SchedulerConfig(expert_order="access", skip_below=0.1)
 
 
 def test_the_demo_model_says_the_same():
