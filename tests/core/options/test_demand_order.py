@@ -13,7 +13,6 @@ from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Finish, Routed, StartChunk
 from greenroom.core.options.rules.demand_order import HottestFirst
-from greenroom.core.options.rules.precision import precision
 from greenroom.core.pieces import Copies, Pieces
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.queue import TransferQueue, Urgency
@@ -64,15 +63,17 @@ def test_without_the_option_experts_are_moved_by_id():
     assert moved(s, Routed(0, 0, ids(0, 1, 2, 4), rows=rows(2, 1, 3, 3))) == [0, 1, 2, 4]
 
 
-def with_copies(nested: bool) -> Pieces:
-    return Pieces.with_copies(OFFSETS, Copies.of(100, 0.5, LAYERS, 4, nested=nested))
+def hottest_with_copies(nested: bool) -> Scheduler:
+    """Experts below a tail weight of 0.4 come from their copies."""
+    precision = pytest.importorskip("greenroom.core.options.rules.precision").precision
+    every = Pieces.with_copies(OFFSETS, Copies.of(100, 0.5, LAYERS, 4, nested=nested))
+    return hottest(8, every, precision(Approximation(low=0.4), every))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_low_planes_are_moved_before_exact_experts(nested):
     """0 and 3 are exact, 1 and 2 come from their copies. 2 is hotter than 1, 3 hotter than 0."""
-    every = with_copies(nested)
-    s = hottest(8, every, precision(Approximation(low=0.4), every))
+    s = hottest_with_copies(nested)
     weights = np.array([1, 0.1, 0.1, 1], np.float32)
     event = Routed(0, 0, ids(0, 1, 2, 3), rows=rows(1, 1, 2, 9), tail_weights=weights)
     assert moved(s, event) == [N + 2, N + 1, 3, 0]
@@ -80,8 +81,7 @@ def test_low_planes_are_moved_before_exact_experts(nested):
 
 def test_a_remainder_is_a_plane_of_its_own_behind_copies():
     """The copies of 1 and 2 are in memory. Now 1 is exact: its remainder is behind 3's copy."""
-    every = with_copies(nested=True)
-    s = hottest(8, every, precision(Approximation(low=0.4), every))
+    s = hottest_with_copies(nested=True)
     low = np.array([0.1, 0.1], np.float32)
     assert moved(s, Routed(0, 0, ids(1, 2), tail_weights=low)) == [N + 1, N + 2]
     weights = np.array([1, 1, 0.1], np.float32)
