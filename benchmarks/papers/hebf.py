@@ -38,9 +38,14 @@ def as_prompts(trace: Trace) -> Trace:
     )  # fmt: skip
 
 
-def as_batches(trace: Trace, tokens: int) -> Trace:
-    """Passes of one token of each of 8 requests, for the first tokens of all requests."""
+def as_batches(trace: Trace, tokens: int) -> Trace | None:
+    """Passes of one token of each of 8 requests, for the first tokens of all requests.
+
+    None if fewer than 8 requests have so many tokens, as in Mixtral's recording.
+    """
     long = np.flatnonzero(np.diff(trace.request_starts) >= tokens)
+    if long.size < ANSWERS:
+        return None
     groups = long[: long.size // ANSWERS * ANSWERS].reshape(-1, ANSWERS)
     starts = trace.request_starts[groups]
     rows = (starts[:, None, :] + np.arange(tokens)[:, None]).reshape(-1)
@@ -71,9 +76,9 @@ def main(args: argparse.Namespace) -> None:
         few = recording.select(np.arange(min(recording.requests, 8 if args.quick else 64)))
         batches = as_batches(few, 4 if args.quick else args.tokens)
         cases = {"prompts": (as_prompts(few), EXACT)}
-        if batches.requests:
+        if batches is not None:
             cases[f"{ANSWERS} answers"] = (batches, EXACT)
-        if batches.requests and recording.weights is not None:
+        if batches is not None and recording.weights is not None:
             cases[f"{ANSWERS} answers, nested"] = (batches, NESTED)
         for name, (trace, config) in cases.items():
             for ms in TRANSFERS_MS:
