@@ -61,7 +61,7 @@ class LoadConfig(SchedulerConfig):
     )  # fmt: skip
     predict_in: str = option(
         "auto", "thread that runs the predictor: worker is a thread of its own, inline is the one"
-        " that computes; auto: worker for learned", None, PREDICT_IN, group=PREFETCHING,
+        " that computes; auto: worker for learned with a GPU", None, PREDICT_IN, group=PREFETCHING,
     )  # fmt: skip
     kernels: str = option(
         "auto", "implementation of the experts' computation", None, KERNELS, group=MACHINE

@@ -103,7 +103,7 @@ class Predictor(Protocol):
 
     `distance` is how many layers ahead `predict` looks; None if it may predict any layer. `width`
     is how many experts it names for a token at most. `costly` predictors run in a thread
-    of their own by default.
+    of their own by default if a GPU computes the experts.
     """
 
     name: str

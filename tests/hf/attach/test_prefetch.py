@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import greenroom
 from greenroom.core.predictor import LayerPrediction
+from greenroom.hf.attach.predictors import runs_in_worker
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import save_predictor
 from greenroom.predictors import PREDICTORS
@@ -108,10 +109,19 @@ def test_a_predictor_in_a_worker_leaves_every_bit_and_learns_the_same(
     assert all(np.array_equal(inline[key], worker[key]) for key in inline)
 
 
-def test_only_a_costly_predictor_has_a_thread_by_default(folder, tmp_path):
-    for name, place in (("learned", "worker"), ("next-gate", "inline"), ("none", None)):
+def test_on_a_cpu_no_predictor_has_a_thread_by_default(folder, tmp_path):
+    for name, place in (("learned", "inline"), ("next-gate", "inline"), ("none", None)):
         with streamed(folder, capacity=9, **ahead(name, folder, tmp_path)) as model:
             assert model.greenroom.stats().prefetch["predict_in"] == place, name
+
+
+def test_with_a_gpu_only_a_costly_predictor_has_a_thread_by_default(folder, tmp_path):
+    for name, costly in (("learned", True), ("next-gate", False)):
+        with streamed(folder, capacity=9, **ahead(name, folder, tmp_path)) as model:
+            predictor = model.greenroom.predictor
+        assert runs_in_worker(predictor, "auto", on_gpu=True) == costly
+        assert runs_in_worker(predictor, "worker", on_gpu=False)
+        assert not runs_in_worker(predictor, "inline", on_gpu=True)
 
 
 @pytest.mark.parametrize("capacity", [1, 3])

@@ -154,7 +154,7 @@ class Greenroom:
             slots,
             foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
             guard=Guard() if setup.guard and self.predictor else None,
-            predict_in_worker=runs_in_worker(self.predictor, setup.predict_in),
+            predict_in_worker=runs_in_worker(self.predictor, setup.predict_in, setup.cuda),
             links=links_of(setup),
             host_memory=between,
         )
