@@ -12,7 +12,7 @@ import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.checkpoint.header import LONGEST, StoredTensor, read_header
-from greenroom.hf.checkpoint.quantised import combine_codes_and_scales
+from greenroom.hf.checkpoint.quantised.methods import combine_codes_and_scales
 from greenroom.hf.checkpoint.read import read_tensor
 from greenroom.json_file import Malformed, printable, read_object, show_value
 

@@ -25,7 +25,7 @@ from greenroom.hf.checkpoint.header import NAMES, StoredTensor
 from greenroom.hf.checkpoint.pack.copies import join_planes
 from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
-from greenroom.hf.checkpoint.quantised import settings_of
+from greenroom.hf.checkpoint.quantised.methods import settings_of
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, conversions_of
 from greenroom.runtime.encodings import ENCODINGS
