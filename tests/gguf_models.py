@@ -2,8 +2,9 @@
 
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"ffn_down": "Q6_K", "": "Q4_K"})
 
-gguf-py quantises to Q8_0, Q5_0, Q4_0 and MXFP4; the K types, which it can only expand, are random
-codes under sane scales. What llama.cpp itself makes of them lies in tests/data/gguf (`by_llama`).
+gguf-py quantises to Q8_0, Q5_0, Q5_1, Q4_0, Q4_1 and MXFP4; the other types, which it can only
+expand, are random codes under sane scales. What llama.cpp itself makes of them lies in
+tests/data/gguf (`by_llama`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from tests.ggml_blocks import HALVES, LARGE, set_scales
 from tests.models import make, save_tokenizer
 
 ARCHITECTURES = {
@@ -67,7 +69,7 @@ TOP = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "MXFP4", "BF16")  # by gguf-py
 
 
 def write(
@@ -209,19 +211,19 @@ def add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Type) -> None:
     if kind in (Type.F32, Type.F16):
         writer.add_tensor(name, values.astype(np.float16 if kind is Type.F16 else np.float32))
         return
-    data = codes(values.shape, kind) if kind in SCALES else gguf.quantize(values, kind)
+    data = gguf.quantize(values, kind) if kind.name in QUANTISED else codes(values.shape, kind)
     writer.add_tensor(name, data, raw_dtype=kind)
 
 
 def codes(shape: tuple[int, ...], kind: Type) -> np.ndarray:
-    """Random codes of a type under scales that make values of about 0.2."""
+    """Random codes of a type under scales that make values of about 0.1."""
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     data = random.integers(0, 256, (*shape[:-1], shape[-1] // block * nbytes), np.uint8)
-    blocks = data.reshape(-1, nbytes)
-    for at in SCALES[kind]:
-        scale = random.uniform(1e-4, 4e-4, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    name, blocks = kind.name.lower(), data.reshape(-1, nbytes)
+    for at in HALVES.get(name, ()):
+        scales = random.uniform(0.5, 2, len(blocks)) / LARGE[name]
+        set_scales(name, blocks, at, scales)
     return data
 
 

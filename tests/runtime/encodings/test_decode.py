@@ -12,18 +12,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.errors import UnsupportedModel
+from greenroom.hf.checkpoint.gguf_file import ggml_type
 from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings.ggml import codebook
+from tests.ggml_blocks import GGML, HALVES, random_bytes, sane_scales, set_scales
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-GGML = {
-    "q8_0": "Q8_0",
-    "q4_0": "Q4_0",
-    "q5_0": "Q5_0",
-    "gguf_mxfp4": "MXFP4",
-    "q4_k": "Q4_K",
-    "q5_k": "Q5_K",
-    "q6_k": "Q6_K",
-}
+LIMITS = [0.0, -0.0, 6e-8, -6.097e-5, 6.104e-5, 65504.0, np.inf, -np.inf, np.nan, 1.0]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -41,24 +37,62 @@ def test_every_encoding_has_a_decoder():
     assert set(ENCODINGS) == set(BLOCKS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def ggml(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[ggml_type(name)]
+
+
+def test_block_sizes_are_those_of_ggml() -> None:
+    for name in GGML:
+        assert BLOCKS[name] == gguf.GGML_QUANT_SIZES[ggml(name)]
+
+
+def test_every_type_that_gguf_dequantises_is_served() -> None:
+    """So a type that a new gguf adds is noticed here."""
+    known = set()
+    for kind, (_, nbytes) in gguf.GGML_QUANT_SIZES.items():
+        try:
+            gguf.dequantize(np.zeros((1, nbytes), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        known.add(kind.name)
+    assert known - {"F32", "F16", "BF16"} <= {ggml_type(name) for name in ENCODINGS} | {"NVFP4"}
+
+
 @pytest.mark.parametrize("name", GGML)
-def test_ggml_blocks_of_any_bytes(name: str, dtype: torch.dtype) -> None:
-    """All bytes are valid codes; scales that are no numbers are left out, as no file has them."""
-    encoding, kind = ENCODINGS[name], gguf.GGMLQuantizationType[GGML[name]]
-    (block, nbytes), rows, columns = BLOCKS[name], 64, 512
+def test_ggml_blocks_of_any_bytes(name: str) -> None:
+    """All bytes are valid codes; there are enough of them for each entry of a codebook."""
+    (block, _), rows = BLOCKS[name], 512
     random = np.random.default_rng(0)
-    codes = random.integers(0, 256, (rows, columns // block * nbytes), np.uint8)
-    if name != "gguf_mxfp4":
-        blocks = codes.reshape(-1, nbytes)
-        at = {"q6_k": (208,), "q8_0": (0,), "q4_0": (0,), "q5_0": (0,)}.get(name, (0, 2))
-        for place in at:
-            d = random.normal(size=len(blocks)).astype(np.float16)
-            blocks[:, place : place + 2] = d[:, None].view(np.uint8)
+    blocks = random_bytes(name, 2 * rows, random)
+    sane_scales(name, blocks, random)
+    codes = blocks.reshape(rows, -1)
     with np.errstate(over="ignore"):  # the largest scales of mxfp4
-        expected = torch.from_numpy(gguf.dequantize(codes, kind)).to(dtype)
-    got = encoding.decode([torch.from_numpy(codes)], (rows, columns), dtype)
+        expected = torch.from_numpy(gguf.dequantize(codes, ggml(name)))
+    for dtype in DTYPES:
+        got = ENCODINGS[name].decode([torch.from_numpy(codes)], (rows, 2 * block), dtype)
+        assert same(got, expected.to(dtype))
+
+
+@pytest.mark.parametrize("name", GGML)
+def test_ggml_blocks_at_the_limits(name: str) -> None:
+    """Scales that are zero, subnormal, the largest, infinite or NaN, under extreme codes."""
+    random = np.random.default_rng(1)
+    blocks = np.concatenate([np.zeros_like(b := random_bytes(name, 100, random)), b | 255, b])
+    if name == "gguf_mxfp4":
+        blocks[:256, 0] = np.arange(256)
+    for turn, at in enumerate(HALVES[name]):  # every pair of limits where there are two
+        set_scales(name, blocks, at, np.tile(np.repeat(LIMITS, 10) if turn else LIMITS * 10, 3))
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(blocks, ggml(name)))
+    got = ENCODINGS[name].decode([torch.from_numpy(blocks)], expected.shape, torch.float32)
     assert same(got, expected)
+
+
+def test_codebooks_need_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codebook, "find_spec", lambda name: None)
+    codebook.grid.cache_clear()
+    with pytest.raises(UnsupportedModel, match="weights in IQ3_XXS need the package gguf"):
+        ENCODINGS["iq3_xxs"].decode([torch.zeros(1, 98, dtype=torch.uint8)], (1, 256), DTYPES[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

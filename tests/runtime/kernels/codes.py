@@ -1,4 +1,4 @@
-"""Encoded experts of any bytes, of which a reference tool writes only some."""
+"""Encoded experts of any bytes, of every encoding that has a compiled product."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.kernels.codegen.formats.expand import EXPANDERS
 from greenroom.runtime.kernels.layer import LayerExperts
+from tests.ggml_blocks import GGML, sane_scales
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
 ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "ct_int4": "int32"}
-HALVES = {
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
-    "q6_k": (208,),
-    **dict.fromkeys(("q4_k", "q5_k"), (0, 2)),
-}
-LARGE = {"q8_0": 1000, "q4_0": 60, "q5_0": 120, "q4_k": 6000, "q5_k": 12000, "q6_k": 25000}
-GGML = (*HALVES, "gguf_mxfp4")
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Style:
 
 
 STYLES = (
-    *(Style(name) for name in GGML),
+    *(Style(name) for name in GGML if name in EXPANDERS),
     Style("mxfp4", "uint8"),
     Style("int8", "float16", (1, 64)),
     Style("int4", "float16"),
@@ -57,13 +52,7 @@ def tensors_of(
     assert columns % inputs == 0
     raw = random.integers(0, 256, (rows, columns // inputs * nbytes), np.uint8)
     if style.name in GGML:
-        blocks = raw.reshape(-1, nbytes)
-        for at in HALVES.get(style.name, ()):
-            d = (random.normal(size=len(blocks)) / LARGE[style.name]).astype(np.float16)
-            blocks[:, at : at + 2] = d[:, None].view(np.uint8)
-        if style.name == "gguf_mxfp4":
-            blocks[:, 0] = random.integers(118, 128, len(blocks))
-            blocks[0, 0] = 1
+        sane_scales(style.name, raw.reshape(-1, nbytes), random)
         return {name: torch.from_numpy(raw)}
     codes = torch.from_numpy(raw).view(getattr(torch, ITEM.get(style.name, "uint8")))
     down, across = style.share

@@ -83,7 +83,7 @@ def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, S
 def encoding_of(ggml: str) -> str:
     """Return Greenroom's name for a ggml quantisation type, such as q4_k for Q4_K.
 
-    Types that Greenroom's kernels cannot compute with keep ggml's name.
+    Types that Greenroom cannot decode keep ggml's name.
     """
     name = ggml.lower()
     return next((each for each in (f"gguf_{name}", name) if each in BLOCKS), ggml)

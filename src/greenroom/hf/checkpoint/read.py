@@ -16,7 +16,7 @@ from torch import Tensor
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
-from greenroom.runtime.encodings import ENCODINGS, Encoding
+from greenroom.runtime.encodings import ENCODINGS
 
 CHUNK = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
@@ -36,7 +36,7 @@ def read_tensor(
     empty:  `empty(*shape, dtype=...)` allocates the result, except for stacks of quantised matrices
 
     Raises CheckpointError if the file is truncated or cannot be read, UnsupportedModel if torch
-    lacks the stored dtype.
+    lacks the stored dtype or no decoder exists for the encoding.
     """
     if stored.encoding == PLAIN:
         kind = _dtype(files[stored.file], name, stored)
@@ -75,7 +75,12 @@ def _matrix(
     step = unit = stored.unit
     if rows % unit == 0:  # otherwise each row of scales is decoded separately
         step *= max(1, CHUNK // (4 * columns * unit))
-    decode = decoder(stored.encoding)
+    if stored.encoding not in ENCODINGS:
+        raise UnsupportedModel(
+            f"{files[stored.file]}: the tensor {name} is stored as {stored.encoding}, which is not"
+            f" supported; supported are {', '.join(ENCODINGS)}"
+        )
+    decode = ENCODINGS[stored.encoding].decode
     codes, *companions = stored.parts
     for row in range(0, rows, step):
         count = min(step, rows - row)
@@ -84,22 +89,6 @@ def _matrix(
         tensors = [read_tensor(files, name, part) for part in parts]
         matrix[row : row + count] = decode(tensors, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
-
-
-def decoder(encoding: str) -> Callable[..., Tensor]:
-    """Return the function that dequantises matrices of an encoding.
-
-    Its arguments are (list of codes and scales, shape, dtype). For ggml types that Greenroom's
-    kernels cannot compute with, it calls the gguf package.
-    """
-    if encoding in ENCODINGS:
-        return ENCODINGS[encoding].decode
-    from gguf import GGMLQuantizationType, dequantize
-
-    kind = GGMLQuantizationType[encoding]
-    return Encoding(
-        encoding, lambda codes: torch.from_numpy(dequantize(codes.numpy(), kind))
-    ).decode
 
 
 def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:
