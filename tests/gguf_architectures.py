@@ -1,0 +1,75 @@
+"""Tiny models of the MoE architectures, as llama.cpp's own converter writes them.
+
+    model = original(FOLDER / "qwen3_moe")      # what the converter was given
+
+tests/data/gguf/architectures has a folder a model type: config.json and model.gguf. Weights follow
+from the parameters' names, so a test makes the same model again. make.py in tests/data/gguf made
+the files.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from greenroom.hf.index.conversions import TargetDtypes
+from greenroom.hf.model.architectures import class_of
+
+FOLDER = Path(__file__).parent / "data" / "gguf" / "architectures"
+MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+SCALE = 1 / 8  # of MXFP4 experts
+
+
+def names() -> list[str]:
+    """The model types that the folder has."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/model.gguf"))
+
+
+def original(folder: Path) -> PreTrainedModel:
+    """The text model that the converter was given, in bfloat16, computed eagerly."""
+    kind, config = class_of(AutoConfig.from_pretrained(folder))
+    config._experts_implementation = "eager"
+    model = kind._from_config(config, dtype=torch.bfloat16)
+    dtypes = TargetDtypes(model._get_dtype_plan(torch.bfloat16))
+    for name, parameter in model.named_parameters():  # some stay in float32
+        parameter.data = parameter.to(dtypes(name, torch.bfloat16))
+    return fill(model).eval()
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel) -> PreTrainedModel:
+    """Give each parameter, and each buffer that is saved, values that follow from its name.
+
+    bfloat16 holds them exactly. Norms are near one, as in trained models, but none is one.
+    """
+    experts = r"\.experts\." if model.config.model_type == "deepseek_v4" else r"$^"
+    for name, tensor in model.state_dict().items():
+        wanted = values(name, tuple(tensor.shape))
+        if not tensor.is_floating_point():  # DeepSeek-V4's experts of each token
+            wanted = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 % 4
+        elif re.search(experts, name):
+            wanted = snap(wanted)
+        tensor.copy_(wanted)
+    model.tie_weights()
+    return model
+
+
+def values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The values of a parameter: the same with and without a vision tower around the text model."""
+    seed = zlib.crc32(name.replace("language_model.", "").encode())
+    noise = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    is_norm = len(shape) == 1 and name.endswith("weight")
+    exact = torch.from_numpy(1 + 0.1 * noise if is_norm else 0.2 * noise)
+    return exact.to(torch.bfloat16).float()
+
+
+def snap(tensor: Tensor) -> Tensor:
+    """The nearest values that MXFP4 has with the scale SCALE."""
+    codes = (tensor.abs().unsqueeze(-1) / SCALE - MXFP4).abs().argmin(-1)
+    return MXFP4[codes] * SCALE * tensor.sign()
