@@ -7,8 +7,8 @@ which files hold the expert (its *extents*), and how these bytes are laid out in
 
 A matrix may be stored in its slot in an *encoding*: the quantised bytes of the checkpoint, which
 kernels decode. Such a matrix consists of the tensor of its codes and of *companions*, which are
-tensors of the same slot called `<matrix>.scale`. runtime/encodings defines the meaning of the
-bytes, one file for each family of encodings.
+tensors of the same slot called `<matrix>.scale` and the like. runtime/encodings defines the meaning
+of the bytes, one file for each family of encodings.
 """
 
 from __future__ import annotations
@@ -56,11 +56,14 @@ BLOCKS = {
     "tq2_0": (256, 66),
     "gguf_mxfp4": (32, 17),
     "mxfp4": (32, 16),
+    "nvfp4": (16, 8),
+    "ct_nvfp4": (16, 8),
     "fp8": (1, 1),
     "int8": (1, 1),
     "int4": (2, 1),
     "ct_int4": (8, 4),
 }
+COMPANIONS = ("scale", "matrix_scale")  # in the order of a matrix's parts
 ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 
 
@@ -163,7 +166,8 @@ class SlotLayout:
         rows, width = codes.shape
         inputs, nbytes = BLOCKS[encoding]
         columns = width * ITEMSIZE[codes.dtype] // nbytes * inputs
-        companions = [spec for spec in self.tensors if spec.name.startswith(f"{name}.")]
+        names = {spec.name: spec for spec in self.tensors}
+        companions = [names[key] for kind in COMPANIONS if (key := f"{name}.{kind}") in names]
         return WeightSpec(name, encoding, (rows, columns), self.dtype, (codes, *companions))
 
 

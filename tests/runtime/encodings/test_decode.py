@@ -106,6 +106,55 @@ def test_mxfp4(dtype: torch.dtype) -> None:
     assert same(got, expected)
 
 
+def e2m1_under_every_e4m3_scale() -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [256, 256] with all pairs of values in each row, and scales [256, 32], NaN included."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 32)
+    return codes, scale.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("matrix_scale", [1.0, 0.0003, 7e-5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nvfp4_where_the_matrix_scale_multiplies(dtype: torch.dtype, matrix_scale: float) -> None:
+    """ModelOpt's `NVFP4QTensor.dequantize`, done again: the package is not among the tests' own.
+
+    `e2m1_values[codes].view(groups of 16) * (scale.float() * weight_scale_2)`, then the dtype.
+    """
+    codes, scale = e2m1_under_every_e4m3_scale()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    pairs = torch.stack((codes & 15, codes >> 4), -1).long()
+    scales = scale.float() * torch.tensor(matrix_scale)
+    expected = (values[pairs].view(256, 32, 16) * scales[..., None]).view(256, 512).to(dtype)
+    parts = [codes, scale, torch.full((1, 1), matrix_scale)]
+    got = ENCODINGS["nvfp4"].decode(parts, (256, 512), dtype)
+    assert same(got + 0.0, expected + 0.0)  # its zeros are positive
+
+
+@pytest.mark.parametrize("matrix_scale", [1.0, 3000.0, 17.3])
+def test_nvfp4_where_the_matrix_scale_divides(matrix_scale: float) -> None:
+    codes, scale = e2m1_under_every_e4m3_scale()
+    weights = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    packer = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    state = {"weight_packed": codes, "weight_scale": scale}
+    state["weight_global_scale"] = torch.tensor([matrix_scale])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    expected = packer.decompress(state, scheme)["weight"]
+    parts = [codes, scale, torch.full((1, 1), matrix_scale)]
+    got = ENCODINGS["ct_nvfp4"].decode(parts, (256, 512), torch.bfloat16)
+    assert same(got, expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "ct_nvfp4"])
+def test_a_matrix_of_two_has_two_matrix_scales(name: str) -> None:
+    """Gate and up of an expert."""
+    codes, scale = e2m1_under_every_e4m3_scale()
+    decode, both = ENCODINGS[name].decode, torch.tensor([[0.5], [3.0]])
+    got = decode([codes, scale, both], (256, 512), torch.bfloat16)
+    for i, half in enumerate((slice(0, 128), slice(128, 256))):
+        parts = [codes[half], scale[half], both[i : i + 1]]
+        assert same(got[half], decode(parts, (128, 512), torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "blocks"), [((256, 384), (2, 3)), ((24, 128), (2, 1))])
 def test_fp8(dtype: torch.dtype, shape: tuple[int, int], blocks: tuple[int, int]) -> None:

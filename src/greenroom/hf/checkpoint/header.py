@@ -65,7 +65,8 @@ class StoredTensor:
     encoding:   "plain" for numbers of `dtype`, otherwise the name of a quantisation format
     codes:      the shape of the quantised codes, [..., outputs, columns]; () if plain
     transposed: True if decoding transposes the stored matrix
-    unit:       how many outputs share one row of scales
+    unit:       how many outputs share one row of scales; if it is 1, the numbers of rows of codes
+                and scales say how many (a matrix scale has one row)
     companions: the tensors of scales, which lie elsewhere
     """
 

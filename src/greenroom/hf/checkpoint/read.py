@@ -82,10 +82,15 @@ def _matrix(
         )
     decode = ENCODINGS[stored.encoding].decode
     codes, *companions = stored.parts
+    # Rows of codes for one of scales. A last row of scales may cover fewer.
+    units = [unit if unit > 1 else rows // companion.shape[0] for companion in companions]
     for row in range(0, rows, step):
         count = min(step, rows - row)
         parts = [codes.rows(row, count)]
-        parts += [c.rows(row // unit, -(-count // unit)) for c in companions]
+        parts += [
+            c.rows(row // each, -(-count // each))
+            for c, each in zip(companions, units, strict=True)
+        ]
         tensors = [read_tensor(files, name, part) for part in parts]
         matrix[row : row + count] = decode(tensors, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix

@@ -251,7 +251,8 @@ def _layout(
             plain, kinds = first.encoding == PLAIN, [""]
             if not plain:
                 encodings[name] = first.encoding
-                kinds += ENCODINGS[first.encoding].companions
+                encoding = ENCODINGS[first.encoding]
+                kinds += encoding.companions
             outputs = sum(block.shape[0] * block.shape[1] for block in target_blocks)
             for kind, tensor in zip(kinds, first.parts, strict=True):
                 key = f"{name}.{kind}".rstrip(".")
@@ -260,8 +261,7 @@ def _layout(
                     tensors[key] = streamed.shape[1:], str(streamed.dtype)[6:]
                     continue
                 rows = outputs * tensor.shape[0] // first.codes[0]
-                dtype = "float32" if kind and first.encoding == "fp8" else tensor.dtype
-                tensors[key] = (rows, tensor.shape[1]), dtype
+                tensors[key] = (rows, tensor.shape[1]), encoding.dtype(kind, tensor.dtype)
     if set(order) != set(tensors):
         order = sorted(tensors, key=lambda name: place[name])
     dtype = str(layer[0].dtype)[6:]

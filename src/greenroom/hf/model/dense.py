@@ -126,8 +126,7 @@ def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
         return None
     sizes = [("weight", tensor.codes, tensor.dtype)]
     for kind, companion in zip(encoding.companions, tensor.companions, strict=True):
-        scale_dtype = "float32" if tensor.encoding == "fp8" else companion.dtype
-        sizes.append((f"weight.{kind}", companion.shape, scale_dtype))
+        sizes.append((f"weight.{kind}", companion.shape, encoding.dtype(kind, companion.dtype)))
     layout = SlotLayout.pack(sizes, {"weight": tensor.encoding}, str(dtype)[6:])
     stored = StoredMatrix(layout, dtype)
     return stored if stored.shape == tensor.shape else None

@@ -8,12 +8,12 @@ the end (`ct_int4` first to the dtype of its scales).
 
 from __future__ import annotations
 
-from greenroom.runtime.encodings import compressed, fp8, ggml, mxfp4, packed
+from greenroom.runtime.encodings import compressed, fp4, fp8, ggml, packed
 from greenroom.runtime.encodings.encoding import Encoding
 
 ENCODINGS: dict[str, Encoding] = {
     encoding.name: encoding
-    for family in (ggml, mxfp4, fp8, packed, compressed)
+    for family in (ggml, fp4, fp8, packed, compressed)
     for encoding in family.ENCODINGS
 }
 

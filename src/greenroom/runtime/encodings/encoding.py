@@ -17,11 +17,17 @@ class Encoding:
                 row, in any shape, and does not change its arguments
     companions: names of the tensors stored with the codes, such as `scale`; in a slot their names
                 are `<matrix>.<companion>`
+    float32:    the companions that are float32 in memory, whatever float type a file has
     """
 
     name: str
     expand: Callable[..., Tensor]
     companions: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+
+    def dtype(self, companion: str, stored: str) -> str:
+        """Return a companion's dtype in memory, given its dtype in the file."""
+        return "float32" if companion in self.float32 else stored
 
     def decode(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Decode a quantised matrix to a tensor of the given shape and dtype.

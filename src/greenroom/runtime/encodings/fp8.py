@@ -1,12 +1,13 @@
-"""`fp8`: 8-bit floats with one scale for each block of a matrix, as in DeepSeek-V3.
+"""`fp8`: 8-bit floats with one scale for each block, row or matrix.
 
 codes:  float8_e4m3fn [rows, columns]
 .scale: float32 [R, C]; one scale covers a block of rows / R outputs and columns / C inputs, which
-        are whole numbers. A side of a block is 128, or all of a shorter side of the matrix. Gate
-        and up have blocks of their own, so a gated matrix [2I, H] has twice as many rows of scales
-        as [I, H]
-value:  code * scale in float32, rounded to the model's dtype; the reference is transformers'
-        `Fp8Dequantize`
+        are whole numbers. DeepSeek-V3's blocks have sides of 128, or all of a shorter side of the
+        matrix; MXFP8's are one output and 32 inputs; a block may also be one output and all
+        inputs, or a matrix. Gate and up have blocks of their own, so a gated matrix [2I, H] has
+        twice as many rows of scales as [I, H], if blocks have several rows
+value:  code * scale in float32, rounded to the model's dtype; the references are transformers'
+        `Fp8Dequantize` and `CompressedTensorsDequantize`
 """
 
 from __future__ import annotations
@@ -27,4 +28,4 @@ def expand(codes: Tensor, scale: Tensor) -> Tensor:
     return blocks * scale[:, None, :, None]
 
 
-ENCODINGS = (Encoding("fp8", expand, ("scale",)),)
+ENCODINGS = (Encoding("fp8", expand, ("scale",), ("scale",)),)

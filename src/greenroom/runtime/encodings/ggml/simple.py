@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.ggml.fields import bit_fields, half, signed
-from greenroom.runtime.encodings.mxfp4 import E2M1
+from greenroom.runtime.encodings.fp4 import E2M1
 
 
 def _nibbles(blocks: Tensor, at: int) -> Tensor:

@@ -89,14 +89,14 @@ class StoredMatrix:
         """Decode an encoded matrix completely, to the weight that the module would have."""
         (rows, columns), decode = self.shape, ENCODINGS[self.spec.encoding].decode
         codes, *scales = self.parts
-        rows_per_scale = (
-            rows // len(scales[0]) if scales else 1
-        )  # weight rows that share a row of scales
-        step = rows_per_scale * max(1, CHUNK // (columns * rows_per_scale))
+        # Weight rows that share a row of scales: a block's, or all rows.
+        units = [rows // len(scale) for scale in scales]
+        unit = max((each for each in units if each < rows), default=1)
+        step = unit * max(1, CHUNK // (columns * unit))
         out = torch.empty(rows, columns, dtype=self.dtype)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            some = [scale[start // rows_per_scale : stop // rows_per_scale] for scale in scales]
+            some = [s[start // n : -(-stop // n)] for s, n in zip(scales, units, strict=True)]
             shape = (stop - start, columns)
             out[start:stop] = decode([codes[start:stop], *some], shape, self.dtype)
         return out
