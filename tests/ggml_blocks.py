@@ -10,7 +10,7 @@ import numpy as np
 from greenroom.core.layout import BLOCKS
 
 # Encoding -> bytes of a block at which a float16 scale or minimum begins. iq1_m has one in
-# four quarters from there on; gguf_mxfp4 has a power of two in its first byte.
+# four quarters from there on; gguf_mxfp4 begins with a power of two, gguf_nvfp4 with e4m3 scales.
 HALVES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
@@ -22,6 +22,7 @@ HALVES: dict[str, tuple[int, ...]] = {
     "tq2_0": (64,),
     "iq1_m": (48,),
     "gguf_mxfp4": (),
+    "gguf_nvfp4": (),
 }
 # What a scale is divided by, so that weights have about a trained model's size.
 LARGE = {
@@ -72,5 +73,7 @@ def sane_scales(name: str, blocks: np.ndarray, random: np.random.Generator) -> N
     if name == "gguf_mxfp4":
         blocks[:, 0] = random.integers(118, 128, len(blocks))
         blocks[0, 0] = 1
+    if name == "gguf_nvfp4":
+        blocks[:, :4] = random.integers(0, 40, (len(blocks), 4))
     for at in HALVES[name]:
         set_scales(name, blocks, at, random.normal(size=len(blocks)) / LARGE[name])

@@ -1,4 +1,4 @@
-"""Decoders of ggml's types with blocks of 32 weights and one scale.
+"""Decoders of ggml's types with one scale for 32 weights, or 16.
 
 q8_0        d f16 | 32 x i8                        d * q
 q4_0        d f16 | 16 bytes: q[i], q[i + 16]      d * (q - 8)
@@ -8,6 +8,9 @@ q5_0        d f16 | 4 bytes: bit i is q[i]'s fifth |
 q5_1        d f16, m f16 | 4 and 16 bytes as in q5_0   d * q + m
 gguf_mxfp4  e u8  | 16 bytes: q[i], q[i + 16]      2^(e - 128) * twice the e2m1 value, where
                                                    both zeros are positive
+gguf_nvfp4  4 x e u8 | 4 times 8 bytes: q[i], q[i + 8]
+            group j of 16 weights: half of scale[j], an e4m3 number without sign, times twice the
+            e2m1 value; the scale 0x7f is 0
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from greenroom.runtime.encodings.ggml.fields import bit_fields, half, signed
 from greenroom.runtime.encodings.fp4 import E2M1
+from greenroom.runtime.encodings.ggml.fields import bit_fields, half, signed
 
 
 def _nibbles(blocks: Tensor, at: int) -> Tensor:
@@ -53,8 +56,21 @@ def _q5_1(blocks: Tensor) -> Tensor:
 def _gguf_mxfp4(blocks: Tensor) -> Tensor:
     e = blocks[:, :1].int()
     power = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
-    twice = (torch.tensor(E2M1, device=blocks.device) * 2).int().float()  # no negative zero
-    return power * twice[_nibbles(blocks, 1).int()]
+    return power * _twice_e2m1(_nibbles(blocks, 1))
+
+
+def _twice_e2m1(codes: Tensor) -> Tensor:
+    """Convert e2m1 codes to twice their values, where both zeros are positive."""
+    return (torch.tensor(E2M1, device=codes.device) * 2).int().float()[codes.int()]
+
+
+def _gguf_nvfp4(blocks: Tensor) -> Tensor:
+    byte = blocks[:, :4].int()
+    exponent, fraction = byte >> 3 & 15, (byte & 7).float()
+    normal = (8 + fraction) * torch.exp2((exponent - 11).float())
+    halved = torch.where(exponent == 0, fraction * 2**-10, normal).masked_fill(byte == 0x7F, 0)
+    codes = bit_fields(blocks[:, 4:], 8, 4, 2).reshape(len(blocks), 4, 16)
+    return halved[..., None] * _twice_e2m1(codes)
 
 
 DECODERS = {
@@ -64,4 +80,5 @@ DECODERS = {
     "q5_0": _q5_0,
     "q5_1": _q5_1,
     "gguf_mxfp4": _gguf_mxfp4,
+    "gguf_nvfp4": _gguf_nvfp4,
 }
