@@ -132,7 +132,7 @@ from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.entries import heads
 from greenroom.runtime.kernels.codegen.entries import layers
-from greenroom.runtime.kernels.codegen.formats.expand import NAMES
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.codegen.jit import WITNESS
 from greenroom.sim.replay import _bound_loop
 found = {}
@@ -143,10 +143,13 @@ for name, policy in POLICIES.items():
 kernels = [(expert_group.compute_group, 0, 0), (expert_group.combine,)]
 kernels += [(choice.select, 0), (choice.find_slots,)]
 kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0), (layers.add_and_norm,)]
-kernels += [(encoded.product, 0, 0, True)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
         found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))
+for name, form in FORMATS.items():
+    for integers in {False, form.integers is not None}:
+        code = encoded.product(WITNESS["float32"], name, 0, integers)
+        found[f"product.{name} {integers}"] = FunctionDigest.of(code)
 print(json.dumps(found))
 """
 
@@ -177,7 +180,10 @@ class OtherDocstrings(ast.NodeTransformer):
 
 
 def test_docstrings_recompile_nothing_and_code_recompiles_its_callers(tmp_path: Path) -> None:
-    """Sources without comments, with other docstrings and line breaks; then another `push`."""
+    """Sources without comments, with other docstrings and line breaks; then other code.
+
+    An edit of one encoding recompiles no other.
+    """
     package = Path(FunctionDigest.add.__code__.co_filename).parents[2]
     shutil.copytree(package, tmp_path / "greenroom", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("core", "policies", "sim", "runtime/kernels"):
@@ -193,4 +199,12 @@ def test_docstrings_recompile_nothing_and_code_recompiles_its_callers(tmp_path: 
     now = printed(tmp_path)
     changed = {key.partition(" ")[0] for key in before if before[key] != now[key]}
     assert {"lru", "llru", "opt"} <= changed
-    assert not changed & {"random", "next-use", "compute_group", "attend", "product"}
+    assert not changed & {"random", "next-use", "compute_group", "attend", "product.q4_k"}
+    families = tmp_path / "greenroom" / "runtime/kernels/codegen/formats/families"
+    family = families / "k_quants.py"
+    text = family.read_text()
+    assert "* (1.0, -1.0)" in text  # of the scales of q4_k and q5_k
+    family.write_text(text.replace("* (1.0, -1.0)", "* (1.0, -2.0)", 1))
+    last, now = now, printed(tmp_path)
+    changed = {key.partition(" ")[0] for key in now if last[key] != now[key]}
+    assert changed == {"product.q4_k", "product.q5_k"}

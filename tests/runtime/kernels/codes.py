@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.formats.expand import EXPANDERS
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.layer import LayerExperts
 from tests.ggml_blocks import GGML, sane_scales
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
@@ -33,7 +33,7 @@ class Style:
 
 
 STYLES = (
-    *(Style(name) for name in GGML if name in EXPANDERS),
+    *(Style(name) for name in GGML if name in FORMATS),
     Style("mxfp4", "uint8"),
     Style("int8", "float16", (1, 64)),
     Style("int4", "float16"),

@@ -22,8 +22,9 @@ import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels.codegen.formats import codes, encoded, packing
-from greenroom.runtime.kernels.codegen.formats.expand import GROUP, NAMES
+from greenroom.runtime.kernels.codegen.formats import codes, encoded
+from greenroom.runtime.kernels.codegen.formats.expand import GROUP
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where the format fixes that
@@ -77,14 +78,12 @@ def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
     """Return (a matrix's product, bytes of an input row that is packed for it; 0: not packed)."""
     name = _name(weight)
-    number = NAMES.index(name)
+    integers = FORMATS[name].integers if codes.INTEGERS else None
     if name == PLAIN or (rounded and not is_exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
-        return kernel_entry(encoded.product, dtype, number, mask, False), 0
-    if codes.INTEGERS and name in codes.INTEGER_PRODUCTS:
-        packed = packing.packed_bytes(name, weight.shape[1])
-        return kernel_entry(encoded.product, torch.float32, number, 0, True), packed
-    return kernel_entry(encoded.product, torch.float32, number, 0, False), 0
+        return kernel_entry(encoded.product, dtype, name, mask, False), 0
+    packed = integers.packed_bytes(weight.shape[1]) if integers else 0
+    return kernel_entry(encoded.product, torch.float32, name, 0, packed > 0), packed
 
 
 def _name(weight: WeightSpec) -> str:
@@ -117,7 +116,7 @@ def unsupported_reason(weight: WeightSpec) -> str:
     "fp8 with 100 inputs".
     """
     name, (rows, columns) = _name(weight), weight.shape
-    if name not in NAMES:
+    if name not in FORMATS:
         return weight.encoding
     if columns % GROUP:
         return f"{weight.encoding} with {columns} inputs"

@@ -18,7 +18,7 @@ EntryFunction = Callable[[int], None]
 
 
 @cache
-def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int) -> Any:
+def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int | str) -> Any:
     """Compile a kernel to machine code, once for each weight type and options.
 
     `kernel(witness, *options)` must return a function of one pointer; the witness is a number whose

@@ -79,7 +79,7 @@ class KernelEntry:
 
 @cache
 def kernel_entry(
-    kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int
+    kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int | str
 ) -> KernelEntry:
     """Compile a kernel for a weight type, as the entry of an OpenMP parallel region."""
     code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from greenroom.core.layout import BLOCKS
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.formats import codes
-from greenroom.runtime.kernels.codegen.formats.expand import EXPANDERS
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.matrix import MatrixProduct, is_exact
@@ -109,7 +109,7 @@ def test_results_are_at_most_twice_as_far_from_eager_as_grouped_mm(style: Style)
 
 
 def test_every_compiled_encoding_is_tried():
-    assert {style.name for style in STYLES} | {"plain"} == {n.split(".")[0] for n in EXPANDERS}
+    assert {style.name for style in STYLES} | {"plain"} == {n.split(".")[0] for n in FORMATS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,6 +7,7 @@ import torch
 
 from greenroom.runtime.kernels.codegen.entries.products import FEW
 from greenroom.runtime.kernels.codegen.formats import codes
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.table import make_kernel
@@ -15,7 +16,9 @@ from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import compute, experts, inputs
 
 TOKENS = (1, 3, 33)
-INTEGER_PRODUCTS = [style for style in STYLES if style.name in codes.INTEGER_PRODUCTS]
+INTEGER_PRODUCTS = [
+    style for style in STYLES if (form := FORMATS.get(style.name)) and form.integers
+]
 needs_integers = pytest.mark.skipif(not codes.INTEGERS, reason="a processor without VNNI")
 
 

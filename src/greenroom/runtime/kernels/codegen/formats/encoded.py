@@ -16,17 +16,13 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from greenroom.runtime.kernels.codegen.formats.expand import GROUP, STARTS
-from greenroom.runtime.kernels.codegen.formats.packing import pack, powers_at
+from greenroom.core.layout import BLOCKS
+from greenroom.runtime.kernels.codegen.formats.expand import GROUP, STARTS, Expander
+from greenroom.runtime.kernels.codegen.formats.families import FORMATS
+from greenroom.runtime.kernels.codegen.formats.packing import packing_code
 from greenroom.runtime.kernels.codegen.formats.scales import Row
-from greenroom.runtime.kernels.codegen.formats.tile import (
-    UNIT,
-    expander_of,
-    integer_1,
-    integer_4,
-    inverse,
-    tile,
-)
+from greenroom.runtime.kernels.codegen.formats.tile import UNIT, integer_tiles, inverse, tile_code
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import outlined
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     address_of,
     bits_of,
@@ -37,7 +33,7 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     word,
 )
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
-from greenroom.runtime.kernels.codegen.llvm.values import loop_in_units, outlined
+from greenroom.runtime.kernels.codegen.llvm.values import loop_in_units
 
 F = np.float32(0)
 
@@ -56,51 +52,50 @@ LAYOUT_ARGUMENTS = 7
 L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_ARGUMENTS)
 
 
-def _prepare(multiplied):
-    """Make the intrinsic that writes a row's scales as float32, at most `inputs / 4` bytes.
+def preparing_code(encoding: str, expander: Expander, multiplied: bool):
+    """Make the intrinsic that writes a row's scales and minima as float32.
+
+    They take at most `inputs / 2` bytes.
 
     `multiplied`: the scales are multiplied by the float32 numbers at the address `powers`.
     """
 
-    @intrinsic(prefer_literal=True)
-    def prepare(typingctx, encoding, codes, scale, ready, inputs, share, powers):
-        name, expander = expander_of(encoding)
-
+    @intrinsic
+    def prepare(typingctx, codes, scale, ready, inputs, share, powers):
         def emit(codes, scale, ready, inputs, share, powers):
             expander.prepare(
                 Row(codes, ready, inputs, scale, share, powers if multiplied else None)
             )
 
-        signature = types.void(encoding, *[types.int64] * 6)
-        return outlined(signature, f"prepare{'_times' * multiplied}.{name}", emit)
+        signature = types.void(*[types.int64] * 6)
+        return outlined(signature, f"prepare{'_times' * multiplied}.{encoding}", emit)
 
     return prepare
 
 
-prepare, prepare_times = _prepare(False), _prepare(True)
+def expanding_code(encoding: str, expander: Expander):
+    """Make the intrinsic that decodes one row of a quantised matrix to K float32 weights.
 
-
-@intrinsic(prefer_literal=True)
-def expand(typingctx, encoding, kind, codes, ready, K, out):
-    """Decode one row of a quantised matrix to K float32 weights.
-
-    `ready` is the address of the row's scales in float32.
+    Its argument `ready` is the address of the row's scales in float32.
     """
-    name, expander = expander_of(encoding)
-    kind = types.unliteral(kind)
 
-    def emit(codes, ready, K, out):
-        row, back = Row(codes, ready, K), inverse(expander.order)
+    @intrinsic
+    def expand(typingctx, kind, codes, ready, K, out):
+        def emit(codes, ready, K, out):
+            row, back = Row(codes, ready, K), inverse(expander.order)
 
-        def unit(at, left):
-            for half in range(2 if left is None else 1):
-                for start, weights in zip(STARTS, expander.group(kind, row, at, half), strict=True):
-                    place = out + (at << 2) + 4 * (GROUP * half + start)
-                    place.store(weights.shuffle(back))
+            def unit(at, left):
+                for half in range(2 if left is None else 1):
+                    weights = expander.group(kind, row, at, half)
+                    for start, values in zip(STARTS, weights, strict=True):
+                        place = out + (at << 2) + 4 * (GROUP * half + start)
+                        place.store(values.shuffle(back))
 
-        loop_in_units(K, UNIT, unit)
+            loop_in_units(K, UNIT, unit)
 
-    return outlined(types.void(encoding, kind, *[types.int64] * 4), f"expand.{name}", emit)
+        return outlined(types.void(kind, *[types.int64] * 4), f"expand.{encoding}", emit)
+
+    return expand
 
 
 @njit(error_model="numpy")
@@ -126,14 +121,25 @@ def scale_row(row, rows_per_scale):
 def product(kind, encoding, mask, integers):
     """Make code that multiplies a quantised matrix with an input row, or decodes it.
 
-    Other kernels call the code for some rows of the matrix. Decoded rows are float32.
+    Other kernels call the code for some rows of the matrix. Decoded rows are float32. The code
+    depends on what FORMATS has for this encoding, and on no other encoding.
 
-    encoding: index into `NAMES`
+    encoding: name in FORMATS
     mask: if none of these bits is set in the scales of some rows, their weights need no rounding to
           the model's type; 0: not checked
     integers: multiply with an input row that was converted to integers; a call for 0 rows converts
           the input row
     """
+    form, block_size = FORMATS[encoding], BLOCKS.get(encoding.split(".")[0], (1, kind.itemsize))
+    prepare, prepare_times = (
+        preparing_code(encoding, form.expander, multiplied) for multiplied in (False, True)
+    )
+    expand = expanding_code(encoding, form.expander)
+    tile = tile_code(encoding, form.expander, block_size)
+    pack = powers_at = integer_1 = integer_4 = None
+    if integers:
+        pack, powers_at = packing_code(encoding, form.integers)
+        integer_1, integer_4 = integer_tiles(encoding, form.integers, block_size)
 
     def enter(pointer):
         p = address_of(pointer)
@@ -143,10 +149,10 @@ def product(kind, encoding, mask, integers):
         x, out = word(p, F_X), word(p, F_OUT)
         if integers:
             if rows == 0:
-                pack(encoding, x, K, out)
+                pack(x, K, out)
                 return
-            powers = powers_at(encoding, x, K)
-        ld, step = word(layout, L_ROW), K // 4 + 64
+            powers = powers_at(x, K)
+        ld, step = word(layout, L_ROW), K // 2 + 64
         codes = word(p, F_SLOT) + word(layout, L_CODES) + first * ld
         scales, scale_stride = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
         share, rows_per_scale = word(layout, L_SHARE), word(layout, L_ROWS)
@@ -161,24 +167,24 @@ def product(kind, encoding, mask, integers):
                     scratch + i * step,
                 )
                 if integers and x != 0:
-                    prepare_times(encoding, w + i * ld, scales + scale, ready, K, share, powers)
+                    prepare_times(w + i * ld, scales + scale, ready, K, share, powers)
                     continue
-                prepare(encoding, w + i * ld, scales + scale, ready, K, share, 0)
+                prepare(w + i * ld, scales + scale, ready, K, share, 0)
             if x == 0:
-                expand(encoding, kind, w, scratch, K, out + 4 * n * K)
+                expand(kind, w, scratch, K, out + 4 * n * K)
             elif integers:
                 if count == 1:
-                    integer_1(encoding, w, ld, w + ld, scratch, step, K, block, carry, x, y)
+                    integer_1(w, ld, w + ld, scratch, step, K, block, carry, x, y)
                 else:
-                    integer_4(encoding, w, ld, ahead, scratch, step, K, block, carry, x, y)
+                    integer_4(w, ld, ahead, scratch, step, K, block, carry, x, y)
             elif count == 1:
                 weights = scratch + step
-                expand(encoding, kind, w, scratch, K, weights)
+                expand(kind, w, scratch, K, weights)
                 dot_1x1(F, F, weights, 4 * K, K, block, carry, (x,), (y,))
             elif mask != 0 and any_bits(scratch, step, K // GROUP, np.int32(mask)) == 0:
-                tile(encoding, F, w, ld, ahead, scratch, step, K, block, carry, x, y)
+                tile(F, w, ld, ahead, scratch, step, K, block, carry, x, y)
             else:
-                tile(encoding, kind, w, ld, ahead, scratch, step, K, block, carry, x, y)
+                tile(kind, w, ld, ahead, scratch, step, K, block, carry, x, y)
             n += count
 
     return enter

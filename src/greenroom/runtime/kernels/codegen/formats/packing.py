@@ -14,33 +14,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from greenroom.runtime.kernels.codegen.formats.codes import (
-    INTEGER_PRODUCTS,
     LINE,
-    MINIMA,
     IntegerProduct,
-    integer_product,
     joined,
     times,
     zero,
 )
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import inline, outlined
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
-from greenroom.runtime.kernels.codegen.llvm.values import (
-    F32,
-    I8,
-    I16,
-    I32,
-    Value,
-    counted_loop,
-    inline,
-    outlined,
-)
-
-
-def packed_bytes(encoding: str, inputs: int) -> int:
-    """Return the size in bytes of an input row of `inputs` numbers, packed as integers."""
-    form = INTEGER_PRODUCTS[encoding]
-    units = -(-inputs // form.unit)
-    return LINE * (units * form.vectors + 1) + 4 * units * (form.unit >> form.shift)
+from greenroom.runtime.kernels.codegen.llvm.values import F32, I8, I16, I32, Value, counted_loop
 
 
 def _reduced(name: str, value: Value) -> Value:
@@ -86,49 +68,60 @@ def powers_of(form: IntegerProduct, x: Value, K: Value) -> Value:
     return x + (K + (form.unit - 1)) / form.unit * (LINE * form.vectors)
 
 
-@intrinsic(prefer_literal=True)
-def pack(typingctx, encoding, x, K, out):
-    """Convert a float32 input row to integers for products with one encoding.
+def _sums(form: IntegerProduct, groups: Sequence[tuple[Value, list[Value]]]) -> Value:
+    """Sum the inputs that share a minimum, each sum in its lane of a vector."""
+    integers = [(power, vector) for power, vectors in groups for vector in vectors]
+    each = len(integers) // len(form.minima)  # vectors that share a minimum
+    result = integers[0][1].constant(0.0, F32)
+    for number, lane in enumerate(form.minima):
+        power, first = integers[number * each]
+        total = sum((vector for _, vector in integers[number * each + 1 :][: each - 1]), first)
+        result = result.with_lane(lane, _reduced("add", total).convert(F32, signed=True) * power)
+    return result
 
-    The row x [K] is written as `packed_bytes` bytes to the address `out`.
+
+def packing_code(encoding: str, form: IntegerProduct):
+    """Make the intrinsics that convert an input row to integers for one encoding's products.
+
+    pack(x, K, out):    converts the float32 row x [K] and writes `packed_bytes` bytes to `out`
+    powers_at(x, K):    returns the address of the scales of a packed row, which are powers of two
     """
-    name, form = integer_product(encoding)
     unit, group = form.unit, form.group
 
-    def emit(x, K, out):
-        powers = powers_of(form, out, K)
-        with counted_loop(0, (K + (unit - 1)) / unit) as number:
-            integers, sums = [], []
-            for start in range(0, unit, group):
-                first = number * unit + start
-                mask = (first < K).broadcast()
-                place = x + (first << 2)
-                vectors = [(place + 4 * i).load(F32, LANES, mask) for i in range(0, group, LANES)]
-                power, group_integers = _group(form, vectors)
-                integers += group_integers
-                place = powers + ((first >> form.shift) << 2)
-                for i in range(group >> form.shift):
-                    (place + 4 * i).store(power * form.factor)
+    @intrinsic
+    def pack(typingctx, x, K, out):
+        def emit(x, K, out):
+            powers = powers_of(form, out, K)
+            with counted_loop(0, (K + (unit - 1)) / unit) as number:
+                groups = []
+                for start in range(0, unit, group):
+                    first = number * unit + start
+                    mask = (first < K).broadcast()
+                    place = x + (first << 2)
+                    groups.append(
+                        _group(
+                            form,
+                            [
+                                (place + 4 * i).load(F32, LANES, mask)
+                                for i in range(0, group, LANES)
+                            ],
+                        )
+                    )
+                    place = powers + ((first >> form.shift) << 2)
+                    for i in range(group >> form.shift):
+                        (place + 4 * i).store(groups[-1][0] * form.factor)
+                planes = planes_of(form, [vector for _, vectors in groups for vector in vectors])
+                if form.offset:
+                    planes += _offsets(form, planes)
                 if form.minima:
-                    total = _reduced("add", group_integers[0] + group_integers[1])
-                    sums.append(total.convert(F32, signed=True) * power)
-            planes = planes_of(form, integers)
-            if form.offset:
-                planes += _offsets(form, planes)
-            if form.minima:
-                vector = x.constant([0.0] * LANES, F32)
-                for value, lane in zip(sums, MINIMA, strict=True):
-                    vector = vector.with_lane(lane, value)
-                planes.append(vector)
-            for i, plane in enumerate(planes):
-                (out + number * (LINE * form.vectors) + LINE * i).store(plane)
+                    planes.append(_sums(form, groups))
+                for i, plane in enumerate(planes):
+                    (out + number * (LINE * form.vectors) + LINE * i).store(plane)
 
-    return outlined(types.void(encoding, *[types.int64] * 3), f"pack.{name}", emit)
+        return outlined(types.void(*[types.int64] * 3), f"pack.{encoding}", emit)
 
+    @intrinsic
+    def powers_at(typingctx, x, K):
+        return inline(types.int64(types.int64, types.int64), lambda x, K: powers_of(form, x, K))
 
-@intrinsic(prefer_literal=True)
-def powers_at(typingctx, encoding, x, K):
-    """Return the address of a packed input row's scales, which are powers of two."""
-    _, form = integer_product(encoding)
-    signature = types.int64(encoding, types.int64, types.int64)
-    return inline(signature, lambda _, x, K: powers_of(form, x, K))
+    return pack, powers_at

@@ -10,34 +10,25 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from greenroom.core.layout import BLOCKS
 from greenroom.runtime.kernels.codegen.formats.codes import (
     BLOCK,
     LINE,
     IntegerProduct,
     Left,
     Term,
-    integer_product,
 )
-from greenroom.runtime.kernels.codegen.formats.expand import (
-    EXPANDERS,
-    GROUP,
-    NAMES,
-    STARTS,
-    Expander,
-)
+from greenroom.runtime.kernels.codegen.formats.expand import GROUP, STARTS, Expander
 from greenroom.runtime.kernels.codegen.formats.scales import Row
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import outlined
 from greenroom.runtime.kernels.codegen.llvm.target import BEYOND, COLUMNS, LANES, ROW_BY_ROW
 from greenroom.runtime.kernels.codegen.llvm.values import (
     F32,
     I32,
     NATURAL,
-    SIZE,
     Value,
     Variable,
     lane_sums,
     loop_in_units,
-    outlined,
 )
 
 UNIT = 2 * GROUP  # inputs of an iteration where weights are expanded
@@ -56,6 +47,7 @@ class Iteration:
     paired:     do the halves of a vector belong to two blocks of 64 inputs?
     row_by_row: are rows read one after the other?
     beyond:     bytes beyond the next rows at which a second prefetch begins; 0: none
+    remainder:  may a row end within an iteration?
     """
 
     unit: int
@@ -64,12 +56,7 @@ class Iteration:
     paired: bool = False
     row_by_row: bool = False
     beyond: int = 0
-
-
-def expander_of(encoding: Any) -> tuple[str, Expander]:
-    """Return (name, decoder) of an encoding that is given by its number."""
-    name = NAMES[encoding.literal_value]
-    return name, EXPANDERS[name]
+    remainder: bool = True
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -99,58 +86,64 @@ def _integer_parts(form: IntegerProduct, x: Value, at: Value, left: Left) -> Ite
     yield lambda row: form.terms(row, at, vectors, left)
 
 
-@intrinsic(prefer_literal=True)
-def tile(typingctx, encoding, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
-    """Multiply a tile of quantised rows with one input row, decoding in registers.
+def tile_code(encoding: str, expander: Expander, block_size: tuple[int, int]) -> Any:
+    """Make the intrinsic that multiplies a tile of quantised rows with one input row.
 
-    Writes the products of four rows of weights with x [K] to out[:4], or adds them if `carry` is
-    not 0. The sums are those of `dot_1x4`, taken in blocks of `block` inputs: K or 64. The rows'
-    scales are `step` bytes apart. Four more rows, at the address `ahead`, are prefetched to the CPU
-    cache.
+    The code decodes weights in registers. It writes the products of four rows of weights with x [K]
+    to out[:4], or adds them if `carry` is not 0. The sums are those of `dot_1x4`, taken in blocks
+    of `block` inputs: K or 64. The rows' scales are `step` bytes apart. Four more rows, at the
+    address `ahead`, are prefetched to the CPU cache.
+
+    block_size: (inputs, bytes) of a block of the encoding
     """
-    name, expander = expander_of(encoding)
-    kind = types.unliteral(kind)
-    inputs, nbytes = BLOCKS.get(name.split(".")[0], (1, SIZE[kind]))
-    iteration = Iteration(UNIT, partial(_expanded_parts, kind, expander), inverse(expander.order))
+    inputs, nbytes = block_size
 
-    def emit(*args):
-        _Tile(iteration, COLUMNS, UNIT * nbytes // inputs, *args).emit()
-
-    return outlined(types.void(encoding, kind, *[types.int64] * 10), f"tile.{name}", emit)
-
-
-def _integers(columns):
-    @intrinsic(prefer_literal=True)
-    def tile(typingctx, encoding, codes, ld, ahead, ready, step, K, block, carry, x, out):
-        """Multiply a tile of quantised rows with one packed row by integer products.
-
-        The tile has one or four rows of weights. The other parameters are those of the `tile` that
-        decodes in registers.
-        """
-        name, form = integer_product(encoding)
-        inputs, nbytes = BLOCKS[name]
-        parts, row_by_row = partial(_integer_parts, form), ROW_BY_ROW and form.row_by_row
-        iteration = Iteration(form.unit, parts, NATURAL, form.paired, row_by_row, BEYOND)
+    @intrinsic
+    def tile(typingctx, kind, codes, ld, ahead, ready, step, K, block, carry, x, out):
+        parts = partial(_expanded_parts, kind, expander)
+        iteration = Iteration(UNIT, parts, inverse(expander.order), remainder=inputs % UNIT > 0)
 
         def emit(*args):
-            _Tile(iteration, columns, form.unit * nbytes // inputs, *args).emit()
+            _Tile(iteration, COLUMNS, COLUMNS * UNIT * nbytes // inputs, *args).emit()
 
-        signature = types.void(encoding, *[types.int64] * 10)
-        return outlined(signature, f"integer{columns}.{name}", emit)
+        return outlined(types.void(kind, *[types.int64] * 10), f"tile.{encoding}", emit)
 
     return tile
 
 
-integer_1, integer_4 = _integers(1), _integers(COLUMNS)
+def integer_tiles(encoding: str, form: IntegerProduct, block_size: tuple[int, int]) -> Any:
+    """Make the intrinsics that multiply one row, or four rows, with a packed row.
+
+    Their parameters are those of the `tile` that decodes in registers, without `kind`.
+    """
+    inputs, nbytes = block_size
+
+    def of(columns: int) -> Any:
+        @intrinsic
+        def tile(typingctx, codes, ld, ahead, ready, step, K, block, carry, x, out):
+            parts, row_by_row = partial(_integer_parts, form), ROW_BY_ROW and form.row_by_row
+            iteration = Iteration(
+                form.unit, parts, NATURAL, form.paired, row_by_row, BEYOND, inputs % form.unit > 0
+            )
+
+            def emit(*args):
+                _Tile(iteration, columns, columns * form.unit * nbytes // inputs, *args).emit()
+
+            signature = types.void(*[types.int64] * 10)
+            return outlined(signature, f"integer{columns}.{encoding}", emit)
+
+        return tile
+
+    return of(1), of(COLUMNS)
 
 
 class _Tile:
-    """Emits a tile: `columns` rows of codes, `nbytes` of each an iteration."""
+    """Emits a tile: `columns` rows of codes, `nbytes` of all of them in an iteration."""
 
     def __init__(
         self, iteration, columns, nbytes, codes, ld, ahead, ready, step, K, block, carry, x, out
     ):  # fmt: skip
-        self.iteration, self.columns, self.nbytes = iteration, range(columns), columns * nbytes
+        self.iteration, self.columns, self.nbytes = iteration, range(columns), nbytes
         self.ahead, self.K, self.block, self.carry = ahead, K, block, carry
         self.x, self.out = x, out
         self.rows = [Row(codes + ld * n, ready + step * n, K) for n in self.columns]
@@ -158,7 +151,10 @@ class _Tile:
         self.cells = [Variable(x.constant([0.0] * LANES, F32)) for _ in self.columns]
 
     def emit(self):
-        b, sums, loop = self.x.b, self.sums, partial(loop_in_units, self.K, self.iteration.unit)
+        b, sums = self.x.b, self.sums
+        loop = partial(
+            loop_in_units, self.K, self.iteration.unit, remainder=self.iteration.remainder
+        )
         with b.if_then((self.carry > 0).ir):
             sums.value = self.out.load(F32, len(self.columns))
         # Blocks of one unit have no inner loop, so that consecutive blocks overlap.

@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import inline, outlined
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, LANES, ROW_BY_ROW, ROWS, STRIP
 from greenroom.runtime.kernels.codegen.llvm.values import (
     ELEMENT,
@@ -28,9 +29,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     Value,
     Variable,
     counted_loop,
-    inline,
     lane_sums,
-    outlined,
 )
 
 _INT, _FLOAT = types.int64, types.float32

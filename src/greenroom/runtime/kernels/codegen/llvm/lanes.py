@@ -18,6 +18,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from greenroom.runtime.kernels.codegen.llvm.intrinsics import inline, outlined
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.codegen.llvm.values import (
     F32,
@@ -26,10 +27,8 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     Value,
     Variable,
     below_or_all,
-    inline,
     lane_sums,
     loop_in_units,
-    outlined,
 )
 
 Formula = Callable[..., "Value | tuple[Value, ...]"]

@@ -1,4 +1,4 @@
-"""LLVM values with Python's operators, and Numba intrinsics made of them.
+"""LLVM values with Python's operators, and loops over them.
 
 A weight type is a `kind`, the Numba type that stands for it (see ir.py). Its numbers are converted
 to float32 when they are loaded and rounded when they are stored."""
@@ -195,6 +195,14 @@ class Value:
     def with_lane(self, number: int, value: Value) -> Value:
         return self._new(self.b.insert_element(self.ir, value.ir, I32(number)))
 
+    def select_lanes(self, numbers: Value) -> Value:
+        """Select lanes of a vector by variable numbers, each below this vector's length."""
+        selected = self
+        for i in range(numbers.lanes or 0):
+            lane = self.b.extract_element(self.ir, numbers.lane(i).ir)
+            selected = selected.with_lane(i, self._new(lane))
+        return selected
+
     def below(self, lanes: int = LANES) -> Value:
         """Make a mask of a vector's first n lanes; this int64 value is n."""
         return self.constant(list(range(lanes))) < self.broadcast(lanes)
@@ -312,14 +320,19 @@ def counted_loop(start: Value | int, stop: Value, step: Value | int = 1) -> Iter
         yield Value(stop.b, at)
 
 
-def loop_in_units(count: Value, unit: int, step: Callable[[Value, Value | None], None]) -> None:
+def loop_in_units(
+    count: Value, unit: int, step: Callable[[Value, Value | None], None], remainder: bool = True
+) -> None:
     """Emit an LLVM loop over complete units of a count, then code for the remainder.
 
-    Calls step(at, None) for every complete unit and step(at, left) for the remainder of `left`."""
+    Calls step(at, None) for every complete unit and step(at, left) for the remainder of `left`.
+    If `remainder` is False, there is none."""
     left = count & (unit - 1)
-    end = count - left
+    end = count - left if remainder else count
     with counted_loop(0, end, unit) as at:
         step(at, None)
+    if not remainder:
+        return
     with count.b.if_then((left > 0).ir, likely=False):
         step(end, left)
 
@@ -348,45 +361,3 @@ def _halved(one: Value, other: Value | None, width: int) -> Value:
     lanes = (one.lanes or 1) * (1 if other is None else 2)
     low = [start + i for start in range(0, lanes, width) for i in range(width // 2)]
     return one.shuffle(low, other) + one.shuffle([i + width // 2 for i in low], other)
-
-
-def inline(signature: Any, emit: Callable[..., Value | None]) -> Any:
-    """Define a Numba intrinsic by LLVM code that is emitted at each call.
-
-    `emit` takes the arguments' values and returns the result's value, or None."""
-
-    def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        result = emit(*(Value(b, arg) for arg in args))
-        return context.get_dummy_value() if result is None else result.ir
-
-    return signature, call
-
-
-def outlined(signature: Any, name: str, emit: Callable[..., None]) -> Any:
-    """Define a Numba intrinsic by an LLVM function that all callers share.
-
-    Long code, such as that of a tile, would be compiled anew for each call if it were inlined.
-    `emit` takes the int64 arguments, and the elements of arguments that are tuples."""
-
-    def call(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        flat = []
-        for kind, value in zip(sig.args, args, strict=True):
-            if isinstance(kind, types.UniTuple):
-                flat += cgutils.unpack_tuple(b, value)
-            elif kind == types.int64:
-                flat.append(value)
-        kinds = [str(kind) for kind in sig.args if kind in SIZE]
-        full = ".".join(["greenroom", name, *kinds])
-        function = b.module.globals.get(full)
-        if function is None:
-            shape = ir.FunctionType(ir.VoidType(), [value.type for value in flat])
-            function = ir.Function(b.module, shape, full)
-            function.linkage = "linkonce_odr"
-            function.attributes.add("noinline")
-            inside = ir.IRBuilder(function.append_basic_block("entry"))
-            emit(*(Value(inside, arg) for arg in function.args))
-            inside.ret_void()
-        b.call(function, flat)
-        return context.get_dummy_value()
-
-    return signature, call

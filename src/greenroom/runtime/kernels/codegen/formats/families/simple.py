@@ -1,0 +1,208 @@
+"""GGUF encodings in blocks of 32 weights.
+
+A block is a float16 scale d (an e8m0 scale in gguf_mxfp4) and the codes. Codes of four bits are the
+last 16 bytes of a block: byte i has code i in its low and code i + 16 in its high half.
+runtime/encodings/ggml/ has the layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from greenroom.runtime.kernels.codegen.formats.codes import (
+    IntegerProduct,
+    Left,
+    Term,
+    dot_int16,
+    floats,
+    group_scales,
+    joined,
+    runs,
+    signed_codes,
+    split_bytes,
+    symmetric_product,
+    zero,
+)
+from greenroom.runtime.kernels.codegen.formats.expand import (
+    STARTS,
+    TWICE_E2M1,
+    Expander,
+    all_to_model,
+    from_table,
+    scaled_bytes,
+    symmetric,
+)
+from greenroom.runtime.kernels.codegen.formats.format import Format
+from greenroom.runtime.kernels.codegen.formats.scales import Row, half_floats, prepare_in_vectors
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.values import (
+    BF16_KIND,
+    F32,
+    I1,
+    I8,
+    I16,
+    I32,
+    NATURAL,
+    Value,
+)
+
+# Scales.
+
+
+def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
+    """Make the `prepare` function for scales at the start of blocks of 32 inputs.
+
+    Blocks have `width` bytes. read(vector of LANES elements) converts scales to float32.
+    """
+    picked = _gather_from_vector_pairs if LANES == 16 and element == I16 else _gather_each
+
+    def prepare(row: Row) -> None:
+        def value(at: Value, left: Value | None) -> Value:
+            fetch = picked if left is None else _gather_each
+            return read(fetch(row.codes + at * width, width, element, left))
+
+        prepare_in_vectors(row, row.inputs >> 5, value)
+
+    return prepare
+
+
+def _gather_from_vector_pairs(address: Value, width: int, element: Any, left: None) -> Value:
+    """Load as `_gather_each` if all elements exist, by shuffles of pairs of vectors."""
+    spacing = width // 2
+    count = 63 // spacing + 1  # of a pair of vectors
+    count = 1 << (count.bit_length() - 1)
+    scales = None
+    for start in range(0, LANES, count):
+        mine = range(start, start + count)
+        first = min(start * width, LANES * width - 128)  # never beyond the last block
+        skipped = start * spacing - first // 2
+        one, two = ((address + first + 64 * i).load(element, 32) for i in range(2))
+        some = one.shuffle(
+            [spacing * (i - start) + skipped if i in mine else i for i in range(32)], two
+        )
+        places = [32 + i if i in mine else i for i in range(32)]
+        scales = some if scales is None else scales.shuffle(places, some)
+    return scales.shuffle(NATURAL)
+
+
+def _gather_each(address: Value, width: int, element: Any, left: Value | None) -> Value:
+    """Load LANES elements, `width` bytes apart; lanes beyond `left` repeat the last element.
+
+    One by one: a gather takes several times as long on processors that mitigate its side channels.
+    """
+    elements = Value(address.b, ir.Constant(ir.VectorType(element, LANES), ir.Undefined))
+    for i in NATURAL:
+        number = address.constant(i)
+        if left is not None:
+            number = number.at_most(left - 1)
+        elements = elements.with_lane(i, (address + number * width).load(element))
+    return elements
+
+
+# Codes of four bits.
+
+
+def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
+    """Load the 4-bit codes of a block of 32 inputs.
+
+    The block has `width` bytes; its last 16 bytes hold codes i and i + 16 each. The codes are the
+    low bits of int32.
+    """
+    base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
+    read = [(base + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
+    return read + [code >> 4 for code in read]
+
+
+def _codes_of(address: Value, lanes: int, number: int, left: Left) -> Value:
+    """Load the codes of block `number` of 32 inputs of an iteration; 0 if the row lacks it."""
+    mask = None if left is None or number == 0 else (left > 32 * number).broadcast(lanes)
+    return address.load(I32, lanes, mask)
+
+
+def four_blocks(width: int, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+    """Load the last 16 bytes of each of four blocks of `width` bytes."""
+    first = row.codes + (at >> 5) * width + (width - 16)
+    return split_bytes(joined([_codes_of(first + width * i, 4, i, left) for i in range(4)]))
+
+
+# q8_0.
+
+
+def q8_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q8_0 weights: code times scale, one scale for a block of 32 inputs."""
+    codes = row.codes + at + (at >> 4) + (34 * half + 2)
+    return scaled_bytes(kind, codes, row.scale_at(at, 5, half))
+
+
+def q8_0_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    first, terms = row.codes + at + (at >> 4) + 2, []
+    for i in range(2):
+        codes = signed_codes(_codes_of(first + 34 * i, 8, i, left))
+        scale = group_scales(row.ready, at, left, [i] * 16)
+        terms.append((0, floats(dot_int16(zero(at), codes, x[i])), scale))
+    return terms
+
+
+# q5_0.
+
+
+def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q5_0 weights.
+
+    Their codes have four bits as in q4_0; an int32 before them has the fifth bits of all 32 codes.
+    """
+    fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).broadcast()
+    scale, values = row.scale_at(at, 5, half), []
+    for start, four in zip(STARTS, block_codes(22, row, at, half), strict=True):
+        high = (fifth >> [start + i for i in NATURAL]) & 1
+        code = ((four & 15) | (high << 4)) - 16
+        values.append(code.convert(F32, signed=True) * scale)
+    return all_to_model(kind, values)
+
+
+def q5_0_codes(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+    """Load q5_0: as `four_blocks`, with 32 bits before them, bit i the fifth bit of code i."""
+    first = row.codes + (at >> 5) * 22 + 2
+    fifth_bits = joined([_codes_of(first + 22 * i, 1, i, left) for i in range(4)])
+    low, high = (
+        four | four.constant(16).where((fifth_bits >> shift).convert(I16).bitcast(I1), 0)
+        for four, shift in zip(four_blocks(22, row, at, left), (0, 16), strict=True)
+    )
+    return low, high
+
+
+# gguf_mxfp4.
+
+
+def e8m0_halves(raw: Value) -> Value:
+    """Convert GGUF's e8m0 scales, which are halved, to float32: 2^(e - 128)."""
+    e = raw.convert(I32)
+    small = e.constant(0x200000) << (e & 1)
+    return small.where(e < 2, (e - 1) << 23).bitcast(F32)
+
+
+FORMATS: dict[str, Format] = {
+    "q8_0": Format(
+        Expander(in_blocks(34, I16, half_floats), q8_0),
+        IntegerProduct(q8_0_terms, paired=False),
+    ),
+    "q4_0": Format(
+        Expander(in_blocks(18, I16, half_floats), partial(symmetric, partial(block_codes, 18))),
+        symmetric_product(partial(four_blocks, 18), runs(16), offset=8),
+    ),
+    "q5_0": Format(
+        Expander(in_blocks(22, I16, half_floats), q5_0),
+        symmetric_product(q5_0_codes, runs(16), offset=16),
+    ),
+    "gguf_mxfp4": Format(
+        Expander(
+            in_blocks(17, I8, e8m0_halves),
+            partial(from_table, partial(block_codes, 17), TWICE_E2M1, exact=(BF16_KIND,)),
+        ),
+        symmetric_product(partial(four_blocks, 17), runs(16), table=TWICE_E2M1),
+    ),
+}
