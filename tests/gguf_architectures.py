@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from greenroom.hf.index.conversions import TargetDtypes
 from greenroom.hf.model.architectures import class_of
@@ -33,12 +34,17 @@ def names() -> list[str]:
 
 def original(folder: Path) -> PreTrainedModel:
     """The text model that the converter was given, in bfloat16, computed eagerly."""
-    kind, config = class_of(AutoConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    if type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        text.tie_word_embeddings = config.tie_word_embeddings
+        config = text
+    kind, config = class_of(config)
     config._experts_implementation = "eager"
     model = kind._from_config(config, dtype=torch.bfloat16)
     dtypes = TargetDtypes(model._get_dtype_plan(torch.bfloat16))
-    for name, parameter in model.named_parameters():  # some stay in float32
-        parameter.data = parameter.to(dtypes(name, torch.bfloat16))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in model.state_dict():
+            tensor.data = tensor.to(dtypes(name, tensor.dtype))  # some stay in float32
     return fill(model).eval()
 
 
@@ -55,7 +61,8 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
             wanted = torch.arange(tensor.numel()).reshape(tensor.shape) * 7 % 4
         elif re.search(experts, name):
             wanted = snap(wanted)
-        tensor.copy_(wanted)
+        if name not in model.all_tied_weights_keys:
+            tensor.copy_(wanted)
     model.tie_weights()
     return model
 
