@@ -23,6 +23,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class Measured:
     disk_bytes: int
     major_faults: int
     peak_bytes: int | None
+    marked_s: float | None = None  # until the first line of errors with the requested text
 
 
 def parse_bytes(text: str) -> int:
@@ -169,18 +171,20 @@ def run_limited(
     """
     drop_page_cache(cold)
     if not limit_bytes:
-        return _run(command, None, 0, timeout_s, env)
+        return run_in(None, command, 0, timeout_s, env)
     with memory_cgroup(limit_bytes) as group:
-        return _run(command, group, limit_bytes, timeout_s, env)
+        return run_in(group, command, limit_bytes, timeout_s, env)
 
 
-def _run(
-    command: Sequence[str],
+def run_in(
     group: Cgroup | None,
+    command: Sequence[str],
     limit_bytes: int,
-    timeout_s: float | None,
-    env: dict[str, str] | None,
+    timeout_s: float | None = None,
+    env: dict[str, str] | None = None,
+    mark: str = "",
 ) -> tuple[Measured, str, str]:
+    """Run a command to its end in a cgroup; `mark` is a text whose first appearance is timed."""
     if group is not None:  # the shell enters the cgroup, then becomes the command
         command = ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(group.procs), *command]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -189,13 +193,31 @@ def _run(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         env={**os.environ, **(env or {})},
     )
+    marks: list[float] = []
+    source = process.stderr
+    assert source is not None
+    lines: list[str] = []
+
+    def read_errors() -> None:
+        for line in source:
+            lines.append(line)
+            if mark and mark in line and not marks:
+                marks.append(time.perf_counter() - start)
+
+    process.stderr = None  # `communicate` reads the other pipe only
+    reader = threading.Thread(target=read_errors, daemon=True)
+    reader.start()
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, err = process.communicate()
+        out, _ = process.communicate()
+    reader.join()
+    source.close()
+    err = "".join(lines)
     wall = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     measured = Measured(
@@ -207,6 +229,7 @@ def _run(
         disk_bytes=(after.ru_inblock - before.ru_inblock) * 512,
         major_faults=after.ru_majflt - before.ru_majflt,
         peak_bytes=group.peak_bytes() if group else None,
+        marked_s=marks[0] if marks else None,
     )
     return measured, out, err
 

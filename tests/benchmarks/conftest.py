@@ -20,6 +20,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     data.write_recordings(traces)
     data.write_inputs(folder / "inputs.trace")
     data.write_llama_bench(folder / "llama-bench")
+    data.write_llama_completion(folder / "llama-completion")
+    shape = folder / "shape.gguf"
+    small = ["--tiny", "--layers", "2", "--vocabulary", "1024"]
+    assert harness.run("shapes.py", ["qwen3-30b-a3b", str(shape), *small]) == 0
     (folder / "text.txt").write_text(TEXT + "\n")
     root = folder / "root"
     args = [str(root), "--tiny", "--variants", "zipf1.0", "zipf1.5", "--gguf", "zipf1.0"]
@@ -31,6 +35,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "root": root,
         "model": root / "moe1.7b-zipf1.0",
         "llama": folder / "llama-bench",
+        "llama_completion": folder / "llama-completion",
+        "shape": shape,
         "text": folder / "text.txt",
     }
 

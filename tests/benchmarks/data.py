@@ -23,6 +23,13 @@ MODELS = ("olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b")
 LAYERS, EXPERTS, TOP_K = 8, 32, 4
 TOKENS = 66  # of a request: some scripts take requests of 64 and more only
 REQUESTS = 88  # of two kinds; the last 40 are a predictor's lessons in replays
+LLAMA_COMPLETION = """#!{python}
+import sys
+version = "version: 1 (made up)\\n"
+times = "prompt eval time = 2.5 ms / 8 tokens\\neval time = 6.0 ms / 3 runs\\n"
+times = "generate: n_ctx = 4096\\n" + times
+sys.stderr.write(version if "--version" in sys.argv else times)
+"""
 LLAMA_BENCH = """#!{python}
 import json, sys
 options = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -88,4 +95,10 @@ def write_inputs(path: Path) -> None:
 def write_llama_bench(path: Path) -> None:
     """A program that answers llama-bench's command line with made-up times."""
     path.write_text(LLAMA_BENCH.format(python=sys.executable))
+    path.chmod(0o755)
+
+
+def write_llama_completion(path: Path) -> None:
+    """A program that prints made-up times as llama-completion does."""
+    path.write_text(LLAMA_COMPLETION.format(python=sys.executable))
     path.chmod(0o755)

@@ -2,8 +2,9 @@
 
 In arguments `{traces}` is a folder of recordings, `{recording}` one of them, `{gate_inputs}` one
 with the inputs of routers, `{root}` a folder of tiny checkpoints, `{model}` one of those, `{pack}`
-a pack with split experts, `{llama}` a substitute for llama-bench, `{text}` a text file and `{out}`
-an empty folder.
+a pack with split experts, `{shape}` a tiny GGUF file of shapes.py, `{llama}` a substitute for
+llama-bench and `{llama_completion}` for llama-completion, `{text}` a text file and `{out}` an empty
+folder.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ ROWS = (
         writes=("olmoe-1/model.safetensors.index.json",)),
     Row("gguf_file.py", "{root}/moe1.7b-zipf1.0.gguf {out}/larger.gguf --layers 9", kind="files",
         writes=("larger.gguf",)),
+    Row("shapes.py", "qwen3-30b-a3b {out}/model --tiny --layers 1 --vocabulary 1024"
+        " --format safetensors", kind="files",
+        writes=("model/config.json", "model/tokenizer.json", "model/model.safetensors.index.json")),
+    Row("real_sizes.py", "{shape} --memory 2GB --tokens 4 --threads 1 --disk-bytes 8000000"
+        " --peer {llama_completion}",
+        ("engine", "memory", "start s", "TTFT s", "TPOT ms", "hits", "process %", "cgroup %"),
+        limited=True),
     Row("memlimit.py", "64MiB {recording} -- cat {text}", ("wall_s", "cpu_s", "disk_bytes"),
         kind="json", limited=True),
     Row("memory.py", "demo --tokens 4", ("start", "close", "cgroup", "apart"), limited=True),
