@@ -98,12 +98,8 @@ def read_tokenizer(name: str) -> Any:
 
 
 def _opened(folder: Path) -> Any:
-    from contextlib import nullcontext
-
     arguments = {"pretrained_model_name_or_path": folder, "local_files_only": True}
-    return SimpleNamespace(
-        folder=folder, pretrained_arguments=arguments, read_by_transformers=nullcontext
-    )
+    return SimpleNamespace(folder=folder, tokenizer_arguments=arguments)
 
 
 @cache

@@ -217,32 +217,28 @@ def test_version() -> None:
 
 
 def test_gguf() -> None:
-    from transformers import modeling_gguf_pytorch_utils as legacy
-    from transformers.integrations.gguf import reader
+    from transformers import core_model_loading
+    from transformers.integrations.gguf import get_gguf_config
+    from transformers.integrations.gguf import gguf_conversion_mapping as mapping
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
 
     expected: list[tuple[Callable[..., Any], list[str], str]] = [
-        (reader._mapped, ["gguf_path"], "a GGUF file's header is read through it"),
-        (reader._read_string, ["blob", "pos"], "keys of a GGUF file's metadata"),
+        (get_gguf_config, ["metadata", "tensor_names"], "the config of qwen35moe"),
+        (get_gguf_tokenizer, ["gguf_path"], "the tokenizer that a GGUF file's metadata make"),
         (
-            reader._read_value,
-            ["blob", "pos", "value_type", "keep_strings"],
-            "values of a GGUF file's metadata; arrays of strings are only counted",
+            mapping.TiledToGroupedRows,
+            ["num_k_heads", "heads_per_k", "head_dim", "offset"],
+            "order of the value heads of Qwen3.5",
         ),
         (
-            reader._read_tensor_table,
-            ["blob", "tensor_count", "pos"],
-            "name, shape, type and offset of each tensor of a GGUF file",
+            mapping.TiledToGroupedInputs,
+            ["num_k_heads", "heads_per_k", "head_dim"],
+            "order of the value heads of Qwen3.5",
         ),
-        (
-            legacy.get_gguf_hf_weights_map,
-            ["hf_model", "processor", "model_type", "num_layers", "qual_name"],
-            "which of a GGUF file's tensors is which parameter",
-        ),
-        (
-            legacy.load_gguf_checkpoint,
-            ["gguf_checkpoint_path", "return_tensors", "model_to_load", "torch_dtype"],
-            "the config that a GGUF file's metadata makes",
-        ),
+        (mapping.LogNegate, [], "the decay of state spaces"),
+        (mapping.SubtractOne, ["offset"], "norms that are stored plus one"),
+        (core_model_loading.apply_renamings, ["source_key", "weight_renamings"], "names in GGUF"),
+        (core_model_loading.apply_converters, ["source_key", "weight_converters"], "the same"),
     ]
     for function, names, why in expected:
         name = function.__qualname__
@@ -253,7 +249,7 @@ def test_quantisers_dequantise_if_configured_so() -> None:
     """`verify` has transformers expand a quantised checkpoint: `dequantize` in its config."""
     from transformers.utils import quantization_config as configs
 
-    for name in ("FineGrainedFP8Config", "Mxfp4Config", "CompressedTensorsConfig", "GgufConfig"):
+    for name in ("FineGrainedFP8Config", "Mxfp4Config", "CompressedTensorsConfig"):
         assert "dequantize" in parameters(getattr(configs, name)), name
 
 

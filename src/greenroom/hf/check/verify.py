@@ -113,7 +113,7 @@ def verify(
     slots_for(cache, skeleton.catalog)  # an error comes before the work begins
     size = skeleton.dense_bytes + skeleton.expanded_bytes
     entire = size * ROOM < available_bytes() if layers is None else not layers
-    entire = entire and transformers_can_load(checkpoint)
+    entire = entire and transformers_can_load(skeleton)
     verdict = Verdict(entire)
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2

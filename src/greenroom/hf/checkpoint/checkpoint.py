@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,16 +83,9 @@ class Checkpoint:
         return cls.of(folder, config, names, tensors)
 
     @property
-    def pretrained_arguments(self) -> dict[str, Any]:
-        """Keyword arguments that make transformers' `from_pretrained` load this checkpoint."""
+    def tokenizer_arguments(self) -> dict[str, Any]:
+        """Keyword arguments that make transformers load this checkpoint's tokenizer."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
-
-    def read_by_transformers(self) -> AbstractContextManager[None]:
-        """Return a context manager in which transformers can read this checkpoint's files.
-
-        It does nothing for safetensors; for GGUF files it works around a bug of transformers.
-        """
-        return nullcontext()
 
     def read(
         self,

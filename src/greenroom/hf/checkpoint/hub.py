@@ -36,6 +36,7 @@ FILES = [
     "*.jinja",
     "LICENSE*",
 ]
+CONFIG_FILES = ["*config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*.jinja"]
 ANSWER_S = 4.0  # seconds to wait for the hub's answer
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # errors of the local disk
 NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
@@ -56,6 +57,19 @@ def download(model: str) -> Path:
         )  # fmt: skip
         read_config(Path(folder))
         return Path(folder)
+
+
+def download_small(model: str) -> Path:
+    """Download a model's config and tokenizer from the hub; return the local snapshot folder.
+
+    No weights are downloaded. If the hub does not answer, the cached files are used. Raises
+    NotAModel or OutputError like `download`.
+    """
+    with hub_errors(model):
+        return Path(snapshot_download(
+            model, allow_patterns=CONFIG_FILES, ignore_patterns=NOT_FILES,
+            local_files_only=not reachable(),
+        ))  # fmt: skip
 
 
 class DownloadBar(tqdm):

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from greenroom.errors import GreenroomError, NotAModel
+from greenroom.errors import GreenroomError, NotAModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config, read_folder
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import model_in
@@ -16,22 +16,28 @@ from greenroom.hf.checkpoint.names import check_name
 from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfinished
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], config: str | None = None) -> Checkpoint:
     """Open a local model as a checkpoint: a safetensors folder, a GGUF file or a pack.
 
-    Only the config and the headers are read. Raises NotAModel if the path holds no model,
-    UnsupportedModel if the format is not supported, CheckpointError if a file is missing or
-    damaged.
+    Only the config and the headers are read. `config` names the config of a GGUF file: a folder, a
+    file or a hub id. Raises NotAModel if the path holds no model, UnsupportedModel if the format is
+    not supported, CheckpointError if a file is missing or damaged, UsageError for a config of
+    another format.
     """
     path = Path(path).absolute()
     if path.suffix == ".gguf" and not path.is_dir():
-        return GgufCheckpoint.open(path)
+        return GgufCheckpoint.open(path, config)
+    if config is not None:
+        raise UsageError(f"--config is for GGUF files, but {path} has a config: leave it out")
     return open_pack(path) if is_pack(path) else read_folder(path)
 
 
-def find_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint that a path or hub id names; download the model if needed."""
-    return open_checkpoint(resolve(model))
+def find_checkpoint(model: str | os.PathLike[str], config: str | None = None) -> Checkpoint:
+    """Open the checkpoint that a path or hub id names; download the model if needed.
+
+    `config` names the config of a GGUF file, as in `open_checkpoint`.
+    """
+    return open_checkpoint(resolve(model), config)
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
@@ -88,14 +94,14 @@ def demo_folder() -> Path:
     )
 
 
-def open_or_inspect(source: str) -> Checkpoint:
+def open_or_inspect(source: str, config: str | None = None) -> Checkpoint:
     """Open a model as a checkpoint without downloading weights.
 
     A local or downloaded model is opened from disk; of others, the config and the headers are read
-    from the hub.
+    from the hub. `config` names the config of a GGUF file, as in `open_checkpoint`.
     """
     if (path := find_local(source)) is not None:
-        return open_checkpoint(path)
+        return open_checkpoint(path, config)
     if (folder := cached_snapshot(source)) is not None:
         with suppress(GreenroomError):  # the download is incomplete
             return open_checkpoint(folder)

@@ -14,12 +14,9 @@ def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
     Raises CheckpointError if the tokenizer's files are missing or damaged.
     """
-    with (
-        wrap_library_errors(f"{checkpoint.folder}: the model's tokenizer cannot be loaded"),
-        checkpoint.read_by_transformers(),
-    ):
+    with wrap_library_errors(f"{checkpoint.folder}: the model's tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
-            **checkpoint.pretrained_arguments, trust_remote_code=False
+            **checkpoint.tokenizer_arguments, trust_remote_code=False
         )
     if not len(tokenizer) > len(
         tokenizer.all_special_tokens

@@ -6,8 +6,8 @@ quantised checkpoint.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,7 +27,7 @@ from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised.methods import settings_of
 from greenroom.hf.index.conversions import WeightConversion
-from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, conversions_of
+from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, construct, conversions_of
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -57,29 +57,27 @@ def make_quantiser(checkpoint: Checkpoint) -> Any:
     return quantiser
 
 
-def transformers_can_load(checkpoint: Checkpoint) -> bool:
-    """Return whether transformers itself can load a checkpoint with the same values.
+def transformers_can_load(skeleton: ModelSkeleton) -> bool:
+    """Return whether transformers' own model can have a checkpoint's values in memory.
 
-    transformers cannot read Greenroom's packs. It needs the package accelerate for any GGUF file.
-    Of a GGUF model in several files it reads only one file; of gpt-oss in GGUF it misses the gate
-    and up projections; and it rounds at every step of dequantising qwen35moe.
+    transformers cannot read Greenroom's packs. Tensors of a GGUF file are placed by Greenroom, in
+    parameters that differ from transformers' own if the architecture has an adapter.
     """
-    if checkpoint.pack is not None:
+    if skeleton.checkpoint.pack is not None:
         return False
-    if not isinstance(checkpoint, GgufCheckpoint):
-        return True
-    if (
-        len(checkpoint.files) > 1
-        or checkpoint.architecture == "gpt-oss"
-        or checkpoint.has_value_mapping
-    ):
-        return False
-    return find_spec("accelerate") is not None
+    is_gguf = isinstance(skeleton.checkpoint, GgufCheckpoint)
+    return not is_gguf or adapter_of(skeleton.model) is None
 
 
 def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
-    """Load an entire model into memory by transformers' `from_pretrained`, with eager experts."""
+    """Load an entire model into memory by transformers' `from_pretrained`, with eager experts.
+
+    The tensors of a GGUF file are dequantised by the package gguf, since transformers' own GGUF
+    loader knows few architectures.
+    """
     checkpoint, options = skeleton.checkpoint, {}
+    if isinstance(checkpoint, GgufCheckpoint):
+        return _load_gguf(skeleton, checkpoint)
     if (quantised := make_quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(skeleton.model)
@@ -87,13 +85,9 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
         composite = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         options["config"] = getattr(composite, adapter.config_part)
         options["key_mapping"] = dict(adapter.renames)
-    if isinstance(checkpoint, GgufCheckpoint):
-        from transformers.utils.quantization_config import GgufConfig
-
-        options["config"] = checkpoint.hf_config()
-        options["quantization_config"] = GgufConfig(dequantize=True)
     model: PreTrainedModel = type(skeleton.model).from_pretrained(
-        **checkpoint.pretrained_arguments,
+        checkpoint.folder,
+        local_files_only=True,
         **options,
         dtype=skeleton.dtype,
         experts_implementation="eager",
@@ -104,6 +98,23 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
                 one.full_name
             )  # compressed-tensors decodes to its scales' type
             expert.data = expert.data.to(one.dtype)
+    return align_weights(model.eval())
+
+
+def _load_gguf(skeleton: ModelSkeleton, checkpoint: GgufCheckpoint) -> PreTrainedModel:
+    """Load an entire GGUF model into memory, dequantised by the package gguf."""
+    kind, options = type(skeleton.model), skeleton.options()
+    config = deepcopy(skeleton.model.config)
+    model = construct(kind, config, skeleton.dtype, "eager")
+    conversions, _ = conversions_of(model, checkpoint)
+    tensors = {
+        target: LazyTensor(partial(_by_gguf, model, checkpoint, conversion))
+        for target, conversion in conversions.items()
+    }
+    info, _ = kind._load_pretrained_model(
+        model, tensors, None, options, expected_keys=list(model.state_dict())
+    )
+    kind._finalize_model_loading(model, options, info)
     return align_weights(model.eval())
 
 
@@ -137,7 +148,8 @@ def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Ten
     conversions, _ = conversions_of(skeleton.model, checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         tensors = {
-            one.name: _by_gguf(skeleton, checkpoint, conversions[one.full_name]) for one in streamed
+            one.name: _by_gguf(skeleton.model, checkpoint, conversions[one.full_name])
+            for one in streamed
         }
     else:
         _by_transformers(skeleton, conversions, {one.full_name for one in streamed})
@@ -172,7 +184,7 @@ def _by_transformers(
 
 
 def _by_gguf(
-    skeleton: ModelSkeleton, checkpoint: GgufCheckpoint, conversion: WeightConversion
+    model: PreTrainedModel, checkpoint: GgufCheckpoint, conversion: WeightConversion
 ) -> Tensor:
     """Load one parameter: dequantised by the package gguf, converted by transformers' converter."""
     import gguf  # imported here: other formats must not need it
@@ -190,9 +202,9 @@ def _by_gguf(
             values = torch.from_numpy(
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
-        tensors[name] = values.view(stored.shape).float()
+        tensors[name] = values.view(checkpoint.tensors[name].shape).float()
     (target,) = conversion.targets
-    return conversion.convert(tensors, skeleton.model, skeleton.model.config)[target]
+    return conversion.convert(tensors, model, model.config)[target]
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor]:

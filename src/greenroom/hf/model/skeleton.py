@@ -39,7 +39,7 @@ from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.index.catalog import make_catalog
 from greenroom.hf.index.conversions import TargetDtypes, WeightConversion, find_conversions
 from greenroom.hf.index.experts import StreamedParameter, detach_experts, find_streamed_parameters
-from greenroom.hf.index.gguf_conversions import gguf_conversions
+from greenroom.hf.index.gguf.conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
 from greenroom.hf.model.dense import EncodedParameter, find_encoded_parameters
 from greenroom.hf.model.implementation import IMPLEMENTATION
@@ -89,7 +89,7 @@ class ModelSkeleton:
         config.name_or_path = str(checkpoint.folder)  # the config of a text part has no path
         main = _dtype(dtype, checkpoint, config)
         with bounded_construction(len(checkpoint.tensors), str(checkpoint.folder)):
-            model = _construct(kind, config, main)
+            model = construct(kind, config, main, IMPLEMENTATION)
         if warning := adapt(model):
             log.warning("%s", warning)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
@@ -187,13 +187,12 @@ class ModelSkeleton:
         # There is no device map: with one, transformers looks up every expected name, experts
         # included, to reserve memory. Moving the model later also moves tensors that are no
         # parameters.
+        is_gguf = isinstance(self.checkpoint, GgufCheckpoint)
         return LoadStateDictConfig(
             pretrained_model_name_or_path=str(self.checkpoint.folder),
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=[]
-            if isinstance(self.checkpoint, GgufCheckpoint)
-            else weight_transforms(self.model, quantiser),
+            weight_mapping=[] if is_gguf else weight_transforms(self.model, quantiser),
             hf_quantizer=quantiser,
             use_safetensors=True,
         )
@@ -206,9 +205,7 @@ class ModelSkeleton:
         for target, conversion in self._conversions.items():
             dtype = dtypes(target, constructed[target].dtype)
             names = [name for group in conversion.sources.values() for name in group]
-            if isinstance(
-                checkpoint, GgufCheckpoint
-            ):  # transformers' loader does not know GGUF's names
+            if isinstance(checkpoint, GgufCheckpoint):  # names that transformers does not know
                 read = partial(_decoded, checkpoint, conversion, names, self.model, dtype, empty)
                 tensors[target] = LazyTensor(read)
                 continue
@@ -306,7 +303,7 @@ def conversions_of(
     Returns (conversions by parameter name, names of tensors that no parameter uses).
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        return gguf_conversions(model, checkpoint)
+        return gguf_conversions(model, checkpoint), []
     return find_conversions(model, checkpoint.tensors)
 
 
@@ -353,11 +350,14 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     return main
 
 
-def _construct(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+def construct(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, experts: str
 ) -> PreTrainedModel:
-    """Construct a model on the meta device, without memory for parameters."""
-    config._experts_implementation = IMPLEMENTATION
+    """Construct a model on the meta device, without memory for parameters.
+
+    `experts` is the name of the experts implementation.
+    """
+    config._experts_implementation = experts
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
             stack.enter_context(context)

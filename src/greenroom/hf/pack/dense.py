@@ -20,6 +20,7 @@ from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
+from greenroom.hf.checkpoint.gguf.origin import CONFIG
 from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
 from greenroom.hf.checkpoint.header import NAMES, StoredTensor, read_errors
 from greenroom.hf.checkpoint.pack.format import HEADER, DenseFile
@@ -28,6 +29,7 @@ from greenroom.hf.checkpoint.pack.journal import RESUME_HINT, write_errors
 SHARD = 4 << 30  # bytes; an unfinished file is copied again from its beginning
 CHUNK = 4 << 20
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokenizer and the like
+TOKENIZER = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.jinja")
 GGUF = "dense.gguf"
 SPLIT = "split."  # prefix of metadata about split files
 ALIGNMENT = 32  # default of a GGUF file
@@ -189,15 +191,28 @@ def write(path: Path, chunks: Iterable[bytes], advance: Advance) -> DenseFile:
     return DenseFile(path.name, nbytes, crc32)
 
 
-def copy_small(source: Path, target: Path) -> None:
+def copy_small(checkpoint: Checkpoint, target: Path) -> None:
     """Copy a model's config, tokenizer and other small files to a pack's folder.
 
-    The index of safetensors files is not copied.
+    The index of safetensors files is not copied. Of the folders that have the config and the
+    tokenizer of a GGUF file, no other files are copied.
     """
-    for path in sorted(source.iterdir()):
-        small = any(fnmatch(path.name, pattern) for pattern in SMALL)
-        if not small or path.name in (INDEX, HEADER) or not path.is_file():
-            continue
+    if isinstance(checkpoint, GgufCheckpoint):
+        origin = checkpoint.origin
+        paths = {CONFIG: origin.config} if origin.config is not None else {}
+        if origin.tokenizer is not None:
+            paths |= {path.name: path for path in _small_files(origin.tokenizer, TOKENIZER)}
+    else:
+        paths = {path.name: path for path in _small_files(checkpoint.folder, SMALL)}
+    for name, path in sorted(paths.items()):
         with read_errors(path):
             data = path.read_bytes()
-        write(target / path.name, [data], lambda nbytes: None)
+        write(target / name, [data], lambda nbytes: None)
+
+
+def _small_files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield the files of a folder whose names fit one of some patterns."""
+    for path in folder.iterdir():
+        fits = any(fnmatch(path.name, pattern) for pattern in patterns)
+        if fits and path.name not in (INDEX, HEADER) and path.is_file():
+            yield path

@@ -225,8 +225,7 @@ class _Job:
             )
         else:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
-                if not isinstance(self.checkpoint, GgufCheckpoint):
-                    dense.copy_small(self.checkpoint.folder, work)
+                dense.copy_small(self.checkpoint, work)
                 packed = self._fill(work, journal, self.header.source)
                 journal.remove()
         with write_errors(folder):

@@ -1,0 +1,60 @@
+"""The table of MoE architectures in GGUF files.
+
+llama.cpp names an architecture in the metadata of a file. Several of transformers' architectures
+may share one of these names.
+"""
+
+from __future__ import annotations
+
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+# Folder in transformers/models -> GGUF's name of the architecture.
+SERVED = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
+    "gpt_oss": "gpt-oss",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "jamba": "jamba",
+    "llama4": "llama4",
+    "mimo_v2_flash": "mimo2",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "phimoe": "phimoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe": "qwen35moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "solar_open": "glm4moe",
+}
+
+# Architectures with a GGUF format that Greenroom does not read, with the reason.
+UNREAD: dict[str, str] = {}
+
+NO_FORMAT = "no GGUF format exists"
+
+
+def gguf_name(folder: str) -> str:
+    """Return GGUF's name of an architecture, or the reason why it is not read.
+
+    `folder` is the architecture's folder in transformers/models.
+    """
+    return SERVED.get(folder) or UNREAD.get(folder, NO_FORMAT)
+
+
+def fits_architecture(model_type: str, architecture: str) -> bool:
+    """Return whether a config's model type is one that a GGUF architecture stands for."""
+    return SERVED.get(model_type_to_module_name(model_type)) == architecture
+
+
+def served_names() -> list[str]:
+    """Return GGUF's names of all architectures that are read from GGUF files, sorted."""
+    return sorted({*SERVED.values()})
