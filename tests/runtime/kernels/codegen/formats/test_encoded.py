@@ -144,7 +144,9 @@ BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0", "q5_0"]),
+    name=st.sampled_from(
+        ["int4-float16", "q8_0", "mxfp4-uint8", "q4_0", "q5_0", "q4_1", "q5_1", "iq4_nl"]
+    ),
     hidden=BLOCKS_OF_32,
     inner=BLOCKS_OF_32,
     seed=st.integers(0, 99),
@@ -154,6 +156,9 @@ BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector
 @example(name="int4-float16", hidden=31, inner=17, seed=0, tokens=1)
 @example(name="q4_0", hidden=3, inner=17, seed=0, tokens=1)
 @example(name="q5_0", hidden=3, inner=17, seed=0, tokens=1)
+@example(name="q4_1", hidden=3, inner=17, seed=0, tokens=1)
+@example(name="q5_1", hidden=17, inner=1, seed=0, tokens=1)
+@example(name="iq4_nl", hidden=3, inner=17, seed=0, tokens=1)
 def test_experts_of_any_shape_have_the_bits_of_expanded_weights(
     name: str, hidden: int, inner: int, seed: int, tokens: int
 ) -> None:

@@ -151,6 +151,7 @@ def group_scales(
 
 
 ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
+MINIMA = (0, 1, 10, 11)  # lanes with the sums of four groups, two for each block of 64 inputs
 
 
 # Products.
@@ -162,33 +163,51 @@ def times(codes: Value, x: list[Value], side: int, start: Value) -> Value:
 
 
 def _joint_terms(
-    read: Codes, table: Sequence[int], row: Row, at: Value, x: list[Value], left: Left
+    read: Codes,
+    table: Sequence[int],
+    extra: str,
+    row: Row,
+    at: Value,
+    x: list[Value],
+    left: Left,
 ) -> list[Term]:
     """Multiply both halves of an iteration into one vector of sums, four lanes to a group.
 
-    Codes are the result of `read`, or the values that `table` has for them.
+    Codes are the result of `read`, or the values that `table` has for them. The packed inputs have
+    an `extra` vector for an "offset", for "minima" or for nothing.
     """
     low, high = read(row, at, left)
     if table:
         name, values = "llvm.x86.avx512.pshuf.b.512", low.constant([*table] * 4)
         low, high = (values.call(name, values.ir.type, code) for code in (low, high))
     upper = dot_int8(dot_int8(zero(at), low, x[0]), high, x[1])
-    lower = dot_int8(dot_int8(x[4], low, x[2]), high, x[3])
-    return [(0, floats((upper << 7) + lower), group_scales(row.ready, at, left, FOURS))]
+    start = x[4] if extra == "offset" else zero(at)
+    lower = dot_int8(dot_int8(start, low, x[2]), high, x[3])
+    terms = [(0, floats((upper << 7) + lower), group_scales(row.ready, at, left, FOURS))]
+    if extra == "minima":
+        terms.append(minimum_term(row, at, x, left))
+    return terms
 
 
-def symmetric_product(
+def minimum_term(row: Row, at: Value, x: list[Value], left: Left) -> Term:
+    """Multiply the sums of an iteration's groups of 32 inputs, in lanes MINIMA, with minima."""
+    return 0, x[4].bitcast(F32), group_scales(row.minima, at, left, (0, 1, 2, 3) * 4)
+
+
+def joint_product(
     read: Codes,
     order: tuple[int, ...],
     offset: int = 0,
     table: Sequence[int] = (),
     factor: float = 1.0,
+    minima: tuple[int, ...] = (),
 ) -> IntegerProduct:
-    """Make the integer product of an encoding without minima, with a scale for 32 weights.
+    """Make the integer product of an encoding with a scale for 32 weights.
 
     read:  function that loads the codes of an iteration, in `order`
     table: the values of 4-bit codes, signed; empty: a code is its own value
     """
     offset -= min(table, default=0)
-    terms = partial(_joint_terms, read, tuple(value + offset for value in table))
-    return IntegerProduct(terms, order=order, offset=offset, factor=factor)
+    extra = "offset" if offset else "minima" if minima else ""
+    terms = partial(_joint_terms, read, tuple(value + offset for value in table), extra)
+    return IntegerProduct(terms, order=order, offset=offset, factor=factor, minima=minima)

@@ -45,8 +45,10 @@ class Row:
         """Return the address of a row's minima in float32."""
         return self.ready + (self.inputs >> 2)
 
-    def put(self, at: Value, scales: Value, left: Value | None = None) -> None:
-        """Write a vector of scales from index `at` of a row on.
+    def put(
+        self, at: Value, scales: Value, minima: Value | None = None, left: Value | None = None
+    ) -> None:
+        """Write vectors of scales and minima, from index `at` of a row on.
 
         Scales are multiplied by the row's `powers` if there are any. Only the powers of the first
         `left` scales are read; the products of all others are 0.
@@ -55,6 +57,8 @@ class Row:
             mask = below_or_all(left, scales.lanes)
             scales *= (self.powers + (at << 2)).load(F32, scales.lanes, mask)
         (self.ready + (at << 2)).store(scales)
+        if minima is not None:  # after the scales, whose last lanes may lie in its place
+            (self.minima + (at << 2)).store(minima)
 
     def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
         """Load the float32 scale (or minimum) of one input of a row.
@@ -66,17 +70,18 @@ class Row:
 
 
 def prepare_in_vectors(
-    row: Row, count: Value, value: Callable[[Value, Value | None], Value]
+    row: Row, count: Value, value: Callable[[Value, Value | None], list[Value]]
 ) -> None:
     """Write a row's scales as float32, one vector of LANES scales at a time.
 
-    value(at, left) returns a vector of scales from index `at` on. `left` is None, but if the row
-    has fewer scales than LANES, it is their number. The last vector overlaps with the one before.
+    value(at, left) returns vectors of scales and minima, or of scales alone, from index `at` on.
+    `left` is None, but if the row has fewer scales than LANES, it is their number. The last vector
+    overlaps with the one before.
     """
     # No store is masked: a load soon after a masked store waits for the store.
 
     def put(at: Value, left: Value | None) -> None:
-        row.put(at, value(at, left), left)
+        row.put(at, *value(at, left), left=left)
 
     left = count & (LANES - 1)
     with count.b.if_else((count >= LANES).ir) as (many, few):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from greenroom.runtime.kernels.codegen.formats.families import groups, k_quants, simple
+from greenroom.runtime.kernels.codegen.formats.families import groups, k_quants, nonlinear, simple
 from greenroom.runtime.kernels.codegen.formats.format import Format
 
 FORMATS: dict[str, Format] = {
-    name: form for family in (groups, simple, k_quants) for name, form in family.FORMATS.items()
+    name: form
+    for family in (groups, simple, k_quants, nonlinear)
+    for name, form in family.FORMATS.items()
 }
 
 __all__ = ["FORMATS"]

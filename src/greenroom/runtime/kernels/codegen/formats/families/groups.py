@@ -23,9 +23,9 @@ from greenroom.runtime.kernels.codegen.formats.codes import (
     dot_int16,
     floats,
     group_scales,
+    joint_product,
     signed_codes,
     split_bytes,
-    symmetric_product,
     zero,
 )
 from greenroom.runtime.kernels.codegen.formats.expand import (
@@ -75,9 +75,9 @@ def contiguous(shift: int, element: Any, read: Callable[[Value], Value]) -> Any:
     """
 
     def prepare(row: Row) -> None:
-        def value(at: Value, left: Value | None) -> Value:
+        def value(at: Value, left: Value | None) -> list[Value]:
             place = row.scale + at * (element.width // 8)
-            return read(place.load(element, LANES, below_or_all(left)))
+            return [read(place.load(element, LANES, below_or_all(left)))]
 
         prepare_in_vectors(row, (row.inputs + ((1 << shift) - 1)) >> shift, value)
 
@@ -198,7 +198,7 @@ FORMATS: dict[str, Format] = {
     ),
     "int4": Format(
         Expander(contiguous(5, I16, half_floats), _INT4, PAIRED),
-        symmetric_product(neighbours, NEIGHBOURS, offset=8),
+        joint_product(neighbours, NEIGHBOURS, offset=8),
     ),
     "int4.wide": Format(Expander(repeated(F16_KIND), _INT4, PAIRED)),  # groups of more than 32
     "ct_int4.float32": _ct_int4_with(F32_KIND),
@@ -210,7 +210,7 @@ FORMATS: dict[str, Format] = {
             partial(from_table, interleaved, E2M1, exact=(BF16_KIND,)),
             PAIRED,
         ),
-        symmetric_product(neighbours, NEIGHBOURS, table=TWICE_E2M1, factor=0.5),
+        joint_product(neighbours, NEIGHBOURS, table=TWICE_E2M1, factor=0.5),
     ),
     "fp8": Format(Expander(repeated(F32_KIND, 256.0), fp8)),
 }

@@ -13,17 +13,20 @@ from typing import Any
 
 from greenroom.runtime.kernels.codegen.formats.codes import (
     FOURS,
+    MINIMA,
     IntegerProduct,
     Left,
     Term,
     floats,
     group_scales,
+    minimum_term,
     runs,
     split_bytes,
     times,
     zero,
 )
 from greenroom.runtime.kernels.codegen.formats.expand import (
+    GROUP,
     STARTS,
     Expander,
     affine,
@@ -79,15 +82,14 @@ def scales_and_minima(width: int) -> Any:
 
     def prepare(row: Row) -> None:
         with counted_loop(0, row.inputs >> 8) as number:
-            block, at = row.codes + number * width, number << 3
+            block = row.codes + number * width
             head = block.load(I32, 4)
             first = (head.shuffle((1, 3, 2, 3)) >> (0, 0, 0, 4)) & ((0x3F3F3F3F, 0x0F0F0F0F) * 2)
             second = (head.shuffle((1, 1, 2, 2)) >> 2) & ((0, 0x30303030) * 2)
             six = (first | second).bitcast(I8).convert(I32)
             pair = block.load(F16, 2).convert(F32) * (1.0, -1.0)
             value = six.convert(F32) * pair.shuffle([0] * 8 + [1] * 8)
-            row.put(at, value.shuffle(range(8)))
-            (row.minima + (at << 2)).store(value.shuffle(range(8, 16)))
+            row.put(number << 3, value.shuffle(range(8)), value.shuffle(range(8, 16)))
 
     return prepare
 
@@ -139,7 +141,23 @@ def _with_minima(
     for i, code in enumerate(codes):
         scale = group_scales(row.ready, at, left, [i] * 8 + [2 + i] * 8)
         terms.append((0, floats(times(code, x, i, zero(at))), scale))
-    return [*terms, (0, x[4].bitcast(F32), group_scales(row.minima, at, left, [0, 1, 2, 3] * 4))]
+    return [*terms, minimum_term(row, at, x, left)]
+
+
+# Groups of 16.
+
+
+def scales_of_sixteen(base: Value, at: Value, half: int) -> list[Value]:
+    """Load the scales, or minima, of the vectors of 32 weights in groups of 16."""
+    first = base + ((at >> 4) << 2) + 8 * half
+    return [(first + 4 * (start // 16)).load(F32).broadcast() for start in STARTS]
+
+
+def scaled_by_sixteen(kind: Any, row: Row, at: Value, half: int, codes: Value) -> list[Value]:
+    """Multiply 32 signed bytes by the scales of groups of 16, and round."""
+    wide = (c.convert(I32, signed=True).convert(F32, signed=True) for c in sliced(codes))
+    scales = scales_of_sixteen(row.ready, at, half)
+    return all_to_model(kind, [code * scale for code, scale in zip(wide, scales, strict=True)])
 
 
 # q6_k.
@@ -162,11 +180,7 @@ def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     side, turn = part >> 1, (part & 1) << 2
     four = bits_at(block + (side << 6) + 32 * half, turn, 15)
     two = bits_at(block + 128 + (side << 5), turn + 2 * half, 3)
-    first, values = row.ready + ((at >> 4) << 2) + 8 * half, []
-    for start, code in zip(STARTS, sliced((four | shifted(two)) - 32), strict=True):
-        scale = (first + 4 * (start // 16)).load(F32).broadcast()
-        values.append(code.convert(I32, signed=True).convert(F32, signed=True) * scale)
-    return all_to_model(kind, values)
+    return scaled_by_sixteen(kind, row, at, half, (four | shifted(two)) - 32)
 
 
 def q6_k_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
@@ -182,8 +196,115 @@ def q6_k_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     return terms
 
 
-MINIMA = (0, 1, 10, 11)  # lanes with the sums of four groups, two for each block of 64 inputs
+# q3_k.
+
+
+def q3_scales(row: Row) -> None:
+    """Emit code that writes the scales of GGUF q3_k as float32.
+
+    A block has a float16 factor, and 16 scales of six bits plus 32: 8 bytes hold the low four bits
+    of scales i and i + 8, the next 4 bytes the high two bits of scales i, i + 4, i + 8 and i + 12.
+    """
+    with counted_loop(0, row.inputs >> 8) as number:
+        block = row.codes + number * 110
+        low = (block + 96).load(I32, 2).shuffle((0, 1, 0, 1)) >> (0, 0, 4, 4)
+        high = (block + 104).load(I32).broadcast(4) >> (0, 2, 4, 6)
+        six = ((low & 0x0F0F0F0F) | ((high & 0x03030303) << 4)).bitcast(I8).convert(I32)
+        scales = (six - 32).convert(F32, signed=True)
+        row.put(number << 4, scales * (block + 108).load(I16).widened(F16_KIND))
+
+
+def q3_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q3_k weights: codes of two bits and one bit, minus 4, times a scale."""
+    block, part = in_super_block(row, at, 110)
+    side, turn = part >> 1, (part & 1) << 2
+    two = bits_at(block + 32 + (side << 5), turn + 2 * half, 3)
+    third = bits_at(block, (part << 1) + half, 1)
+    return scaled_by_sixteen(kind, row, at, half, (two | (third << 2)) - 4)
+
+
+def q3_k_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    """Terms of q3_k: both halves of an iteration hold 64 weights, in four groups."""
+    start, side = half_super_block(row, at, 110)
+    two = twice((start + 32 + (side << 5)).load(I32, 8))
+    third = twice(start.load(I32, 8)) >> (side << 2).convert(I16)
+    # Bits 0 to 3 go to bit 2: one after the other, for the quarters of the iteration.
+    moved = third << ([2] * 16 + [1] * 16), third >> ([0] * 16 + [1] * 16)
+    terms = []
+    for i, high in enumerate(moved):
+        low = two >> ([4 * i] * 16 + [4 * i + 2] * 16)
+        code = (low.bitcast(I8) & 3) | (high.bitcast(I8) & 4)
+        scale = group_scales(row.ready, at, left, FOURS, 4, 4 * i)
+        terms.append((i, floats(times(code, x, i, x[4 + i])), scale))
+    return terms
+
+
+# q2_k.
+
+# A byte has the codes of four weights. They are masked, not moved: a code is then 1, 4, 16 or 64
+# times too large, and the scales are smaller by that.
+MINIMA_OF_SIXTEEN = (0, 1, 2, 3, 8, 9, 10, 11)  # lanes, as MINIMA
+MASKS = (0x03030303, 0x0C0C0C0C, 0x30303030, 0xC0C0C0C0)
+
+
+def q2_scales(row: Row) -> None:
+    """Emit code that writes the scales and minima of GGUF q2_k as float32.
+
+    A block has 16 bytes with a scale in the low four bits and a minimum in the high bits, and a
+    float16 factor for each of the two. The minima are negated.
+    """
+    moves = [4.0 ** -(i // 2 % 4) for i in range(16)]
+    with counted_loop(0, row.inputs >> 8) as number:
+        block = row.codes + number * 84
+        both, pair = block.load(I8, 16), (block + 80).load(F16, 2).convert(F32)
+        scales, minima = ((b.convert(I32)).convert(F32) for b in (both & 15, both >> 4))
+        d, dmin = (pair.shuffle([i] * 16) for i in range(2))
+        row.put(number << 4, scales * (d * moves), minima * -dmin)
+
+
+def q2_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q2_k weights: code times scale, minus minimum."""
+    block, part = in_super_block(row, at, 84)
+    side, turn = part >> 1, (part & 1) << 2
+    mask = (part.constant(3) << (turn + 2 * half)).convert(I8)
+    codes = sliced((block + 16 + (side << 5)).load(I8, GROUP) & mask)
+    scales, minima = (scales_of_sixteen(base, at, half) for base in (row.ready, row.minima))
+    return all_to_model(
+        kind,
+        [
+            scale.fma(code.convert(I32).convert(F32), minimum)
+            for code, scale, minimum in zip(codes, scales, minima, strict=True)
+        ],
+    )
+
+
+def q2_k_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    """Terms of q2_k: weights 0 to 31 and 64 to 95 in one half of an iteration."""
+    start, side = half_super_block(row, at, 84)
+    bytes_of_four = twice((start + 16 + (side << 5)).load(I32, 8)).bitcast(I32)
+    scales, minima = ((base + ((at >> 4) << 2)).load(F32, 8) for base in (row.ready, row.minima))
+    terms = []
+    for i in range(2):
+        code = (bytes_of_four & ([MASKS[i]] * 8 + [MASKS[2 + i]] * 8)).bitcast(I8)
+        scale = scales.shuffle([2 * i + lane // 4 + 2 * (lane // 8) for lane in range(16)])
+        terms.append((0, floats(times(code, x, i, zero(at))), scale))
+    lanes = [lane % 4 + 4 * (lane // 8) for lane in range(16)]
+    return [*terms, (0, x[4].bitcast(F32), minima.shuffle(lanes))]
+
+
 FORMATS: dict[str, Format] = {
+    "q2_k": Format(
+        Expander(q2_scales, q2_k),
+        IntegerProduct(
+            q2_k_terms, shift=4, order=runs(32), separate_halves=True, minima=MINIMA_OF_SIXTEEN
+        ),
+    ),
+    "q3_k": Format(
+        Expander(q3_scales, q3_k),
+        IntegerProduct(
+            q3_k_terms, shift=4, order=runs(64), offset=4, separate_halves=True, paired=False
+        ),
+    ),
     "q4_k": Format(
         Expander(scales_and_minima(144), q4_k),
         IntegerProduct(q4_k_terms, order=runs(32), separate_halves=True, minima=MINIMA),

@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from greenroom.runtime.kernels.codegen.formats.codes import (
+    MINIMA,
     IntegerProduct,
     Left,
     Term,
@@ -21,16 +22,17 @@ from greenroom.runtime.kernels.codegen.formats.codes import (
     floats,
     group_scales,
     joined,
+    joint_product,
     runs,
     signed_codes,
     split_bytes,
-    symmetric_product,
     zero,
 )
 from greenroom.runtime.kernels.codegen.formats.expand import (
     STARTS,
     TWICE_E2M1,
     Expander,
+    affine,
     all_to_model,
     from_table,
     scaled_bytes,
@@ -58,33 +60,55 @@ def in_blocks(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
 
     Blocks have `width` bytes. read(vector of LANES elements) converts scales to float32.
     """
-    picked = _gather_from_vector_pairs if LANES == 16 and element == I16 else _gather_each
 
     def prepare(row: Row) -> None:
-        def value(at: Value, left: Value | None) -> Value:
-            fetch = picked if left is None else _gather_each
-            return read(fetch(row.codes + at * width, width, element, left))
+        def value(at: Value, left: Value | None) -> list[Value]:
+            return [read(_gather(row.codes + at * width, width, element, left))]
 
         prepare_in_vectors(row, row.inputs >> 5, value)
 
     return prepare
 
 
-def _gather_from_vector_pairs(address: Value, width: int, element: Any, left: None) -> Value:
+def pairs_in_blocks(width: int) -> Any:
+    """Make the `prepare` function for scales and minima at the start of blocks.
+
+    A block has 32 inputs, in `width` bytes, and begins with two float16 numbers.
+    """
+
+    def prepare(row: Row) -> None:
+        def value(at: Value, left: Value | None) -> list[Value]:
+            pair = _gather(row.codes + at * width, width, I32, left)
+            return [half_floats(half.convert(I16)) for half in (pair, pair >> 16)]
+
+        prepare_in_vectors(row, row.inputs >> 5, value)
+
+    return prepare
+
+
+def _gather(address: Value, width: int, element: Any, left: Value | None) -> Value:
+    """Load LANES elements, `width` bytes apart; `left` of them exist (None: all)."""
+    if left is None and LANES == 16 and element != I8:
+        return _gather_from_vector_pairs(address, width, element)
+    return _gather_each(address, width, element, left)
+
+
+def _gather_from_vector_pairs(address: Value, width: int, element: Any) -> Value:
     """Load as `_gather_each` if all elements exist, by shuffles of pairs of vectors."""
-    spacing = width // 2
-    count = 63 // spacing + 1  # of a pair of vectors
+    size = element.width // 8
+    spacing, lanes = width // size, 64 // size
+    count = (2 * lanes - 1) // spacing + 1  # of a pair of vectors
     count = 1 << (count.bit_length() - 1)
     scales = None
     for start in range(0, LANES, count):
         mine = range(start, start + count)
         first = min(start * width, LANES * width - 128)  # never beyond the last block
-        skipped = start * spacing - first // 2
-        one, two = ((address + first + 64 * i).load(element, 32) for i in range(2))
+        skipped = start * spacing - first // size
+        one, two = ((address + first + 64 * i).load(element, lanes) for i in range(2))
         some = one.shuffle(
-            [spacing * (i - start) + skipped if i in mine else i for i in range(32)], two
+            [spacing * (i - start) + skipped if i in mine else i for i in range(lanes)], two
         )
-        places = [32 + i if i in mine else i for i in range(32)]
+        places = [lanes + i if i in mine else i for i in range(lanes)]
         scales = some if scales is None else scales.shuffle(places, some)
     return scales.shuffle(NATURAL)
 
@@ -112,8 +136,12 @@ def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
     The block has `width` bytes; its last 16 bytes hold codes i and i + 16 each. The codes are the
     low bits of int32.
     """
-    base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
-    read = [(base + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
+    return low_and_high(row.codes + (at >> 5) * width + (width * (half + 1) - 16))
+
+
+def low_and_high(address: Value) -> list[Value]:
+    """Load codes of four bits as int32: byte i has codes i and i + 16."""
+    read = [(address + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
     return read + [code >> 4 for code in read]
 
 
@@ -147,32 +175,53 @@ def q8_0_terms(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     return terms
 
 
-# q5_0.
+# Codes of five bits.
+
+
+def five_bits(width: int, row: Row, at: Value, half: int) -> list[Value]:
+    """Load the 5-bit codes of a block of 32 inputs, as int32.
+
+    The last 16 of its `width` bytes have the codes' low four bits; an int32 before them has the
+    fifth bits.
+    """
+    fifth = (row.codes + (at >> 5) * width + (width * (half + 1) - 20)).load(I32).broadcast()
+    return [
+        (four & 15) | (((fifth >> [start + i for i in NATURAL]) & 1) << 4)
+        for start, four in zip(STARTS, block_codes(width, row, at, half), strict=True)
+    ]
+
+
+def five_bit_blocks(width: int, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+    """Load the 5-bit codes of four blocks: as `four_blocks`, and 32 bits before them."""
+    first = row.codes + (at >> 5) * width + (width - 20)
+    fifth_bits = joined([_codes_of(first + width * i, 1, i, left) for i in range(4)])
+    low, high = (
+        four | four.constant(16).where((fifth_bits >> shift).convert(I16).bitcast(I1), 0)
+        for four, shift in zip(four_blocks(width, row, at, left), (0, 16), strict=True)
+    )
+    return low, high
 
 
 def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Decode GGUF q5_0 weights.
-
-    Their codes have four bits as in q4_0; an int32 before them has the fifth bits of all 32 codes.
-    """
-    fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).broadcast()
-    scale, values = row.scale_at(at, 5, half), []
-    for start, four in zip(STARTS, block_codes(22, row, at, half), strict=True):
-        high = (fifth >> [start + i for i in NATURAL]) & 1
-        code = ((four & 15) | (high << 4)) - 16
-        values.append(code.convert(F32, signed=True) * scale)
-    return all_to_model(kind, values)
+    """Decode GGUF q5_0 weights: scale * (code - 16)."""
+    codes, scale = five_bits(22, row, at, half), row.scale_at(at, 5, half)
+    return all_to_model(kind, [(code - 16).convert(F32, signed=True) * scale for code in codes])
 
 
-def q5_0_codes(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
-    """Load q5_0: as `four_blocks`, with 32 bits before them, bit i the fifth bit of code i."""
-    first = row.codes + (at >> 5) * 22 + 2
-    fifth_bits = joined([_codes_of(first + 22 * i, 1, i, left) for i in range(4)])
-    low, high = (
-        four | four.constant(16).where((fifth_bits >> shift).convert(I16).bitcast(I1), 0)
-        for four, shift in zip(four_blocks(22, row, at, left), (0, 16), strict=True)
-    )
-    return low, high
+# q4_1 and q5_1.
+
+
+def q4_1(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q4_1 weights: code times scale, plus minimum."""
+    codes = block_codes(20, row, at, half)
+    return affine(kind, codes, row.scale_at(at, 5, half), row.scale_at(at, 5, half, True))
+
+
+def q5_1(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """Decode GGUF q5_1 weights: codes of five bits as in q5_0, times scale, plus minimum."""
+    codes = five_bits(24, row, at, half)
+    scale, minimum = row.scale_at(at, 5, half), row.scale_at(at, 5, half, True)
+    return all_to_model(kind, [scale.fma(code.convert(F32), minimum) for code in codes])
 
 
 # gguf_mxfp4.
@@ -186,23 +235,31 @@ def e8m0_halves(raw: Value) -> Value:
 
 
 FORMATS: dict[str, Format] = {
+    "q4_1": Format(
+        Expander(pairs_in_blocks(20), q4_1),
+        joint_product(partial(four_blocks, 20), runs(16), minima=MINIMA),
+    ),
+    "q5_1": Format(
+        Expander(pairs_in_blocks(24), q5_1),
+        joint_product(partial(five_bit_blocks, 24), runs(16), minima=MINIMA),
+    ),
     "q8_0": Format(
         Expander(in_blocks(34, I16, half_floats), q8_0),
         IntegerProduct(q8_0_terms, paired=False),
     ),
     "q4_0": Format(
         Expander(in_blocks(18, I16, half_floats), partial(symmetric, partial(block_codes, 18))),
-        symmetric_product(partial(four_blocks, 18), runs(16), offset=8),
+        joint_product(partial(four_blocks, 18), runs(16), offset=8),
     ),
     "q5_0": Format(
         Expander(in_blocks(22, I16, half_floats), q5_0),
-        symmetric_product(q5_0_codes, runs(16), offset=16),
+        joint_product(partial(five_bit_blocks, 22), runs(16), offset=16),
     ),
     "gguf_mxfp4": Format(
         Expander(
             in_blocks(17, I8, e8m0_halves),
             partial(from_table, partial(block_codes, 17), TWICE_E2M1, exact=(BF16_KIND,)),
         ),
-        symmetric_product(partial(four_blocks, 17), runs(16), table=TWICE_E2M1),
+        joint_product(partial(four_blocks, 17), runs(16), table=TWICE_E2M1),
     ),
 }
