@@ -11,7 +11,7 @@ import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.checkpoint.header import LONGEST, StoredTensor, read_header
-from greenroom.hf.checkpoint.quantised.methods import combine_codes_and_scales
+from greenroom.hf.checkpoint.quantised.methods import combine_codes_and_scales, settings_of
 from greenroom.hf.checkpoint.read import read_tensor
 from greenroom.json_file import Malformed, printable, read_object, show_value
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MODELOPT = "hf_quant_config.json"  # ModelOpt's settings, where config.json has none
 LONGEST_NAME = 255  # of a file
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -129,6 +130,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_object(path, NotAModel).values
     if not isinstance(config.get("model_type"), str):
         raise NotAModel(f"{path}: has no model_type, so this file is not a model's config")
+    if (modelopt := folder / MODELOPT).is_file() and settings_of(config) is None:
+        details = read_object(modelopt, CheckpointError).values.get("quantization")
+        config["quantization_config"] = {
+            **(details if isinstance(details, dict) else {}),
+            "quant_method": "modelopt",
+        }
     return config
 
 

@@ -6,6 +6,7 @@ quantised checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from typing import Any, BinaryIO
@@ -35,12 +36,13 @@ ALIGNMENT = 64  # bytes; torch aligns its own memory so
 
 
 def make_quantiser(checkpoint: Checkpoint) -> Any:
-    """Return transformers' quantiser, set to dequantise a checkpoint; None if not quantised.
+    """Return transformers' quantiser, set to dequantise a checkpoint.
 
-    Raises UnsupportedModel if the quantiser needs a package that is not installed.
+    None if the checkpoint is not quantised, or if transformers cannot dequantise it. Raises
+    UnsupportedModel if the quantiser needs a package that is not installed.
     """
     settings = settings_of(checkpoint.config)
-    if settings is None:
+    if settings is None or not transformers_can_decode(checkpoint, settings):
         return None
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -55,6 +57,24 @@ def make_quantiser(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.folder}: transformers cannot dequantise this checkpoint: {reason}"
         ) from error
     return quantiser
+
+
+def transformers_can_decode(checkpoint: Checkpoint, settings: dict[str, Any]) -> bool:
+    """Return whether transformers dequantises a quantised checkpoint on a CPU, to its values.
+
+    Otherwise the reference has the values of Greenroom's decoders. transformers 5.23 leaves out the
+    matrix scale of NVFP4 experts, and does not know experts with block scales in
+    compressed-tensors, nor MXFP4 matrices outside of gpt-oss's stacks. `settings` are the
+    checkpoint's quantization_config.
+    """
+    method = settings.get("quant_method")
+    encoded = [tensor for tensor in checkpoint.tensors.values() if tensor.encoding != PLAIN]
+    if method == "mxfp4":
+        return all(tensor.transposed for tensor in encoded)
+    blocks = any(each.encoding == "fp8" and 1 < each.unit < each.shape[-2] for each in encoded)
+    if method == "compressed-tensors":
+        return not blocks and all(tensor.encoding != "ct_nvfp4" for tensor in encoded)
+    return method in ("fp8", "mxfp8")
 
 
 def transformers_can_load(skeleton: ModelSkeleton) -> bool:
@@ -78,6 +98,10 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
     checkpoint, options = skeleton.checkpoint, {}
     if isinstance(checkpoint, GgufCheckpoint):
         return _load_gguf(skeleton, checkpoint)
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": checkpoint.folder,
+        "local_files_only": True,
+    }
     if (quantised := make_quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(skeleton.model)
@@ -85,10 +109,13 @@ def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
         composite = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         options["config"] = getattr(composite, adapter.config_part)
         options["key_mapping"] = dict(adapter.renames)
+    if quantised is None and settings_of(checkpoint.config) is not None:
+        source = {"pretrained_model_name_or_path": None, "config": skeleton.model.config}
+        source["state_dict"] = {
+            name: read() for name, read in _decoded(skeleton, checkpoint.tensors).items()
+        }
     model: PreTrainedModel = type(skeleton.model).from_pretrained(
-        checkpoint.folder,
-        local_files_only=True,
-        **options,
+        **{**source, **options},
         dtype=skeleton.dtype,
         experts_implementation="eager",
     )
@@ -172,9 +199,14 @@ def _by_transformers(
         for names in conversion.sources.values()
         for name in names
     ]
-    options = skeleton.options(make_quantiser(checkpoint))
+    quantiser = make_quantiser(checkpoint)
+    if quantiser is None and settings_of(checkpoint.config) is not None:
+        tensors = {name: LazyTensor(read) for name, read in _decoded(skeleton, sources).items()}
+    else:
+        tensors = _as_stored(checkpoint, sources)
+    options = skeleton.options(quantiser)
     info, _ = type(model)._load_pretrained_model(
-        model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(targets)
+        model, tensors, None, options, expected_keys=sorted(targets)
     )
     if info.conversion_errors:
         raise CheckpointError(
@@ -205,6 +237,16 @@ def _by_gguf(
         tensors[name] = values.view(checkpoint.tensors[name].shape).float()
     (target,) = conversion.targets
     return conversion.convert(tensors, model, model.config)[target]
+
+
+def _decoded(skeleton: ModelSkeleton, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that read the named tensors, decoded to the model's dtype."""
+    checkpoint = skeleton.checkpoint
+    dtypes = {
+        name: None if checkpoint.tensors[name].encoding == PLAIN else skeleton.dtype
+        for name in names
+    }
+    return {name: partial(checkpoint.read, name, dtype) for name, dtype in dtypes.items()}
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor]:

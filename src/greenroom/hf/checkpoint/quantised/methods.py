@@ -8,6 +8,7 @@ from typing import Any
 
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.quantised.compressed import combine_compressed
+from greenroom.hf.checkpoint.quantised.exported import combine_exported
 from greenroom.hf.checkpoint.quantised.fp8 import combine_fp8
 from greenroom.hf.checkpoint.quantised.mxfp4 import combine_mxfp4
 from greenroom.hf.checkpoint.quantised.parts import SERVED, QuantisedCheckpoint, Tensors
@@ -15,7 +16,11 @@ from greenroom.json_file import printable
 
 METHODS: dict[str, Callable[[QuantisedCheckpoint], None]] = {
     "fp8": combine_fp8,
+    "mxfp8": combine_fp8,
     "mxfp4": combine_mxfp4,
+    "fbgemm_fp8": combine_exported,
+    "modelopt": combine_exported,
+    "quark": combine_exported,
     "compressed-tensors": combine_compressed,
 }
 

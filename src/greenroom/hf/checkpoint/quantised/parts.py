@@ -9,9 +9,22 @@ from typing import Any
 
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.json_file import printable
 
 Tensors = dict[str, StoredTensor]
-SERVED = "supported: fp8 with block scales, mxfp4, and compressed-tensors' pack-quantized int4"
+SERVED = (
+    "supported: fp8, mxfp4 and nvfp4 (of DeepSeek, ModelOpt, Quark, FBGEMM and compressed-tensors),"
+    " and compressed-tensors' pack-quantized int4"
+)
+E8M0 = ("uint8", "float8_e8m0fnu")  # powers of two; some files call them uint8
+# Endings of names of scales that belong to activations and to keys and values, which Greenroom does
+# not quantise.
+UNUSED = (
+    "activation_scale",
+    "input_scale",
+    "input_global_scale",
+    *(f".{what}_scale" for what in ("k", "v", "q", "output")),
+)
 
 
 class QuantisedCheckpoint:
@@ -64,19 +77,48 @@ class QuantisedCheckpoint:
         dtypes: the dtypes that the scales may have
         """
         codes, scale, target = names
-        if scales.shape != shape:
+        self.combined.pop(codes)
+        self.combined[target] = matrix
+        self.add_companion(target, scale, scales, shape, dtypes)
+
+    def add_companion(
+        self,
+        target: str,
+        name: str,
+        stored: StoredTensor,
+        shape: tuple[int, ...],
+        dtypes: tuple[str, ...],
+    ) -> None:
+        """Check one of a matrix's tensors of scales, and combine it with the encoded tensor.
+
+        target, name:  the names of the encoded tensor and of the scales
+        stored:        the scales
+        shape, dtypes: the shape that the scales must have, and the dtypes that they may have
+        """
+        matrix = self.combined[target]
+        if stored.dtype not in dtypes:
             raise self.error(
-                f"the scales {scale} have shape {list(scales.shape)}, but must have shape"
-                f" {list(shape)} to fit {codes}, which has shape {list(self.tensors[codes].shape)}"
-            )
-        if scales.dtype not in dtypes:
-            raise self.error(
-                f"the scales {scale} have dtype {scales.dtype}, but must have one of"
+                f"the scales {name} have dtype {stored.dtype}, but must have one of"
                 f" {', '.join(dtypes)}"
             )
-        for name in {codes, scale} - {target}:
+        if stored.shape != shape:
+            raise self.error(
+                f"the scales {name} have shape {list(stored.shape)}, but must have shape"
+                f" {list(shape)} to fit {target}, whose codes have shape {list(matrix.codes)}"
+            )
+        del self.combined[name]
+        self.combined[target] = replace(matrix, companions=(*matrix.companions, stored))
+
+    def drop_scales_of_activations(self) -> None:
+        """Drop scales of activations, keys and values, which Greenroom does not quantise."""
+        for name in [name for name in self.combined if name.endswith(UNUSED)]:
             del self.combined[name]
-        self.combined[target] = replace(matrix, companions=(scales,))
+
+    def check_no_scales_left(self) -> None:
+        """Raise UnsupportedModel if scales belong to no matrix that could be combined."""
+        ends = ("weight_scale", "weight_scale_2", "weight_global_scale")
+        if odd := next((name for name in self.combined if name.endswith(ends)), None):
+            raise self.unserved_error(f"{odd} belongs to no quantised matrix that is recognised")
 
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {what}")
@@ -89,7 +131,8 @@ class QuantisedCheckpoint:
 
     def unserved_error(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(
-            f"{self.config}: this form of compressed-tensors is not supported: {what} ({SERVED})"
+            f"{self.config}: this form of {printable(self.settings.get('quant_method'))} is not"
+            f" supported: {what} ({SERVED})"
         )
 
     def setting_error(self, key: str, value: Any, right: str) -> CheckpointError:
