@@ -9,6 +9,9 @@ A matrix may be stored in its slot in an *encoding*: the quantised bytes of the 
 kernels decode. Such a matrix consists of the tensor of its codes and of *companions*, which are
 tensors of the same slot called `<matrix>.scale` and the like. runtime/encodings defines the meaning
 of the bytes, one file for each family of encodings.
+
+Gate and up projection, which are one matrix to transformers, may have different encodings. The
+encoding of such a matrix is called `<gate's>+<up's>`; the codes of up are the tensor `<matrix>.up`.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ BLOCKS = {
     "ct_int4": (8, 4),
 }
 COMPANIONS = ("scale", "matrix_scale")  # in the order of a matrix's parts
+MIXED = "+"  # between the encodings of gate and up projection
+SECOND = "up"  # the codes of up, if its encoding is another than gate's
 ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 
 
@@ -106,6 +111,17 @@ class WeightSpec:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[TensorSpec, ...]
+
+    @property
+    def halves(self) -> tuple[WeightSpec, ...]:
+        """Return gate and up projection as two matrices if their encodings differ, else this."""
+        if MIXED not in self.encoding:
+            return (self,)
+        shape, names = (self.shape[0] // 2, self.shape[1]), self.encoding.split(MIXED)
+        return tuple(
+            WeightSpec(self.name, name, shape, self.dtype, (codes,))
+            for name, codes in zip(names, self.parts, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +181,14 @@ class SlotLayout:
         if encoding == PLAIN:
             return WeightSpec(name, PLAIN, codes.shape, codes.dtype, (codes,))
         rows, width = codes.shape
-        inputs, nbytes = BLOCKS[encoding]
+        first, *others = encoding.split(MIXED)
+        rows *= 1 + len(others)
+        inputs, nbytes = BLOCKS[first]
         columns = width * ITEMSIZE[codes.dtype] // nbytes * inputs
         names = {spec.name: spec for spec in self.tensors}
-        companions = [names[key] for kind in COMPANIONS if (key := f"{name}.{kind}") in names]
+        companions = [
+            names[key] for kind in (*COMPANIONS, SECOND) if (key := f"{name}.{kind}") in names
+        ]
         return WeightSpec(name, encoding, (rows, columns), self.dtype, (codes, *companions))
 
 

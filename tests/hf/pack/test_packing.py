@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from greenroom.errors import CheckpointError, OutputError, UnknownName, UsageErr
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.header import read_header
+from greenroom.hf.checkpoint.pack.format import HEADER
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.reference import load_reference_model
@@ -84,11 +86,18 @@ def gguf(folder: Path) -> Path:
     )
 
 
+def mixed_gguf(folder: Path) -> Path:
+    """With gate and up projections of different types."""
+    types = {"gate_exps": "Q4_K", "up_exps": "Q6_K", "": "Q8_0"}
+    return write(folder / "tiny.gguf", "qwen3_moe", types)
+
+
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "fp8": fp8,
     "mxfp4": mxfp4,
     "compressed": compressed,
     "gguf": gguf,
+    "mixed gguf": mixed_gguf,
 }
 
 
@@ -112,6 +121,30 @@ def test_from_every_format(made: str, kind: str, tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name)), name
     assert fingerprint(open_checkpoint(tmp_path / "pack")) == fingerprint(open_checkpoint(origin))
+
+
+def test_gate_and_up_of_different_types_in_segments(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    origin = mixed_gguf(tmp_path / "source")
+    pack(str(origin), tmp_path / "pack", "same", segments=2)
+    layout = ModelSkeleton.of(tmp_path / "pack").catalog.layouts[0]
+    assert layout.encodings["gate_up_proj"] == "q4_k+q6_k"
+    assert len(layout.segments) == 2
+    whole = load_reference_model(ModelSkeleton.of(origin))
+    with streamed(tmp_path / "pack", capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+    raw = header(tmp_path / "pack")
+    (up,) = (t for t in raw["layers"][0]["tensors"] if t["name"] == "gate_up_proj.up")
+    rows, width = up["shape"]
+    raw["layers"][0].pop("segments")
+    for shape, words in (
+        ([rows, width + 1], "the codes of gate_up_proj do not fit their encoding q6_k"),
+        ([2 * rows, width], "gate and up projection of gate_up_proj have different shapes"),
+    ):
+        up["shape"] = shape
+        (tmp_path / "pack" / HEADER).write_text(json.dumps(raw))
+        with pytest.raises(CheckpointError, match=words):
+            ModelSkeleton.of(tmp_path / "pack")
 
 
 def test_a_gguf_in_parts_becomes_one(tmp_path: Path) -> None:

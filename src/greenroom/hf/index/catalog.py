@@ -11,12 +11,13 @@ the model's config.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from greenroom.core.layout import PLAIN, Catalog, Copy, Extent, SlotLayout
+from greenroom.core.layout import MIXED, PLAIN, SECOND, Catalog, Copy, Extent, SlotLayout
 from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import StoredTensor
@@ -102,7 +103,7 @@ class _Indexer:
         ]  # [conversion][expert]
         self._check_equal(conversions, parts, layer)
         blocks = [
-            self._blocks(conversion, by_expert[0], layer)
+            self._split_mixed(self._blocks(conversion, by_expert[0], layer), by_expert[0])
             for conversion, by_expert in zip(conversions, parts, strict=True)
         ]
         layout = _layout(layer, order, parts, blocks)
@@ -151,11 +152,8 @@ class _Indexer:
     ) -> None:
         """Check that all experts of a layer have tensors of equal shapes and types."""
         for conversion, by_expert in zip(conversions, parts, strict=True):
-            encoded = any(part.stored.encoding != PLAIN for part in by_expert[0])
-            if encoded and len({part.kind for part in by_expert[0]}) > 1:
-                raise mixed_types_error(
-                    [[part] for part in by_expert[0]], conversion.targets[0], self.checkpoint.folder
-                )
+            if len({part.stored.encoding == PLAIN for part in by_expert[0]}) > 1:
+                raise self._mixed_error(by_expert[0], conversion.targets[0])
             if (
                 len({tuple((part.shape, part.kind) for part in tensors) for tensors in by_expert})
                 == 1
@@ -176,6 +174,32 @@ class _Indexer:
                         " the model's config: download the model again"
                     )
             raise mixed_types_error(by_expert, conversion.targets[0], self.checkpoint.folder)
+
+    def _mixed_error(self, tensors: list[SourceTensor], target: str) -> UnsupportedModel:
+        return mixed_types_error([[part] for part in tensors], target, self.checkpoint.folder)
+
+    def _split_mixed(
+        self, blocks: dict[str, list[Block]], tensors: list[SourceTensor]
+    ) -> dict[str, list[Block]]:
+        """Divide each matrix whose gate and up projection have different encodings.
+
+        The blocks of the up projection get a name of their own, `<matrix>.up`, and count its rows
+        from 0. Raises UnsupportedModel if gate and up are no two runs of rows, or have scales in
+        tensors of their own.
+        """
+        split: dict[str, list[Block]] = {}
+        for name, each in blocks.items():
+            sources = [tensors[block.source] for block in each]
+            if tensors[0].stored.encoding == PLAIN or len({part.kind for part in sources}) == 1:
+                split[name] = each
+                continue
+            rows = [block.shape[0] * block.shape[1] for block in each]
+            runs = [(block.target_start, block.target_strides[1]) for block in each]
+            if runs != [(0, 1), (rows[0], 1)] or any(part.stored.companions for part in sources):
+                raise self._mixed_error(tensors, name)
+            split[name] = each[:1]
+            split[f"{name}.{SECOND}"] = [replace(each[1], target_start=0)]
+        return split
 
     def _fits(
         self,
@@ -221,7 +245,8 @@ def _copies(
     for i, tensor in enumerate(stored.parts):
         copies: list[Copy] = []
         for name, target_blocks in blocks.items():
-            spec = layout.weight(name).parts[i]
+            second = name.endswith(f".{SECOND}")
+            spec = layout[name] if second else layout.weight(name).parts[i]
             for block in (block for block in target_blocks if block.source == source):
                 if stored.encoding != PLAIN:
                     unit = stored.codes[0] // tensor.shape[0]
@@ -247,12 +272,14 @@ def _layout(
     encodings: dict[str, str] = {}
     for by_expert, blocks_of in zip(parts, blocks, strict=True):
         for name, target_blocks in blocks_of.items():
-            first, streamed = by_expert[0][target_blocks[0].source].stored, parameters[name]
-            plain, kinds = first.encoding == PLAIN, [""]
-            if not plain:
+            first = by_expert[0][target_blocks[0].source].stored
+            matrix, _, second = name.partition(".")
+            streamed, plain, kinds = parameters[matrix], first.encoding == PLAIN, [""]
+            if second:
+                encodings[matrix] += MIXED + first.encoding
+            elif not plain:
                 encodings[name] = first.encoding
-                encoding = ENCODINGS[first.encoding]
-                kinds += encoding.companions
+                kinds += ENCODINGS[first.encoding].companions
             outputs = sum(block.shape[0] * block.shape[1] for block in target_blocks)
             for kind, tensor in zip(kinds, first.parts, strict=True):
                 key = f"{name}.{kind}".rstrip(".")
@@ -261,7 +288,8 @@ def _layout(
                     tensors[key] = streamed.shape[1:], str(streamed.dtype)[6:]
                     continue
                 rows = outputs * tensor.shape[0] // first.codes[0]
-                tensors[key] = (rows, tensor.shape[1]), encoding.dtype(kind, tensor.dtype)
+                dtype = ENCODINGS[first.encoding].dtype(kind, tensor.dtype)
+                tensors[key] = (rows, tensor.shape[1]), dtype
     if set(order) != set(tensors):
         order = sorted(tensors, key=lambda name: place[name])
     dtype = str(layer[0].dtype)[6:]

@@ -29,7 +29,7 @@ from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised.methods import settings_of
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, construct, conversions_of
-from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings import decode
 from greenroom.runtime.slots.cutting import Cutting
 
 ALIGNMENT = 64  # bytes; torch aligns its own memory so
@@ -303,7 +303,7 @@ def _matrix(
             low = layer.low_copy.layout.weight(weight.name).parts
             high, scale = (_tensor(stream, layer.place(expert), spec) for spec in low)
             parts = [*join_planes(high, remainder, scale)]
-            return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+            return decode(weight, parts, dtype)
         for spec in weight.parts:
             each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
             segments = [_tensor(stream, begin + at, part) for at, part in each]
@@ -313,7 +313,7 @@ def _matrix(
                 parts.append(_tensor(stream, begin, spec))
     if weight.encoding == PLAIN:
         return parts[0]
-    return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+    return decode(weight, parts, dtype)
 
 
 def _tensor(stream: BinaryIO, begin: int, spec: TensorSpec) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd, lcm
@@ -20,7 +20,7 @@ from greenroom.hf.checkpoint.pack.copies import (
     nested_copy_layout,
 )
 from greenroom.hf.pack import quantise
-from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings import decode
 from greenroom.runtime.encodings.packed import GROUP
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -178,7 +178,8 @@ class ExpertPacker:
         parts = [source(spec) for spec in weight.parts]
         outputs = [target(spec) for spec in self.target.weight(name).parts]
         rows, columns = logical_shape(weight, self.transposed)
-        unit = lcm(*(rows // len(part) for part in (*outputs, *parts[1:])))
+        scales = parts[1:] if len(weight.halves) == 1 else []
+        unit = lcm(*(rows // len(part) for part in (*outputs, *scales)))
         step = max(1, BATCH // (4 * columns * unit)) * unit
         for row in range(0, rows, step):
             stop = min(row + step, rows)
@@ -200,11 +201,23 @@ class ExpertPacker:
         if weight.encoding == PLAIN:
             w = parts[0][:, row:stop].T if self.transposed else parts[0][row:stop]
         else:
-            rows, columns = weight.shape
             dtype: torch.dtype = getattr(torch, weight.dtype)
-            codes = [_rows_of_part(part, row, stop, rows) for part in parts]
-            w = ENCODINGS[weight.encoding].decode(codes, (stop - row, columns), dtype)
+            w = torch.cat([*_decoded(weight, parts, row, stop, dtype)])
         return w.float().contiguous().numpy()
+
+
+def _decoded(
+    weight: WeightSpec, parts: list[Tensor], row: int, stop: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Decode the rows `row` .. `stop` of a matrix, or of its gate and then its up projection."""
+    halves = weight.halves
+    groups = [parts] if len(halves) == 1 else [[part] for part in parts]
+    for i, (half, group) in enumerate(zip(halves, groups, strict=True)):
+        rows = half.shape[0]
+        a, b = (min(max(n - i * rows, 0), rows) for n in (row, stop))
+        if a < b:
+            codes = [_rows_of_part(part, a, b, rows) for part in group]
+            yield decode(replace(half, shape=(b - a, half.shape[1])), codes, dtype)
 
 
 def _shift(layout: SlotLayout, by: int) -> SlotLayout:

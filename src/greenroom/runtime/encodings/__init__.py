@@ -8,6 +8,12 @@ the end (`ct_int4` first to the dtype of its scales).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from greenroom.core.layout import MIXED, SECOND, WeightSpec
 from greenroom.runtime.encodings import compressed, fp4, fp8, ggml, packed
 from greenroom.runtime.encodings.encoding import Encoding
 
@@ -17,4 +23,21 @@ ENCODINGS: dict[str, Encoding] = {
     for encoding in family.ENCODINGS
 }
 
-__all__ = ["ENCODINGS", "Encoding"]
+
+def companions(name: str) -> tuple[str, ...]:
+    """Return the names of an encoding's companion tensors; of a mixed one, the codes of up."""
+    return (SECOND,) if MIXED in name else ENCODINGS[name].companions
+
+
+def decode(weight: WeightSpec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Decode a quantised matrix, of which gate and up projection may have different encodings.
+
+    `parts` are the tensors of `weight.parts`.
+    """
+    if MIXED not in weight.encoding:
+        return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+    halves = zip(weight.halves, parts, strict=True)
+    return torch.cat([decode(half, [codes], dtype) for half, codes in halves])
+
+
+__all__ = ["ENCODINGS", "Encoding", "companions", "decode"]

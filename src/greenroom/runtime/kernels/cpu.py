@@ -36,7 +36,7 @@ from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 from greenroom.runtime.kernels.layer import LayerExperts
-from greenroom.runtime.kernels.matrix import MatrixProduct
+from greenroom.runtime.kernels.matrix import products_of
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
@@ -70,7 +70,8 @@ class CpuLayerPlan:
         )
         self.combine_entry: KernelEntry = kernel_entry(expert_group.combine, layer.dtype)
         self.norm_entry: KernelEntry = kernel_entry(layers.add_and_norm, layer.dtype)
-        self.matrices = [MatrixProduct(w, layer.dtype, rounded) for w in weights] if encoded else []
+        pairs = [products_of(w, layer.dtype, rounded) for w in weights] if encoded else []
+        self.matrices = [pairs[0][0], pairs[1][0], pairs[0][1]] if encoded else []
         # Bytes per thread: rows of weights that are widened at a time, or a block of a strip and a
         # panel's sums. An encoded product needs three more rows.
         rows = (products.GROUP + 3) * max(layer.hidden, layer.inner) + 1024
@@ -89,7 +90,7 @@ class CpuLayerPlan:
             *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
             *(self.activation.code, bits(self.activation.limit), bits(self.activation.alpha)),
             int(layer.recipe.compute is None),
-            *([argument for m in self.matrices for argument in m.arguments] or [0] * 4),
+            *([argument for m in self.matrices for argument in m.arguments] or [0] * 6),
         ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from greenroom.core.layout import PLAIN, WeightSpec
-from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings import decode
 from greenroom.runtime.kernels import base
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.routing import Routing
@@ -134,7 +134,7 @@ def expert_matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
     parts = [layer.slots.tensor(slot, spec) for spec in weight.parts]
     if weight.encoding == PLAIN:
         return parts[0]
-    w = ENCODINGS[weight.encoding].decode(parts, weight.shape, layer.dtype)
+    w = decode(weight, parts, layer.dtype)
     return w.T.contiguous() if layer.transposed else w
 
 

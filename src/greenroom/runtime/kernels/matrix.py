@@ -46,10 +46,14 @@ class MatrixProduct:
 
     __slots__ = ("_layout", "_product", "arguments", "packs_input")
 
-    def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
+    def __init__(
+        self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False, first: int = 0
+    ) -> None:
         """Choose a weight matrix's compiled product, and describe the matrix for kernels.
 
-        `rounded`: round weights to `dtype`, the model's type, before use, as transformers does.
+        rounded: round weights to `dtype`, the model's type, before use, as transformers does
+        first: the number that kernels give to the matrix's first row; not 0 only if the matrix is
+               an up projection whose encoding is another than gate's
         """
         rows, columns = weight.shape
         values, share, rows_per_scale, scale_row = weight.parts[0], 1, 1, 0
@@ -59,10 +63,12 @@ class MatrixProduct:
             rows_per_scale = rows // down
             scale_row = weight.parts[1].nbytes // down
         self._product, packed = _product(weight, dtype, rounded)
+        row_bytes = values.nbytes // rows
         self._layout = array(
             "q",
             [
-                *(values.offset, values.nbytes // rows, weight.parts[-1].offset, scale_row),
+                *(values.offset - first * row_bytes, row_bytes),
+                *(weight.parts[-1].offset, scale_row),
                 *(share, rows_per_scale, packed),
             ],
         )
@@ -72,7 +78,21 @@ class MatrixProduct:
 
 def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
     """Check that the model's data type represents every weight of an encoded matrix exactly."""
-    return (weight.encoding, dtype) in _NUMBERS
+    return all((half.encoding, dtype) in _NUMBERS for half in weight.halves)
+
+
+def products_of(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> list[MatrixProduct]:
+    """Return the compiled products of a matrix's first and second half of rows.
+
+    Both are the same object, unless gate and up projection have different encodings.
+    """
+    if len(weight.halves) == 1:
+        return [MatrixProduct(weight, dtype, rounded)] * 2
+    gate, up = weight.halves
+    return [
+        MatrixProduct(gate, dtype, rounded),
+        MatrixProduct(up, dtype, rounded, first=gate.shape[0]),
+    ]
 
 
 def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
@@ -106,7 +126,8 @@ def fallback_reason(layer: LayerExperts) -> str:
         return ""
     if PLAIN in encodings and layer.transposed:
         return "layers with a transposed plain matrix and an encoded one"
-    return next(filter(None, map(unsupported_reason, weights)), "")
+    reasons = {unsupported_reason(half) for weight in weights for half in weight.halves} - {""}
+    return " and ".join(sorted(reasons))
 
 
 def unsupported_reason(weight: WeightSpec) -> str:

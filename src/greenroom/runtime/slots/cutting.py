@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import BLOCKS, PLAIN, Segment, SlotLayout, TensorSpec
+from greenroom.core.layout import BLOCKS, MIXED, PLAIN, Segment, SlotLayout, TensorSpec
 from greenroom.errors import UnsupportedModel
 
 BLOCK = 64  # channels: the down projection is summed in such blocks, so no bit changes
@@ -111,7 +111,8 @@ class Cutting:
         return int(self._is_down(spec) != (plain and self.transposed))
 
     def _runs(self, spec: TensorSpec) -> int:
-        return 1 if self._is_down(spec) else self.runs
+        mixed = MIXED in self.layout.encodings.get(_matrix(spec.name), PLAIN)
+        return 1 if mixed or self._is_down(spec) else self.runs
 
 
 def _matrix(name: str) -> str:

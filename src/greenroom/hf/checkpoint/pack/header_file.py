@@ -11,7 +11,16 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN, Segment, SlotLayout, WeightSpec
+from greenroom.core.layout import (
+    BLOCKS,
+    FLOATS,
+    ITEMSIZE,
+    MIXED,
+    PLAIN,
+    Segment,
+    SlotLayout,
+    WeightSpec,
+)
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import read_errors
 from greenroom.hf.checkpoint.pack import format as pack
@@ -32,7 +41,7 @@ from greenroom.hf.checkpoint.pack.format import (
 )
 from greenroom.json_file import JsonObject, Malformed, integer, printable, show_value
 from greenroom.json_file import read as read_json
-from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings import companions
 
 MOST_AXES = 4  # of a tensor
 
@@ -111,15 +120,38 @@ def _layer(raw: JsonObject, dtype: str) -> PackLayer:
 def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
     """Read the layout of a packed expert or of its low-precision copy."""
     table = raw.object("encodings")
-    encodings = {name: _one_of(table.text(name), BLOCKS) for name in table}
+    encodings = {name: _encoding(table.text(name)) for name in table}
     layout = SlotLayout.pack(_tensors(raw), encodings, dtype)
     names = {spec.name for spec in layout.tensors}
-    companions = {f"{n}.{c}" for n, e in encodings.items() for c in ENCODINGS[e].companions}
-    if not {*encodings} <= names or {n for n in names if "." in n} != companions:
+    others = {f"{n}.{c}" for n, e in encodings.items() for c in companions(e)}
+    if not {*encodings} <= names or {n for n in names if "." in n} != others:
         raise Malformed("the tensors of an expert or copy are not those that its encodings need")
     for name, encoding in encodings.items():
-        _check_encoded(layout, name, encoding)
+        if MIXED in encoding:
+            _check_mixed(layout, name, encoding)
+        else:
+            _check_encoded(layout, name, encoding)
     return layout
+
+
+def _encoding(value: str) -> str:
+    """Return an encoding's name; that of a matrix may have two, for gate and up projection."""
+    names = value.split(MIXED)
+    mixed = len(names) == 2 and not any(companions(_one_of(name, BLOCKS)) for name in names)
+    return value if mixed else _one_of(value, BLOCKS)
+
+
+def _check_mixed(layout: SlotLayout, name: str, encoding: str) -> None:
+    """Raise Malformed if gate and up projection of different encodings do not fit together."""
+    sizes = set()
+    parts = (layout[name], layout[f"{name}.{companions(encoding)[0]}"])
+    for part, each in zip(parts, encoding.split(MIXED), strict=True):
+        inputs, nbytes = BLOCKS[each]
+        if len(part.shape) != 2 or part.dtype != "uint8" or part.shape[1] % nbytes:
+            raise Malformed(f"the codes of {printable(name)} do not fit their encoding {each}")
+        sizes.add((part.shape[0], part.shape[1] // nbytes * inputs))
+    if len(sizes) > 1:
+        raise Malformed(f"gate and up projection of {printable(name)} have different shapes")
 
 
 def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
@@ -144,7 +176,7 @@ def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
 def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
     """Raise Malformed if the shapes of a matrix's codes and scales do not fit together."""
     inputs, nbytes = BLOCKS[encoding]
-    parts = [layout[name], *(layout[f"{name}.{c}"] for c in ENCODINGS[encoding].companions)]
+    parts = [layout[name], *(layout[f"{name}.{c}"] for c in companions(encoding))]
     if any(len(part.shape) != 2 for part in parts):
         raise Malformed(f"the codes and scales of {printable(name)} must have two axes")
     rows, width = parts[0].shape

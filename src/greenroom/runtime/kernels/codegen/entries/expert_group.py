@@ -34,16 +34,18 @@ from greenroom.runtime.kernels.codegen.llvm.lanes import over_rows
 
 # Arguments of `compute_group`. UP, DOWN: is that projection computed? EXPERTS: their number. ROUTED
 # to ROWINDEX: the step's `Routing`. Addresses of float32: MID, ACT, OUT (see `CpuStep`). BASE,
-# STRIDE: slots; *_OFFSET: a matrix in its slot. *_PRODUCT, *_LAYOUT: see `MatrixProduct`. *_STEP:
+# STRIDE: slots; *_OFFSET: a matrix in its slot. *_PRODUCT, *_LAYOUT: see `MatrixProduct`; SECOND_*
+# are those of the second run of an up projection's rows, the up rows after the gate rows. *_STEP:
 # channels or columns of a unit. NARROW: is X one token of the model's type, not float32?
 # SEQUENTIAL_ROWS: up to so many rows of an expert are multiplied with encoded weights one by one.
 # Slots, experts and finished units follow, one int64 each per expert.
-GROUP_ARGUMENTS = 38
+GROUP_ARGUMENTS = 40
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
     WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_PRODUCT, UP_LAYOUT,
-    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW, SEQUENTIAL_ROWS,
+    DOWN_PRODUCT, DOWN_LAYOUT, SECOND_PRODUCT, SECOND_LAYOUT, UP_STEP, DOWN_STEP, NARROW,
+    SEQUENTIAL_ROWS,
 ) = range(GROUP_ARGUMENTS)  # fmt: skip
 
 # Arguments of `combine`, after the cursor. C_BIAS: 0 where there is none.
@@ -180,7 +182,7 @@ def compute_group(kind, by_columns, by_code):
         experts, done = slots + 8 * count, slots + 16 * count
         ups = (inner + word(p, UP_STEP) - 1) // word(p, UP_STEP)
         downs = (hidden + word(p, DOWN_STEP) - 1) // word(p, DOWN_STEP)
-        packed, up_total = 0, count * ups * word(p, UP)
+        packed, packer, up_total = 0, 0, count * ups * word(p, UP)
         total = up_total + count * downs * word(p, DOWN)
         while True:
             unit = claim(p, CURSOR, 1)
@@ -199,7 +201,12 @@ def compute_group(kind, by_columns, by_code):
             for run in range(runs):
                 at = first + run * inner
                 if by_code:
-                    after = slot + word(layout, L_CODES) + (at + inner) * word(layout, L_ROW)
+                    second = word(p, SECOND_LAYOUT)
+                    if run == 1:
+                        product, layout = word(p, SECOND_PRODUCT), second
+                    if product != packer:  # each product packs inputs in its own way
+                        packed, packer = 0, product
+                    after = slot + word(second, L_CODES) + (at + inner) * word(second, L_ROW)
                     if run == runs - 1:
                         wide = word(p, WIDTH) // inner // runs
                         after = unit_codes(p, word(p, CURSOR), up_total, ups, downs, wide)
