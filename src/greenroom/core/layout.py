@@ -67,7 +67,7 @@ BLOCKS = {
     "int4": (2, 1),
     "ct_int4": (8, 4),
 }
-COMPANIONS = ("scale", "matrix_scale")  # in the order of a matrix's parts
+COMPANIONS = ("scale", "matrix_scale")  # in the order of a matrix's parts; others follow
 MIXED = "+"  # between the encodings of gate and up projection
 SECOND = "up"  # the codes of up, if its encoding is another than gate's
 ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
@@ -185,10 +185,9 @@ class SlotLayout:
         rows *= 1 + len(others)
         inputs, nbytes = BLOCKS[first]
         columns = width * ITEMSIZE[codes.dtype] // nbytes * inputs
-        names = {spec.name: spec for spec in self.tensors}
-        companions = [
-            names[key] for kind in (*COMPANIONS, SECOND) if (key := f"{name}.{kind}") in names
-        ]
+        known = [f"{name}.{kind}" for kind in COMPANIONS]
+        companions = [spec for spec in self.tensors if spec.name.startswith(f"{name}.")]
+        companions.sort(key=lambda spec: (*known, spec.name).index(spec.name))
         return WeightSpec(name, encoding, (rows, columns), self.dtype, (codes, *companions))
 
 
