@@ -185,9 +185,9 @@ class SlotLayout:
         rows *= 1 + len(others)
         inputs, nbytes = BLOCKS[first]
         columns = width * ITEMSIZE[codes.dtype] // nbytes * inputs
-        known = [f"{name}.{kind}" for kind in COMPANIONS]
+        order = [f"{name}.{kind}" for kind in COMPANIONS]
         companions = [spec for spec in self.tensors if spec.name.startswith(f"{name}.")]
-        companions.sort(key=lambda spec: (*known, spec.name).index(spec.name))
+        companions.sort(key=lambda spec: (*order, spec.name).index(spec.name))
         return WeightSpec(name, encoding, (rows, columns), self.dtype, (codes, *companions))
 
 
