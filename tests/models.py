@@ -289,6 +289,7 @@ COMPOSITE: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 16,
     },
     "qwen3_omni_moe": {
+        "vision_start_token_id": VOCAB - 1,
         "audio_config": {
             "d_model": 16,
             "encoder_layers": 1,

@@ -18,6 +18,12 @@ def budget(value: str | int, name: str) -> None:
         Amount.parse(value, name)
 
 
+def table_size(value: str | int, name: str) -> None:
+    """Check the least size of a table on disk: bytes, or `off`. UsageError if invalid."""
+    if value != "off":
+        bytes_check("a number of bytes, as 64MiB, or off")(value, name)
+
+
 @dataclass(frozen=True)
 class LoadConfig(SchedulerConfig):
     """Options of loading a model: memory, expert cache, prefetching, machine."""
@@ -81,6 +87,11 @@ class LoadConfig(SchedulerConfig):
         " quantised, which changes the output (int4 and int2 need optimum-quanto); offloaded"
         " keeps a GPU's KV cache in main memory",
         None, KV, group=MEMORY,
+    )  # fmt: skip
+    disk_tables: str | int = option(
+        "64MiB", "leave input embeddings of at least this size on disk, and read the rows of a"
+        " prompt's tokens; off: keep all in memory", "SIZE|off",
+        group=MEMORY, check=table_size,
     )  # fmt: skip
     readers: int = option(
         2, "threads that read experts from disk", "N", group=MACHINE, check=at_least(1)

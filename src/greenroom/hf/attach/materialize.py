@@ -21,7 +21,7 @@ from greenroom.hf.index.experts import STREAMED, detached_parameters
 from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_experts, make_quantiser
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.kernels.dense.stored import stored_matrix
+from greenroom.runtime.kernels.dense.table import restore_tables, stored_weight
 from greenroom.runtime.memory.system import available_bytes, release_memory
 
 SINCE = "since the model was loaded"
@@ -62,14 +62,14 @@ def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> Mod
 def expanded_bytes(model: nn.Module) -> int:
     """Return the most bytes that reading all experts of a model into memory adds.
 
-    The sum covers all experts, other quantised weights after dequantisation, and a second copy
-    of one layer's experts during their conversion.
+    The sum covers all experts, other quantised weights after dequantisation, embedding tables on
+    disk, and a second copy of one layer's experts during their conversion.
     """
     layers = [
         sum(prod(each.shape) * each.dtype.itemsize for each in detached_parameters(module))
         for module in model.modules()
     ]
-    stored = {id(each): each for m in model.modules() if (each := stored_matrix(m)) is not None}
+    stored = {id(each): each for m in model.modules() if (each := stored_weight(m)) is not None}
     dense = sum(each.shape.numel() * each.dtype.itemsize for each in stored.values())
     return sum(layers) + max(layers) + dense
 
@@ -87,6 +87,7 @@ def materialize(model: Any, source: ModelSource) -> None:
             for name, values in load_reference_experts(skeleton, number).items():
                 module.register_parameter(name, nn.Parameter(values.contiguous()))
         source.stamps.check(SINCE)
+        restore_tables(model)
     except BaseException:
         for layer, module in zip(skeleton.layers, modules, strict=True):
             for streamed in layer:

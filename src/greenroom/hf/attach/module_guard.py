@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from greenroom.core.layout import FLOATS
 from greenroom.errors import UnsupportedCall
 from greenroom.hf.index.experts import detached_parameters
-from greenroom.runtime.kernels.dense.stored import stored_matrix
+from greenroom.runtime.kernels.dense.table import stored_weight
 
 WAY_OUT = "call model.greenroom.materialize() first, which reads all experts into memory"
 COPIES = (
@@ -97,8 +97,8 @@ def make_address_check(
 
 
 def _holds(module: nn.Module) -> bool:
-    """Check whether a module's own weights are experts on disk, or are stored quantised."""
-    return bool(detached_parameters(module)) or stored_matrix(module) is not None
+    """Check whether a module's own weights are on disk, or are stored quantised."""
+    return bool(detached_parameters(module)) or stored_weight(module) is not None
 
 
 def remove(model: nn.Module) -> None:
@@ -136,8 +136,8 @@ def _placements(module: nn.Module) -> Iterator[Placement]:
     yield from ((each.dtype, each.device) for each in parameters or module.buffers())
     for part in module.modules():
         yield from ((each.dtype, device) for each in detached_parameters(part))
-        if (stored := stored_matrix(part)) is not None:
-            yield stored.dtype, stored.device
+        if (stored := stored_weight(part)) is not None:
+            yield stored.dtype, device
 
 
 def _refusal(dtype: torch.dtype, result: Tensor | None) -> str:
@@ -190,7 +190,7 @@ def _load_from_state_dict(
     module: nn.Module = module_ref()
     for name, part in module.named_modules():
         names = [each.name for each in detached_parameters(part)]
-        if stored_matrix(part) is not None:
+        if stored_weight(part) is not None:
             names.append("weight")
         of_part = f"{prefix}{name}." if name else prefix
         if key := next((of_part + each for each in names if of_part + each in state_dict), None):
@@ -211,8 +211,8 @@ def _num_parameters(
     stored: dict[int, int] = {}  # by matrix: tied modules share one
     for module in model.modules():
         total += sum(prod(each.shape) for each in detached_parameters(module))
-        if (matrix := stored_matrix(module)) is not None:
+        if (weight := stored_weight(module)) is not None:
             left_out = exclude_embeddings and isinstance(module, nn.Embedding)
-            size = 0 if left_out else matrix.shape.numel()
-            stored[id(matrix)] = min(size, stored.get(id(matrix), size))
+            size = 0 if left_out else weight.shape.numel()
+            stored[id(weight)] = min(size, stored.get(id(weight), size))
     return total + sum(stored.values())

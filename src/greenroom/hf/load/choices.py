@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import torch
-
 from greenroom.config import Amount, LoadConfig, parse_device, scope_of, show_bytes, split_of
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
@@ -14,7 +12,7 @@ from greenroom.hf.attach.predictors import check_prefetch
 from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.defaults import LEAST_SHARE, apply_defaults, auto_split
 from greenroom.hf.load.budget import Budget, least_slots
-from greenroom.hf.load.describe import Description
+from greenroom.hf.load.describe import Description, shrink_dense
 from greenroom.hf.memory.approximate import check_copies, copies_of
 from greenroom.hf.memory.devices import COMPILED, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
@@ -72,8 +70,7 @@ def requested_setup(
         source=source,
     )
     setup = replace(setup, kernels=kernels_of(setup))
-    if setup.kernels in COMPILED and skeleton.dtype is not torch.float32:
-        skeleton.keep_dense_encoded()
+    shrink_dense(skeleton, config, setup.kernels in COMPILED)
     return replace(setup, capacity=least_slots(setup))
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from greenroom.config import LoadConfig
+from greenroom.config import Amount, LoadConfig
 from greenroom.core.machine import machine_name
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
@@ -19,10 +20,12 @@ from greenroom.hf.checkpoint.resolve import open_or_inspect
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies
 from greenroom.hf.memory.budget import PREFILL_BLOCK, MemoryNeeds, Workspace, experts_per_token
+from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
+from greenroom.runtime.kernels.dense.table import stored_weight
 from greenroom.runtime.measure.bandwidth import host_facts
 from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
@@ -108,6 +111,20 @@ class Description:
         )
 
 
+def shrink_dense(skeleton: ModelSkeleton, config: LoadConfig, compiled: bool) -> None:
+    """Keep large embeddings on disk, and other dense matrices quantised if kernels allow it.
+
+    `--disk-tables` says which embeddings. `compiled`: the run uses compiled kernels on a CPU, which
+    can read quantised matrices.
+    """
+    if config.disk_tables != "off":
+        least = Amount.parse(config.disk_tables, "--disk-tables").nbytes
+        assert least is not None
+        skeleton.keep_tables_on_disk(least)
+    if compiled and skeleton.dtype is not torch.float32:
+        skeleton.keep_dense_encoded()
+
+
 def context_of(model: PreTrainedModel, context: int) -> int:
     """Return the requested context length in tokens, or the model's limit if that is less."""
     config = model.config.get_text_config()
@@ -125,6 +142,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source), config.dtype)
+    shrink_dense(skeleton, config, not on_a_gpu and config.kernels in ("auto", *COMPILED))
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
     slot_budget = description.slot_budget(config.readers)
     full, need = slot_budget.full_context_needs(), slot_budget.first_block_needs()
@@ -155,11 +173,13 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 def unread_bytes(skeleton: ModelSkeleton) -> int:
     """Return the bytes of non-expert weights that decoding a token does not read.
 
-    This is the size of the input embedding, or 0 if the output head is tied to it.
+    This is the size of the input embedding, or 0 if it is on disk or tied to the output head.
     """
     model: Any = skeleton.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.all_tied_weights_keys)
     if embedding is None or (tied and head is not None):
         return 0
+    if (stored := stored_weight(embedding)) is not None:
+        return stored.nbytes
     return int(embedding.weight.numel() * skeleton.dtype.itemsize)

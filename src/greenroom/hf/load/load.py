@@ -38,8 +38,9 @@ def load(
     substitute_below: float = 0.0, co_compute: str = "off", demand_order: str = "id",
     expert_order: str = "resident", prefetch: str = "auto", predictor: str | None = None,
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
-    context: int = 4096, kv: str = "dynamic", readers: int = 2, direct: str = "auto",
-    read_limit: str | int | None = None, dtype: str = "auto", threads: int | None = None,
+    context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 2,
+    direct: str = "auto", read_limit: str | int | None = None, dtype: str = "auto",
+    threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -53,6 +54,7 @@ def load(
     cache: size of the expert cache, instead of `memory`: "25%" of the experts, or "2GiB"
     context: most tokens of a prompt and its answer together
     kv: type of the KV cache: dynamic, offloaded; fp8, int4 or int2, which change the output
+    disk_tables: least size of an input embedding that stays on disk, "64MiB", or "off"
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
@@ -71,12 +73,10 @@ def load(
     predictor: file for `prefetch="learned"`, made by `greenroom train-predictor`
     no_guard: prefetch even while it makes tokens slower
     predict_in: thread that runs the predictor: auto, worker (its own), inline (that computes)
-    demand_order: order in which a layer's missing experts are read: id, or hottest (chosen by the
-        most tokens) first
+    demand_order: order in which a layer's missing experts are read: id, hottest (most tokens)
     expert_order: order in which a layer's experts are computed: resident (those in memory first),
         cached (a prompt's missing ones replace others), id, access (each is read at its turn)
-    co_compute: with a GPU, compute missing experts on the CPU if that is faster: off, auto
-        (the last bits of the output may differ from run to run)
+    co_compute: compute experts missing on a GPU on the CPU: off, auto (last bits may differ)
 
     Options for approximate experts, which change the output:
     miss_precision: compute missing experts from a pack's low-precision copies: off, int8, int4
@@ -84,8 +84,7 @@ def load(
     low_share: share of the cache's memory for low-precision copies
     low_follow: after a copy was computed, read the exact expert for later tokens
     skip_below: share of a token's gate weights below which a missing expert is left out
-    substitute_below: share of a token's gate weights below which another expert replaces a missing
-        one
+    substitute_below: share of gate weights below which another expert replaces a missing one
     """
     named, every = locals(), options_in(LoadConfig)
     return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))

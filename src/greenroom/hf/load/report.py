@@ -14,10 +14,12 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.driver.stats import Stats
 from greenroom.runtime.kernels.dense.stored import dense_bytes
+from greenroom.runtime.kernels.dense.table import disk_bytes
 
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
-    "kv", "device", "host_memory", "readers", "direct", "read_limit", "dtype", "threads", "pin",
+    "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "dtype",
+    "threads", "pin",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
 
@@ -71,7 +73,8 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.setup.catalog
     setup, tier = greenroom.setup, stats.host
-    dense = dense_bytes(model)
+    dense, tables = dense_bytes(model), disk_bytes(model)
+    left = f" ({show_bytes(tables)} of embeddings stay on disk)" if tables else ""
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
@@ -101,9 +104,9 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     )
     flags = " ".join(_flags(greenroom, stats, config))
     return (
-        f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
-        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
-        " and"
+        f"{name}: {budget}{show_bytes(dense)} of dense parts{left}, {stats.capacity} of"
+        f" {stats.experts} experts in slots ({show_bytes(slots)};"
+        f" {len(catalog.layers)} MoE layers{warm}{fewer}) and"
         f" {show_bytes(kv_bytes)} of KV cache{quantised} for {setup.context} tokens in"
         f" {_memory_name(greenroom)}, {in_host}"
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"

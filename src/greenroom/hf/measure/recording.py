@@ -19,6 +19,7 @@ from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
 from greenroom.hf.attach.shared import containers
 from greenroom.hf.text.generate import answer, encode
 from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
+from greenroom.runtime.kernels.dense.table import table_of
 from greenroom.runtime.recording.forecasts import ForecastRecorder, distance_of, parse_predictors
 from greenroom.runtime.recording.outputs import OutputProbe, check_kernels
 from greenroom.runtime.recording.recorder import Recorder, SegmentSink
@@ -145,7 +146,8 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     The input embedding does not count, since a token reads one row of it.
     """
     catalog = model.greenroom.setup.catalog
-    embedding, head = weight_matrix(model.get_input_embeddings()), model.get_output_embeddings()
+    inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = table_of(inputs) or weight_matrix(inputs)
     stored = {each for module in model.modules() if (each := stored_matrix(module)) is not None}
     dense = sum(matrix.nbytes for matrix in (*model.parameters(), *stored))
     if head is None or weight_matrix(head) is not embedding:

@@ -28,7 +28,8 @@ from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised.methods import settings_of
 from greenroom.hf.index.conversions import WeightConversion
-from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, construct, conversions_of
+from greenroom.hf.model.lazy import LazyTensor
+from greenroom.hf.model.skeleton import ModelSkeleton, construct, conversions_of
 from greenroom.runtime.encodings import decode
 from greenroom.runtime.slots.cutting import Cutting
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +41,14 @@ from greenroom.hf.index.conversions import TargetDtypes, WeightConversion, find_
 from greenroom.hf.index.experts import StreamedParameter, detach_experts, find_streamed_parameters
 from greenroom.hf.index.gguf.conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
-from greenroom.hf.model.dense import EncodedParameter, find_encoded_parameters
+from greenroom.hf.model.dense import (
+    EncodedParameter,
+    TableParameter,
+    find_encoded_parameters,
+    find_table_parameters,
+)
 from greenroom.hf.model.implementation import IMPLEMENTATION
+from greenroom.hf.model.lazy import LazyTensor, decode_gguf
 from greenroom.json_file import printable, read_object
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.arena import TensorArena
@@ -65,8 +71,8 @@ class ModelSkeleton:
     layers: list[list[StreamedParameter]]  # the detached expert parameters
     _conversions: dict[str, WeightConversion]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
-    # dense parameters that stay encoded
-    _encoded: dict[str, EncodedParameter] = field(default_factory=dict)
+    # dense parameters that stay encoded in memory, or stay on disk
+    _encoded: dict[str, EncodedParameter | TableParameter] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
@@ -112,12 +118,25 @@ class ModelSkeleton:
         matrices cannot compute until compiled kernels are installed
         (runtime/kernels/dense/accelerate.py).
         """
-        self._encoded = find_encoded_parameters(
-            self.model, self.checkpoint, self._conversions, self.dtype
+        self._detach_dense(
+            find_encoded_parameters(self.model, self.checkpoint, self._conversions, self.dtype)
         )
-        for target, one in self._encoded.items():
+
+    def keep_tables_on_disk(self, least: int) -> None:
+        """Keep embeddings with at least `least` bytes on disk; a pass reads its tokens' rows.
+
+        Call this method at most once, before `keep_dense_encoded` and `load`.
+        """
+        dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
+        self._detach_dense(
+            find_table_parameters(self.model, self.checkpoint, self._conversions, dtypes, least)
+        )
+
+    def _detach_dense(self, parameters: Mapping[str, EncodedParameter | TableParameter]) -> None:
+        for target, one in parameters.items():
             one.detach(self.model)
             del self._conversions[target]
+        self._encoded |= parameters
 
     @property
     def dense_bytes(self) -> int:
@@ -142,7 +161,7 @@ class ModelSkeleton:
             for group in conversion.sources.values()
             for name in group
         ]
-        return names + [one.tensor for one in self._encoded.values()]
+        return names + [name for one in self._encoded.values() for name in one.tensors]
 
     @property
     def expanded_bytes(self) -> int:
@@ -154,8 +173,8 @@ class ModelSkeleton:
 
         Call this method once. The model is then in evaluation mode, and its expert parameters are
         None. All other parameters and buffers equal those of `from_pretrained`, except matrices
-        that stay quantised. Raises CheckpointError if reading fails, and DeviceError if memory or
-        address space does not suffice.
+        that stay quantised or on disk. Raises CheckpointError if reading fails, and DeviceError if
+        memory or address space does not suffice.
         """
         model, options = self.model, self.options()
         tied = model.all_tied_weights_keys
@@ -206,7 +225,7 @@ class ModelSkeleton:
             dtype = dtypes(target, constructed[target].dtype)
             names = [name for group in conversion.sources.values() for name in group]
             if isinstance(checkpoint, GgufCheckpoint):  # names that transformers does not know
-                read = partial(_decoded, checkpoint, conversion, names, self.model, dtype, empty)
+                read = partial(decode_gguf, checkpoint, conversion, names, self.model, dtype, empty)
                 tensors[target] = LazyTensor(read)
                 continue
             into = empty if conversion.converter is None else torch.empty
@@ -258,41 +277,6 @@ class ModelSkeleton:
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(got)}, but the config says {list(expected)}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A placeholder for a tensor that is read from disk when it is indexed: `tensor[...]`.
-
-    `dtype` is safetensors' name of the type, "" if unknown.
-    """
-
-    read: Callable[[], torch.Tensor]
-    dtype: str = ""
-
-    def __getitem__(self, index: object) -> torch.Tensor:
-        return self.read()
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-
-def _decoded(
-    checkpoint: GgufCheckpoint,
-    conversion: WeightConversion,
-    names: list[str],
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    empty: Callable[..., torch.Tensor],
-) -> torch.Tensor:
-    """Make a model parameter from tensors of a GGUF file."""
-    if conversion.converter is None:
-        return checkpoint.read(names[0], dtype, empty)
-    # As in transformers, conversions compute in float32, and the result is cast.
-    tensors = {name: checkpoint.read(name, torch.float32) for name in names}
-    (target,) = conversion.targets
-    parameter = conversion.convert(tensors, model, model.config)[target]
-    return empty(*parameter.shape, dtype=dtype).copy_(parameter)
 
 
 def conversions_of(

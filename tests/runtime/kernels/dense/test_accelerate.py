@@ -99,6 +99,18 @@ def test_norms_are_distinguished_by_their_results(kind, dtype):
     assert near(module(x), expected)
 
 
+def test_a_norm_that_takes_a_gate_too_stays_torch_s():
+    class Gated(Qwen3MoeRMSNorm):
+        def forward(self, x, gate=None):
+            return super().forward(x if gate is None else x * gate)
+
+    module = Gated(64)
+    x = torch.randn(1, 64)
+    expected = module(x, x)
+    assert accelerate(module).counts == {}
+    assert torch.equal(module(x, x), expected)
+
+
 def test_unsupported_inputs_use_the_original_forward():
     module = nn.Linear(64, 8, bias=False).bfloat16()
     plain = nn.Linear(64, 8, bias=False).bfloat16()

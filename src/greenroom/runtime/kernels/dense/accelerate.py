@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -308,6 +309,8 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
     """
     weight = module._parameters["weight"]
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules:
+        return None
+    if len(signature(type(module).forward).parameters) != 2:  # self and x; others take a gate too
         return None
     epsilons = {v for v in vars(module).values() if type(v) is float and 0 < v < 0.01}
     random = torch.Generator().manual_seed(0)
