@@ -22,7 +22,7 @@ from transformers.core_model_loading import Concatenate
 from greenroom.core.layout import PLAIN, SlotLayout
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import StoredTensor
-from greenroom.hf.checkpoint.read import decoder, read_parts
+from greenroom.hf.checkpoint.read import read_parts
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
@@ -153,7 +153,7 @@ def _shard(checkpoint: Checkpoint, name: str) -> Shard:
         )
         for part, shared in [(codes, 1), *((each, stored.unit) for each in companions)]
     )
-    decode = _cast if stored.encoding == PLAIN else decoder(stored.encoding)
+    decode = _cast if stored.encoding == PLAIN else ENCODINGS[stored.encoding].decode
     return Shard(name, stored.shape[0], parts, decode)
 
 
