@@ -336,15 +336,3 @@ def test_a_read_error_in_the_middle_of_an_answer(
     )
     monkeypatch.undo()
     assert cli("run", folder, "Hi", "--cache", "13%", *FEW).code == 0
-
-
-def full(*args: Any, **options: Any) -> str:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/blobs/model.incomplete")
-
-
-def test_a_full_disk_while_downloading(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("greenroom.hf.checkpoint.hub.snapshot_download", full)
-    line = cli("run", "owner/model", "Hi").mistake
-    assert "No space left on device" in line
-    assert "reached" not in line
-    assert "cache" in line

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import re
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, constants
 
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.errors import CheckpointError, NotAModel, NotMoE, UnsupportedModel
-from greenroom.hf.checkpoint import hub, resolve
+from greenroom.hf.checkpoint import remote, resolve
 from greenroom.hf.load.describe import describe
+from tests.hub_server import HubServer, use
 from tests.models import cached_tiny
 
 CONFIG = LoadConfig(device="cpu", context=64)
+DATA = Path(__file__).parents[2] / "data" / "gguf"
 
 
 @pytest.fixture(scope="module")
@@ -31,76 +27,14 @@ def folder() -> Path:
     return cached_tiny("qwen3_moe", tokenizer=True)
 
 
-class Hub(http.server.SimpleHTTPRequestHandler):
-    """owner/name/resolve/main/FILE is a file of a folder; ranges are served, and counted."""
-
-    folder: Path
-    asked: list[tuple[str, str]]
-
-    def do_HEAD(self) -> None:
-        self._serve(body=False)
-
-    def do_GET(self) -> None:
-        self._serve(body=True)
-
-    def _serve(self, body: bool) -> None:
-        match = re.fullmatch(r"/(tiny/[\w-]+)/resolve/main/(.+)", self.path)
-        path = self.folder / match[2] if match else None
-        if match is None or path is None or match[1] != "tiny/moe" or not path.is_file():
-            missing = "EntryNotFound" if match and match[1] == "tiny/moe" else "RepoNotFound"
-            self.send_response(404)
-            self.send_header("X-Error-Code", missing)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        data, bounds = path.read_bytes(), self.headers.get("range", "")
-        total = len(data)
-        if found := re.fullmatch(r"bytes=(\d+)-(\d+)", bounds):
-            data = data[int(found[1]) : int(found[2]) + 1]
-        self.asked.append((match[2], bounds))
-        self.send_response(206 if bounds else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Range", f"bytes 0-{len(data) - 1}/{total}")
-        self.send_header("ETag", '"1"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def served(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[tuple[str, str]]]:
-    """A hub on this machine, and what it was asked for."""
-    asked: list[tuple[str, str]] = []
-    handler = type("Tiny", (Hub,), {"folder": folder, "asked": asked})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "reachable", lambda: True)
-    api = HfApi(endpoint=url)
-    cache = tmp_path / "hub"
-    monkeypatch.setattr(
-        hub, "hf_hub_download",
-        partial(huggingface_hub.hf_hub_download, endpoint=url, cache_dir=cache),
-    )  # fmt: skip
-    monkeypatch.setattr(hub, "get_safetensors_metadata", api.get_safetensors_metadata)
-    monkeypatch.setattr(
-        hub, "try_to_load_from_cache",
-        partial(huggingface_hub.try_to_load_from_cache, cache_dir=cache),
-    )  # fmt: skip
-    try:
-        yield asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub on this machine that has the model as tiny/moe."""
+    hub = HubServer()
+    hub.add("tiny/moe", {path.name: path.read_bytes() for path in folder.iterdir()})
+    with hub.serving():
+        use(monkeypatch, hub, tmp_path / "hub")
+        yield hub
 
 
 def test_a_description_has_the_sizes_of_a_run(folder: Path):
@@ -128,38 +62,60 @@ def test_a_tied_embedding_counts_as_read():
     assert found.read_bytes == found.dense_bytes
 
 
-def test_a_hub_id_is_described_from_its_headers(folder: Path, served: list[tuple[str, str]]):
+def test_a_hub_id_is_described_from_its_headers(folder: Path, server: HubServer):
     found = describe("tiny/moe", CONFIG)
     here = describe(str(folder), CONFIG)
     alike = {"name": "", "overhead_bytes": 0}  # the process grows as tests run
     assert replace(found, **alike) == replace(here, **alike)
-    weights = [(name, bounds) for name, bounds in served if name.endswith(".safetensors")]
-    assert weights
-    assert all(bounds for _, bounds in weights)  # ranges only: no file as a whole
-    assert {name for name, bounds in served if not bounds} <= {
-        "config.json", "model.safetensors.index.json"
-    }  # fmt: skip
+    assert server.weights_asked()
+    assert all(server.weights_asked())  # ranges only: no file as a whole
 
 
-def test_a_model_that_the_hub_lacks_is_an_error(served: list[tuple[str, str]]):
+def test_a_quantisation_on_the_hub_is_described_from_its_header(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+):
+    """Headers longer than the first request are requested in further parts."""
+    files = {path.name: path.read_bytes() for path in DATA.glob("Q[48]*.gguf")}
+    server.add("tiny/gguf", files)
+    monkeypatch.setattr(remote, "HEADER_BYTES", 512)
+    found = describe("tiny/gguf:q4_k_m", CONFIG)
+    asked = server.weights_asked()
+    here = describe(str(DATA / "Q4_K_M.gguf"), CONFIG)
+    alike = {"name": "", "overhead_bytes": 0}
+    assert replace(found, **alike) == replace(here, **alike)
+    assert asked[:2] == ["bytes=0-511", "bytes=512-1023"]
+    last = int(asked[-1].rpartition("-")[2])
+    assert last < len(files["Q4_K_M.gguf"]) - 1  # never all of it
+
+
+def test_a_damaged_header_on_the_hub_is_an_error(server: HubServer):
+    data = (DATA / "Q8_0.gguf").read_bytes()
+    server.add("tiny/gguf", {"a-Q8_0.gguf": data[:4] + b"\x09" + data[5:]})
+    with pytest.raises(UnsupportedModel, match=r"tiny/gguf/a-Q8_0.gguf: has GGUF version 9"):
+        describe("tiny/gguf", CONFIG)
+    server.add("tiny/gguf", {"a-Q8_0.gguf": data[:1000]})
+    with pytest.raises(CheckpointError, match="cut off or damaged"):
+        describe("tiny/gguf", CONFIG)
+
+
+def test_a_model_that_the_hub_lacks_is_an_error(server: HubServer):
     with pytest.raises(NotAModel, match="no such model on the hub"):
         describe("tiny/other", CONFIG)
 
 
-def test_a_hub_model_without_usable_safetensors_is_an_error(
-    served: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
-):
-    def nothing(model: str) -> None:
-        raise huggingface_hub.errors.NotASafetensorsRepoError("none")
-
-    monkeypatch.setattr(hub, "get_safetensors_metadata", nothing)
+def test_a_hub_model_without_usable_files_is_an_error(server: HubServer):
+    server.add("tiny/moe", {"config.json": b'{"model_type": "mixtral"}', "model.bin": b"x"})
     with pytest.raises(UnsupportedModel, match="no safetensors files on the hub"):
         describe("tiny/moe", CONFIG)
+    server.add("tiny/moe", {"model.bin": b"x"})
+    with pytest.raises(UnsupportedModel, match="no config"):
+        describe("tiny/moe", CONFIG)
 
-    def gone(model: str) -> None:
-        raise ConnectionError("gone")
 
-    monkeypatch.setattr(hub, "get_safetensors_metadata", gone)
+def test_a_hub_that_does_not_answer_is_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use(monkeypatch, HubServer(port=9), tmp_path)
     with pytest.raises(NotAModel, match="could not be reached"):
         describe("tiny/moe", CONFIG)
 
@@ -169,11 +125,11 @@ def test_a_downloaded_model_is_read_from_the_local_cache(
 ):
     whole = tmp_path / "snapshot"
     shutil.copytree(folder, whole)
-    monkeypatch.setattr(resolve, "cached_snapshot", lambda model: whole)
+    monkeypatch.setattr(resolve, "cached_model", lambda model: whole)
     monkeypatch.setattr(resolve, "read_remote", None)
     assert describe("tiny/moe", CONFIG).experts == describe(str(folder), CONFIG).experts
-    next(whole.glob("*.safetensors")).unlink()
-    monkeypatch.setattr(resolve, "read_remote", lambda model: pytest.fail("asked the hub"))
+    monkeypatch.setattr(resolve, "cached_model", lambda model: None)
+    monkeypatch.setattr(resolve, "read_remote", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(pytest.fail.Exception):
         describe("tiny/moe", CONFIG)
 

@@ -14,7 +14,8 @@ from greenroom.option import REQUIRED
 
 Config = TypeVar("Config")
 MODEL = (
-    "a model: a Hugging Face folder, a pack, a GGUF file, a hub id, or demo (ships with Greenroom)"
+    "a model: a Hugging Face folder, a pack, a GGUF file, a hub id (owner/name, or"
+    " owner/name:Q4_K_M for a quantisation of a GGUF repository), or demo (ships with Greenroom)"
 )
 
 

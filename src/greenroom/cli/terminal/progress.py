@@ -8,10 +8,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-from greenroom.config import LoadConfig
+from greenroom.config import LoadConfig, show_bytes
 from greenroom.hf.checkpoint.names import check_name
 
 EVERY_S = 5.0  # between two lines in a file
@@ -70,6 +69,24 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         logging.getLogger("greenroom").removeHandler(self._warnings)
 
 
+class DownloadRate:
+    """A download in the progress line: bytes done and in total, rate, and remaining time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._total = progress, -1.0
+        self._began = self._done = 0.0
+
+    def __call__(self, done: float, total: float) -> None:
+        now = time.monotonic()
+        if total != self._total:  # another model
+            self._total, self._began, self._done = total, now, done
+        text = f"downloading: {show_bytes(done)} of {show_bytes(total)}"
+        if now - self._began > 1 and done > self._done:
+            rate = (done - self._done) / (now - self._began)
+            text += f", {rate / 1e6:.3g} MB/s, {_time((total - done) / rate)} left"
+        self._progress.say(text)
+
+
 class _WarningHandler(logging.Handler):
     """A logging handler that prints warnings in place of the progress line."""
 
@@ -124,7 +141,9 @@ def collect_garbage() -> None:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def quiet(progress: Progress | None = None) -> None:
@@ -135,9 +154,9 @@ def quiet(progress: Progress | None = None) -> None:
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
-    from greenroom.hf.checkpoint.hub import DownloadBar
+    from greenroom.hf.checkpoint.hub.transfer import DownloadProgress
 
     logging.disable_progress_bar()
     disable_progress_bars()
     if progress is not None:
-        DownloadBar.report = partial(progress.say, "downloading")
+        DownloadProgress.show = DownloadRate(progress)

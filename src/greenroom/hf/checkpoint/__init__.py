@@ -4,7 +4,9 @@ A pack is a model in Greenroom's own file format, made by `greenroom pack`. Open
 reads only headers. The modules are:
 
 resolve         finds the checkpoint that a user names
-names, hub      suggestions for mistyped names; downloads from the Hugging Face hub
+names           names of models: hub ids with quantisations, suggestions for mistyped names
+hub             downloads from the Hugging Face hub, and its local cache
+remote          headers of models on the hub, read without a download
 checkpoint      a folder of safetensors files as a checkpoint
 header          the headers of safetensors files
 quantised       codes and scales of quantised safetensors, combined to one tensor

@@ -116,7 +116,7 @@ def read_folder(folder: Path) -> Checkpoint:
     are in a format that is not supported, CheckpointError if a file is missing or damaged.
     """
     config = read_config(folder)
-    return Checkpoint.of_files(folder, config, *_shards(folder))
+    return Checkpoint.of_files(folder, config, *weight_files(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the names of a folder's weight files, and a table from tensor to file name.
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """List a folder's weight files, with a table from tensor to file name.
 
     The table comes from model.safetensors.index.json; it is empty if there is only
     model.safetensors.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from greenroom.errors import GreenroomError, NotAModel, UsageError
+from greenroom.errors import NotAModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config, read_folder
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import model_in
-from greenroom.hf.checkpoint.hub import cached_snapshot, download, read_remote
+from greenroom.hf.checkpoint.hub.download import cached_model, download
 from greenroom.hf.checkpoint.names import check_name
 from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfinished
+from greenroom.hf.checkpoint.remote import read_remote
 
 
 def open_checkpoint(path: str | os.PathLike[str], config: str | None = None) -> Checkpoint:
@@ -44,9 +44,10 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     """Return the local folder or GGUF file of the model that a name stands for.
 
     `model` is a local folder, a GGUF file, a folder without config.json that holds one GGUF model,
-    `demo` (the model that ships with Greenroom), or a hub id. The files of a hub id are downloaded
-    if the local cache lacks them. Raises NotAModel if there is no such model, OutputError if the
-    download cannot be written.
+    `demo` (the model that ships with Greenroom), or a hub id, which may name a quantisation of a
+    GGUF repository: owner/name:Q4_K_M. The files of a hub id are downloaded if the local cache
+    lacks them. Raises NotAModel if there is no such model, OutputError if the download cannot be
+    written.
     """
     if (path := find_local(model)) is not None:
         return path
@@ -102,7 +103,6 @@ def open_or_inspect(source: str, config: str | None = None) -> Checkpoint:
     """
     if (path := find_local(source)) is not None:
         return open_checkpoint(path, config)
-    if (folder := cached_snapshot(source)) is not None:
-        with suppress(GreenroomError):  # the download is incomplete
-            return open_checkpoint(folder)
-    return read_remote(source)
+    if (path := cached_model(source)) is not None:
+        return open_checkpoint(path, config)
+    return read_remote(source, config)

@@ -1,7 +1,7 @@
 """Stage 2 of loading: compute the sizes of a model that memory budgets and plans need.
 
 The sizes come from the config and the tensor headers of a folder or a GGUF file. For a hub id that
-is not in the local cache, only config and safetensors headers are downloaded (range requests).
+is not in the local cache, only config and headers are downloaded (range requests).
 """
 
 from __future__ import annotations

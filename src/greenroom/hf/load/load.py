@@ -47,7 +47,7 @@ def load(
     Returns (model, tokenizer), both of transformers. To train, save, copy or move the model, first
     read all its experts into memory by `model.greenroom.materialize()`. Raises GreenroomError.
 
-    `model` is a Hugging Face folder, a GGUF file, a hub id (downloaded), or `demo`. Options:
+    `model` is a folder, a GGUF file, a hub id (or owner/name:Q4_K_M), or `demo`. Options:
 
     memory: limit for the process (with a GPU, for GPU memory): "8GiB", "60%", "auto" (default)
     host_memory: with a GPU, the limit for the process in host memory, in the form of `memory`

@@ -16,7 +16,8 @@ from typing import Any
 from greenroom.errors import GreenroomError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import read_config
 from greenroom.hf.checkpoint.gguf.metadata import MODELS
-from greenroom.hf.checkpoint.hub import cached_snapshot, download_small, reachable
+from greenroom.hf.checkpoint.hub.download import cached_snapshot, download_small
+from greenroom.hf.checkpoint.hub.repository import reachable
 
 CONFIG = "config.json"
 METADATA = "config from the file's metadata"

@@ -1,0 +1,1 @@
+"""Names, downloads and the local cache of models on the hub."""
