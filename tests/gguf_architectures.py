@@ -68,8 +68,8 @@ def fill(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def values(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The values of a parameter: the same with and without a vision tower around the text model."""
-    seed = zlib.crc32(name.replace("language_model.", "").encode())
+    """The values of a parameter: the same with and without towers around the text model."""
+    seed = zlib.crc32(re.sub(r"^thinker\.|language_model\.", "", name).encode())
     noise = np.random.default_rng(seed).standard_normal(shape, np.float32)
     is_norm = len(shape) == 1 and name.endswith("weight")
     exact = torch.from_numpy(1 + 0.1 * noise if is_norm else 0.2 * noise)

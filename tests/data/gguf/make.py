@@ -106,6 +106,7 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"architectures": ["ExaoneMoEForCausalLM"]},
     "gemma4": {"text_config": {"global_head_dim": 8}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_moe": {
         "moe_intermediate_size": [24, 24, 24],
         "moe_topk": [2, 2, 2],
@@ -144,7 +145,7 @@ HUB: dict[str, dict[str, Any]] = {
         }
     },
 }
-# Tensors that transformers saves under other names than the hub's.
+# Models whose tensors transformers does not save as the hub has them, with other names.
 NAMES: dict[str, list[tuple[str, str]]] = {
     "deepseek_v4": [
         (r"^model\.", ""),
@@ -154,6 +155,7 @@ NAMES: dict[str, list[tuple[str, str]]] = {
     ],
     "kimi_k25": [(r"\.blocks\.", ".layers.")],
     "kimi_linear": [(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1")],
+    "qwen3_vl_moe": [],
 }
 
 
@@ -214,6 +216,9 @@ def _as_on_the_hub(folder: Path, name: str) -> None:
         tensors = {re.sub(pattern, replacement, key): value for key, value in tensors.items()}
     if name == "deepseek_v4":
         tensors = _packed(tensors)
+    if name == "qwen3_vl_moe":  # the hub has [experts, inputs, outputs]
+        for key in [key for key in tensors if ".experts." in key]:
+            tensors[key] = tensors[key].transpose(1, 2).contiguous()
     save_file(tensors, folder / "model.safetensors")
 
 
