@@ -28,8 +28,9 @@ from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised.methods import settings_of
 from greenroom.hf.index.conversions import WeightConversion
+from greenroom.hf.model.construction import construct, remove_towers
 from greenroom.hf.model.lazy import LazyTensor
-from greenroom.hf.model.skeleton import ModelSkeleton, construct, conversions_of
+from greenroom.hf.model.skeleton import ModelSkeleton, conversions_of
 from greenroom.runtime.encodings import decode
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -134,6 +135,7 @@ def _load_gguf(skeleton: ModelSkeleton, checkpoint: GgufCheckpoint) -> PreTraine
     kind, options = type(skeleton.model), skeleton.options()
     config = deepcopy(skeleton.model.config)
     model = construct(kind, config, skeleton.dtype, "eager")
+    remove_towers(model)
     conversions, _ = conversions_of(model, checkpoint)
     tensors = {
         target: LazyTensor(partial(_by_gguf, model, checkpoint, conversion))

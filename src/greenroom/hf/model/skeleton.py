@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,7 +22,6 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.monkey_patching import patch_output_recorders
 
 from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
@@ -41,6 +39,7 @@ from greenroom.hf.index.conversions import TargetDtypes, WeightConversion, find_
 from greenroom.hf.index.experts import StreamedParameter, detach_experts, find_streamed_parameters
 from greenroom.hf.index.gguf.conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
+from greenroom.hf.model.construction import construct, remove_towers
 from greenroom.hf.model.dense import (
     EncodedParameter,
     TableParameter,
@@ -96,6 +95,8 @@ class ModelSkeleton:
         main = _dtype(dtype, checkpoint, config)
         with bounded_construction(len(checkpoint.tensors), str(checkpoint.folder)):
             model = construct(kind, config, main, IMPLEMENTATION)
+        if isinstance(checkpoint, GgufCheckpoint):
+            remove_towers(model)
         if warning := adapt(model):
             log.warning("%s", warning)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
@@ -332,25 +333,6 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
             f" --dtype to one of {', '.join(FLOATS)}"
         )
     return main
-
-
-def construct(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, experts: str
-) -> PreTrainedModel:
-    """Construct a model on the meta device, without memory for parameters.
-
-    `experts` is the name of the experts implementation.
-    """
-    config._experts_implementation = experts
-    with ExitStack() as stack:
-        for context in kind.get_init_context(dtype, False, False, None):
-            stack.enter_context(context)
-        with wrap_library_errors(
-            f"{kind.__name__} cannot be built from this config", UnsupportedModel
-        ):
-            model = kind(config)
-        patch_output_recorders(model)
-    return model
 
 
 def load_generation_config(model: PreTrainedModel, folder: Path) -> None:

@@ -71,13 +71,15 @@ def _read_config(header: Header, path: Path) -> PreTrainedConfig:
         )
     check_layers(values, len(header.tensors), str(path))
     with wrap_library_errors(f"{path}: not a valid {kind} config"):
-        config = CONFIG_MAPPING[kind].from_dict(values)
+        # transformers writes infinity as an object.
+        config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(values))
     text = config.get_text_config()
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = text
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.tie_word_embeddings = "output.weight" not in header.tensors
+    for each in (config, config.get_text_config()):
+        each.tie_word_embeddings = "output.weight" not in header.tensors
     return config
 
 
@@ -90,6 +92,7 @@ def _check_fit(header: Header, config: PreTrainedConfig, path: Path) -> None:
             f"it is of the model type {printable(config.model_type)}, but the file of the"
             f" architecture {header.architecture}",
         )
+    config = config.get_text_config()
     for key, names in COUNTS.items():
         expected = header.metadata.get(f"{header.architecture}.{key}")
         got = next((n for name in names if (n := getattr(config, name, None))), None)

@@ -96,13 +96,13 @@ class _Finder:
 
     def add(self, parameter: str) -> None:
         """Add the conversion of a parameter that is no routed expert's, if the file has it."""
-        for name in self.names.names_of(parameter):
-            if name in self.checkpoint.tensors and name not in self.used:
-                return self._add_tensor(name, parameter)
         layer = layer_of(parameter)
         for split in SPLIT:
             if re.search(split.pattern, parameter) and self._present(layer, split.parts):
                 return self._add_layer(layer, split.parts, parameter, [split.join])
+        for name in self.names.names_of(parameter):
+            if name in self.checkpoint.tensors and name not in self.used:
+                return self._add_tensor(name, parameter)
         return None
 
     def check_unused(self) -> None:

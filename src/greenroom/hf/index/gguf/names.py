@@ -27,9 +27,43 @@ RULES = tuple(
     for pattern, replacement in (
         (r"^(model\.)?language_model\.(model\.)?", "model."),
         (r"\.dt_bias$", ".dt_proj.bias"),
-        (r"_bias$", ".bias"),  # e_score_correction_bias
+        (r"\.mlp\.e_score_", ".mlp.gate.e_score_"),
+        (r"_correction_bias$", "_correction.bias"),
+        (r"\.expert_bias$", ".expert_bias.bias"),
     )
 )
+# Names that gguf's table lacks: a parameter's name inside its layer -> GGUF's name. All of these
+# rules are applied, in this order.
+EXCEPTIONS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^router\.scale$", "ffn_gate_inp.scale"),  # Gemma 4
+        (r"^router\.per_expert_scale$", "ffn_down_exps.scale"),
+        (r"^(attn|ffn)_hc\.(fn|base|scale)$", r"hc_\1_\2.weight"),  # DeepSeek-V4
+        (r"^mlp\.gate\.tid2eid$", "ffn_gate_tid2eid.weight"),
+        (r"^self_attn\.sinks$", "attn_sinks.weight"),
+        (r"^self_attn\.q_a_norm\.", "attn_q_a_norm."),
+        (r"^self_attn\.kv_proj\.", "attn_kv."),
+        (r"^self_attn\.kv_norm\.", "attn_kv_a_norm."),
+        (r"^self_attn\.o_([ab])_proj\.", r"attn_output_\1."),
+        (r"^self_attn\.compressor\.indexer\.q_b_proj\.", "indexer.attn_q_b."),
+        (r"^self_attn\.compressor\.indexer\.scorer\.weights_proj\.", "indexer.proj."),
+        (r"^self_attn\.compressor\.indexer\.", "indexer_compressor_"),
+        (r"^self_attn\.compressor\.", "attn_compressor_"),
+        (r"_compressor_position_bias$", "_compressor_ape.weight"),
+        (r"_compressor_(kv|gate)_proj\.", r"_compressor_\1."),
+        (r"_compressor_kv_norm\.", "_compressor_norm."),
+    )
+)
+HEAD = re.compile(r"^model\.hc_head\.hc_(fn|base|scale)$")
+# Architectures that gguf does not know -> one with the same names.
+SAME_NAMES = {
+    "cohere2moe": "dots1",
+    "deepseek32": "glm-dsa",
+    "deepseek4": "glm-dsa",
+    "hy_v3": "dots1",
+    "mellum": "qwen3moe",
+}
 LAYER = re.compile(r"\.(\d+)\.")
 SUFFIXES = ("", ".weight", ".bias")
 
@@ -37,11 +71,12 @@ SUFFIXES = ("", ".weight", ".bias")
 class GgufNames:
     """llama.cpp's names for the parameters of one model, from gguf's table of tensor names.
 
-    `architecture` is GGUF's name, which must be one that gguf knows. The table is made once.
+    `architecture` is GGUF's name, which gguf or SAME_NAMES must have. The table is made once.
     """
 
     def __init__(self, model: PreTrainedModel, architecture: str, layers: int) -> None:
-        number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
+        name = SAME_NAMES.get(architecture, architecture)
+        number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
         # gguf changes a dict of this class for some architectures, so each table has its own copy.
         blocks = {"block_mappings_cfg": dict(gguf.TensorNameMap.block_mappings_cfg)}
         self._table = type("Table", (gguf.TensorNameMap,), blocks)(number, layers)
@@ -59,7 +94,21 @@ class GgufNames:
                 if name.endswith(suffix) and (
                     stem := self._table.get_name(name.removesuffix(suffix))
                 ):
-                    yield from (stem + suffix, f"{stem}.weight")
+                    yield from (stem + suffix, f"{stem}.weight", stem)
+        yield from _exceptions(parameter)
+
+
+def _exceptions(parameter: str) -> Iterator[str]:
+    """Yield the name in a GGUF file of a parameter that gguf's table lacks."""
+    if match := HEAD.search(parameter):
+        yield f"output_hc_{match[1]}.weight"
+    if (layer := layer_of(parameter)) is None:
+        return
+    inner = changed = parameter.partition(f".{layer}.")[2]
+    for pattern, replacement in EXCEPTIONS:
+        changed = pattern.sub(replacement, changed)
+    if changed != inner:
+        yield f"blk.{layer}.{changed}"
 
 
 def layer_of(name: str) -> int | None:

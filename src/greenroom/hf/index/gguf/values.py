@@ -25,8 +25,8 @@ from transformers.integrations.gguf.gguf_conversion_mapping import (
 Operations = Callable[[PreTrainedConfig], list[ConversionOps]]
 
 # Architectures whose rows of queries and keys llama.cpp's converter permutes for RoPE.
-PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid")
-NORMS_PLUS_ONE = ("qwen3next", "qwen35moe")
+PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid", "nemotron_h_moe")
+NORMS_PLUS_ONE = ("qwen3next", "qwen35moe", "step35")
 
 
 class _OneTensor(ConversionOps):
@@ -60,6 +60,13 @@ class UnpermuteRows(_OneTensor):
         return rows.transpose(1, 2).reshape(tensor.shape)
 
 
+class Flatten(_OneTensor):
+    """Operation that makes a vector of a matrix, row after row."""
+
+    def change(self, tensor: Tensor, config: Any) -> Tensor:
+        return tensor.flatten()
+
+
 class JoinKeysAndValues(ConversionOps):
     """Operation that joins the two up-projections of latent attention (MLA) to `kv_b_proj`.
 
@@ -74,6 +81,21 @@ class JoinKeysAndValues(ConversionOps):
     ) -> dict[str, Any]:  # fmt: skip
         keys, values = _tensors(input_dict, source_patterns)
         return {target_patterns[0]: torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)}
+
+
+class JoinConvolutions(ConversionOps):
+    """Operation that joins the convolutions of queries, keys and values of linear attention.
+
+    llama.cpp's converter stores each as [1, channels, 1, kernel].
+    """
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        parts = _tensors(input_dict, source_patterns)
+        return {target_patterns[0]: torch.cat([part.flatten(0, -2) for part in parts]).unsqueeze(1)}
 
 
 class JoinByKeyHead(ConversionOps):
@@ -163,6 +185,7 @@ CHANGED = (
     ChangedValue(PERMUTED, r"\.attn_q\.", _heads),
     ChangedValue(PERMUTED, r"\.attn_k\.", _key_heads),
     ChangedValue((), r"\.ssm_a$", lambda config: [LogNegate()]),
+    ChangedValue((), r"\.ssm_norm\.weight$", lambda config: [Flatten()]),
     ChangedValue(NORMS_PLUS_ONE, r"(?<!ssm_)norm\.weight$", lambda config: [SubtractOne()]),
     *(
         ChangedValue(("qwen35moe",), pattern, undo)
@@ -179,6 +202,11 @@ CHANGED = (
 SPLIT = (
     SplitParameter(
         r"\.kv_b_proj\.weight$", ("attn_k_b.weight", "attn_v_b.weight"), JoinKeysAndValues()
+    ),
+    SplitParameter(
+        r"\.conv1d\.weight$",
+        ("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),
+        JoinConvolutions(),
     ),
     SplitParameter(
         r"\.shared_mlp\.input_linear\.weight$",

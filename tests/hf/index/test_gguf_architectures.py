@@ -1,0 +1,55 @@
+"""GGUF files by llama.cpp's own converter: each parameter has the original model's bits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from greenroom.hf.model.reference import load_reference_experts
+from greenroom.hf.model.skeleton import ModelSkeleton
+from tests.gguf_architectures import FOLDER, names, original
+from tests.hf.check.test_parity import streamed
+from tests.models import OTHERWISE
+
+PROMPT = torch.arange(3, 15)[None]
+
+# Routed experts, and what reads pictures and sound.
+NOT_LOADED = re.compile(r"\.experts\.|^model\.(visual|audio_tower|vision_model|multi_modal_proj)")
+
+
+@pytest.mark.parametrize("name", names())
+@torch.inference_mode()
+def test_parameters_and_logits_are_those_of_the_original(name: str) -> None:
+    path = FOLDER / name / "model.gguf"
+    whole = original(FOLDER / name)
+    with streamed(path, capacity=3, kernels="eager") as model:
+        assert_same_dense_parts(model, whole)
+        logits = model(input_ids=PROMPT, use_cache=False).logits
+    if name not in OTHERWISE:
+        assert_experts_equal(path, whole)
+    wanted = whole(input_ids=PROMPT, use_cache=False).logits
+    assert torch.isfinite(wanted).all()
+    assert torch.equal(logits, wanted)
+
+
+def assert_same_dense_parts(model: nn.Module, whole: nn.Module) -> None:
+    original = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = original.pop(key)
+        assert tensor.dtype == wanted.dtype, key
+        assert torch.equal(tensor, wanted), key
+    assert not [key for key in original if not NOT_LOADED.search(key)]
+
+
+def assert_experts_equal(path: Path, whole: nn.Module) -> None:
+    skeleton = ModelSkeleton.of(path)
+    assert skeleton.layers
+    for layer, streamed_parameters in enumerate(skeleton.layers):
+        for key, tensor in load_reference_experts(skeleton, layer).items():
+            module = streamed_parameters[0].module
+            wanted = whole.get_submodule(module).get_parameter(key)
+            assert torch.equal(tensor, wanted), f"{module}.{key}"
