@@ -35,6 +35,8 @@ class Style:
 STYLES = (
     *(Style(name) for name in GGML if name in FORMATS),
     Style("mxfp4", "uint8"),
+    Style("nvfp4", "float8_e4m3fn", (1, 16)),
+    Style("ct_nvfp4", "float8_e4m3fn", (1, 16)),
     Style("int8", "float16", (1, 64)),
     Style("int4", "float16"),
     Style("fp8", "float32", (128, 128)),
@@ -59,6 +61,12 @@ def tensors_of(
     size = (-(-rows // down), columns // across) if columns % across == 0 else (-(-rows // down), 1)
     if style.name == "mxfp4":
         scale = torch.from_numpy(random.integers(118, 128, size, np.uint8))
+    elif style.name.endswith("nvfp4"):
+        scale = torch.from_numpy(random.integers(1, 60, size, np.uint8)).view(torch.float8_e4m3fn)
+        matrix_scale = torch.from_numpy(random.uniform(0.05, 0.1, (2, 1)).astype(np.float32))
+        if style.name == "ct_nvfp4":
+            matrix_scale = 1 / matrix_scale
+        return {name: codes, f"{name}.scale": scale, f"{name}.matrix_scale": matrix_scale}
     else:
         steps = {"fp8": 2000, "int8": 1000}.get(style.name, 60)
         scale = torch.from_numpy(random.normal(size=size) / steps)

@@ -27,11 +27,12 @@ from greenroom.runtime.kernels.codegen.formats.expand import GROUP
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 
-_GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where the format fixes that
+# Inputs that share a scale, where the format fixes that.
+_GROUPS = {**PACKED, "mxfp4": GROUP, "nvfp4": 16, "ct_nvfp4": 16}
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
 # of a float32 are 0 in such a scale.
 _SHORT = dict.fromkeys(("int4", "int4.wide"), (1 << 19) - 1)
-_NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4")}
+_NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")}
 
 if TYPE_CHECKING:
     from greenroom.runtime.kernels.layer import LayerExperts
@@ -62,14 +63,20 @@ class MatrixProduct:
             share = max(1, columns // across // GROUP)
             rows_per_scale = rows // down
             scale_row = weight.parts[1].nbytes // down
+        other, other_row, rows_per_other = 0, 0, 1
+        if len(weight.parts) > 2:
+            part = weight.parts[2]
+            other, other_row = part.offset, part.nbytes // part.shape[0]
+            rows_per_other = rows // part.shape[0]
         self._product, packed = _product(weight, dtype, rounded)
         row_bytes = values.nbytes // rows
         self._layout = array(
             "q",
             [
                 *(values.offset - first * row_bytes, row_bytes),
-                *(weight.parts[-1].offset, scale_row),
+                *(weight.parts[:2][-1].offset, scale_row),
                 *(share, rows_per_scale, packed),
+                *(other, other_row, rows_per_other),
             ],
         )
         self.packs_input = packed > 0
@@ -144,8 +151,9 @@ def unsupported_reason(weight: WeightSpec) -> str:
     if len(weight.parts) > 1:
         down, across = weight.parts[1].shape
         group = columns // across
-        odd = across > 1 and (group % GROUP or columns % across)
-        if odd or rows % down or _GROUPS.get(name, group) != group:
+        odd = across > 1 and (columns % across or group % _GROUPS.get(name, GROUP))
+        others = any(rows % part.shape[0] for part in weight.parts[1:])
+        if odd or others or _GROUPS.get(name, group) != group:
             of = f"{rows / down:g} x {columns / across:g} weights"
             return f"{weight.encoding} with scales for {of}"
     return ""

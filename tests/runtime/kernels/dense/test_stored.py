@@ -87,7 +87,9 @@ def test_bits_are_equal_in_float16_and_with_any_number_of_threads(name: str) -> 
         assert torch.equal(model[0](x), model[1](x))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_k", "q2_k", "iq4_xs", "int4-float16", "gguf_mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["q8_0", "q4_k", "iq4_xs", "int4-float16", "gguf_mxfp4", "gguf_nvfp4"]
+)
 def test_unrounded_weights_are_nearer_to_the_values_of_the_format(name: str) -> None:
     stored = matrix(BY_NAME[name])
     wide = StoredMatrix(stored.layout, torch.float32)

@@ -139,18 +139,19 @@ def group_scales(
 ) -> Value:
     """Load the prepared scales, or minima, of an iteration's groups.
 
-    Lane i has that of group first + lanes[i], where lanes[i] is less than 4. The scale is 0 if the
+    Lane i has that of group first + lanes[i], where lanes[i] is less than 8. The scale is 0 if the
     row has no such group: codes and x are 0 there too, but uninitialised memory may hold NaN, and 0
     times NaN is NaN.
     """
     place = base + ((at >> shift) << 2) + 4 * first
     if left is None and len(set(lanes)) == 1:
         return (place + 4 * lanes[0]).load(F32).broadcast()
-    mask = None if left is None else ((left >> shift) - first).below(4)
-    return place.load(I32, 4, mask).bitcast(F32).shuffle(lanes)
+    count = 4 if max(lanes) < 4 else 8
+    mask = None if left is None else ((left >> shift) - first).below(count)
+    return place.load(I32, count, mask).bitcast(F32).shuffle(lanes)
 
 
-ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
+ALL, FOURS, PAIRS = (0,) * 16, tuple(i // 4 for i in range(16)), tuple(i // 2 for i in range(16))
 MINIMA = (0, 1, 10, 11)  # lanes with the sums of four groups, two for each block of 64 inputs
 
 
@@ -166,15 +167,17 @@ def _joint_terms(
     read: Codes,
     table: Sequence[int],
     extra: str,
+    shift: int,
     row: Row,
     at: Value,
     x: list[Value],
     left: Left,
 ) -> list[Term]:
-    """Multiply both halves of an iteration into one vector of sums, four lanes to a group.
+    """Multiply both halves of an iteration into one vector of sums.
 
-    Codes are the result of `read`, or the values that `table` has for them. The packed inputs have
-    an `extra` vector for an "offset", for "minima" or for nothing.
+    Four lanes belong to a group of 32 inputs, or two to one of 16: of 2^shift. Codes are the result
+    of `read`, or the values that `table` has for them. The packed inputs have an `extra` vector for
+    an "offset", for "minima" or for nothing.
     """
     low, high = read(row, at, left)
     if table:
@@ -183,7 +186,8 @@ def _joint_terms(
     upper = dot_int8(dot_int8(zero(at), low, x[0]), high, x[1])
     start = x[4] if extra == "offset" else zero(at)
     lower = dot_int8(dot_int8(start, low, x[2]), high, x[3])
-    terms = [(0, floats((upper << 7) + lower), group_scales(row.ready, at, left, FOURS))]
+    scales = group_scales(row.ready, at, left, FOURS if shift == 5 else PAIRS, shift)
+    terms = [(0, floats((upper << 7) + lower), scales)]
     if extra == "minima":
         terms.append(minimum_term(row, at, x, left))
     return terms
@@ -201,13 +205,17 @@ def joint_product(
     table: Sequence[int] = (),
     factor: float = 1.0,
     minima: tuple[int, ...] = (),
+    shift: int = 5,
 ) -> IntegerProduct:
-    """Make the integer product of an encoding with a scale for 32 weights.
+    """Make the integer product of an encoding with a scale for 32 weights, or 16.
 
     read:  function that loads the codes of an iteration, in `order`
     table: the values of 4-bit codes, signed; empty: a code is its own value
+    shift: a row has one scale for 2^shift weights
     """
     offset -= min(table, default=0)
     extra = "offset" if offset else "minima" if minima else ""
-    terms = partial(_joint_terms, read, tuple(value + offset for value in table), extra)
-    return IntegerProduct(terms, order=order, offset=offset, factor=factor, minima=minima)
+    terms = partial(_joint_terms, read, tuple(value + offset for value in table), extra, shift)
+    return IntegerProduct(
+        terms, shift=shift, order=order, offset=offset, factor=factor, minima=minima
+    )

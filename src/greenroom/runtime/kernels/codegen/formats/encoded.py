@@ -47,9 +47,13 @@ FRAME_ARGUMENTS = 16
 
 # A matrix's layout, int64: bytes from the slot's start to the codes, and from row to row; the same
 # for the scales; groups of 32 inputs that share a scale, and rows that do; bytes of a packed row of
-# x (packing.py), or 0 if the product takes x in float32.
-LAYOUT_ARGUMENTS = 7
-L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_ARGUMENTS)
+# x (packing.py), or 0 if the product takes x in float32; for the second tensor that is stored with
+# the codes, bytes from the slot's start, and from row to row, and rows of codes to one of it.
+LAYOUT_ARGUMENTS = 10
+(
+    L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED, L_OTHER, L_OTHER_ROW,
+    L_OTHER_ROWS,
+) = range(LAYOUT_ARGUMENTS)  # fmt: skip
 
 
 def preparing_code(encoding: str, expander: Expander, multiplied: bool):
@@ -61,13 +65,13 @@ def preparing_code(encoding: str, expander: Expander, multiplied: bool):
     """
 
     @intrinsic
-    def prepare(typingctx, codes, scale, ready, inputs, share, powers):
-        def emit(codes, scale, ready, inputs, share, powers):
+    def prepare(typingctx, codes, scale, other, ready, inputs, share, powers):
+        def emit(codes, scale, other, ready, inputs, share, powers):
             expander.prepare(
-                Row(codes, ready, inputs, scale, share, powers if multiplied else None)
+                Row(codes, ready, inputs, scale, share, powers if multiplied else None, other)
             )
 
-        signature = types.void(*[types.int64] * 6)
+        signature = types.void(*[types.int64] * 7)
         return outlined(signature, f"prepare{'_times' * multiplied}.{encoding}", emit)
 
     return prepare
@@ -156,20 +160,21 @@ def product(kind, encoding, mask, integers):
         codes = word(p, F_SLOT) + word(layout, L_CODES) + first * ld
         scales, scale_stride = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
         share, rows_per_scale = word(layout, L_SHARE), word(layout, L_ROWS)
+        others, other_stride = word(p, F_SLOT) + word(layout, L_OTHER), word(layout, L_OTHER_ROW)
+        rows_per_other = word(layout, L_OTHER_ROWS)
         n = 0
         while n < rows:
             count = COLUMNS if rows - n >= COLUMNS and x != 0 else 1
             w, y = codes + n * ld, out + 4 * n
             ahead = w + COLUMNS * ld if n + COLUMNS < rows else word(p, F_NEXT)
             for i in range(count):
-                scale, ready = (
-                    scale_row(first + n + i, rows_per_scale) * scale_stride,
-                    scratch + i * step,
-                )
+                row, ready = first + n + i, scratch + i * step
+                scale = scales + scale_row(row, rows_per_scale) * scale_stride
+                other = others + scale_row(row, rows_per_other) * other_stride
                 if integers and x != 0:
-                    prepare_times(w + i * ld, scales + scale, ready, K, share, powers)
+                    prepare_times(w + i * ld, scale, other, ready, K, share, powers)
                     continue
-                prepare(w + i * ld, scales + scale, ready, K, share, 0)
+                prepare(w + i * ld, scale, other, ready, K, share, 0)
             if x == 0:
                 expand(kind, w, scratch, K, out + 4 * n * K)
             elif integers:

@@ -132,14 +132,24 @@ def from_table(
     half: int,
     *,
     exact: tuple[Any, ...] = (),
+    shift: int = 5,
 ) -> list[Value]:
     """Decode 4-bit codes with a table of 16 values and a scale: scale * table[code].
 
-    Weights are rounded to the model's type, unless it is one of `exact`, which represent them.
+    Weights are rounded to the model's type, unless it is one of `exact`, which represent them. A
+    row has one scale for 2^shift inputs, 16 or 32.
     """
-    codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
-    parts = [scale * [float(v) for v in table[i : i + LANES]] for i in range(0, 16, LANES)]
-    return looked_up(F32_KIND if kind in exact else kind, parts, codes)
+    codes, values = codes_at(row, at, half), []
+    for start in range(0, GROUP, 1 << shift):
+        scale = row.scale_at(at, shift, half, start=start)
+        parts = [scale * [float(v) for v in table[i : i + LANES]] for i in range(0, 16, LANES)]
+        mine = [
+            code
+            for code, first in zip(codes, STARTS, strict=True)
+            if first >> shift == start >> shift
+        ]
+        values += looked_up(F32_KIND if kind in exact else kind, parts, mine)
+    return values
 
 
 def bits_at(address: Value, shift: Value, mask: int) -> Value:

@@ -30,6 +30,7 @@ class Row:
     inputs: number of the row's elements
     scale:  the row's first scale, if scales are a separate tensor
     share:  number of groups of 32 inputs with one scale, if that differs between models
+    other:  the row's part of the second tensor that is stored with the codes, if there is one
     powers: float32 factors that the scales are multiplied by, or None
     """
 
@@ -39,6 +40,7 @@ class Row:
     scale: Value | None = None
     share: Value | None = None
     powers: Value | None = None
+    other: Value | None = None
 
     @property
     def minima(self) -> Value:
@@ -60,13 +62,17 @@ class Row:
         if minima is not None:  # after the scales, whose last lanes may lie in its place
             (self.minima + (at << 2)).store(minima)
 
-    def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
+    def scale_at(
+        self, at: Value, shift: int, half: int, minimum: bool = False, start: int = 0
+    ) -> Value:
         """Load the float32 scale (or minimum) of one input of a row.
 
-        The input has the index at + 32 * half. `shift`: a row has one scale for 2^shift inputs.
+        The input has the index at + 32 * half + start. `shift`: a row has one scale for 2^shift
+        inputs.
         """
         base = self.minima if minimum else self.ready
-        return (base + ((at >> shift) << 2) + 4 * (32 * half >> shift)).load(F32).broadcast()
+        first = 4 * (32 * half + start >> shift)
+        return (base + ((at >> shift) << 2) + first).load(F32).broadcast()
 
 
 def prepare_in_vectors(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from greenroom.runtime.kernels.codegen.formats.families import groups, k_quants, nonlinear, simple
+from greenroom.runtime.kernels.codegen.formats.families import (
+    fp4,
+    groups,
+    k_quants,
+    nonlinear,
+    simple,
+)
 from greenroom.runtime.kernels.codegen.formats.format import Format
 
 FORMATS: dict[str, Format] = {
     name: form
-    for family in (groups, simple, k_quants, nonlinear)
+    for family in (groups, fp4, simple, k_quants, nonlinear)
     for name, form in family.FORMATS.items()
 }
 
