@@ -86,15 +86,20 @@ def expert_rows(clock: Clock) -> None:
             print(f"{speed / floor:7.2f}{flops / 1e9:9.0f}")
 
 
-GGML = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4")
+GGML = (
+    *("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "gguf_mxfp4"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
+)
 STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
 ENCODED_KERNELS = ("numba", "rounded")
 KERNELS_OF = {name: make_kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
 HALVES = {
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_k", "q5_k", "q4_1", "q5_1"), (0, 2)),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
     "q6_k": (208,),
-    **dict.fromkeys(("q4_k", "q5_k"), (0, 2)),
 }
 
 

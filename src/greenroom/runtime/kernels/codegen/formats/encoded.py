@@ -77,10 +77,11 @@ def preparing_code(encoding: str, expander: Expander, multiplied: bool):
     return prepare
 
 
-def expanding_code(encoding: str, expander: Expander):
+def expanding_code(encoding: str, expander: Expander, remainder: bool):
     """Make the intrinsic that decodes one row of a quantised matrix to K float32 weights.
 
-    Its argument `ready` is the address of the row's scales in float32.
+    Its argument `ready` is the address of the row's scales in float32. `remainder`: K may be no
+    multiple of UNIT.
     """
 
     @intrinsic
@@ -95,7 +96,7 @@ def expanding_code(encoding: str, expander: Expander):
                         place = out + (at << 2) + 4 * (GROUP * half + start)
                         place.store(values.shuffle(back))
 
-            loop_in_units(K, UNIT, unit)
+            loop_in_units(K, UNIT, unit, remainder)
 
         return outlined(types.void(kind, *[types.int64] * 4), f"expand.{encoding}", emit)
 
@@ -138,7 +139,7 @@ def product(kind, encoding, mask, integers):
     prepare, prepare_times = (
         preparing_code(encoding, form.expander, multiplied) for multiplied in (False, True)
     )
-    expand = expanding_code(encoding, form.expander)
+    expand = expanding_code(encoding, form.expander, block_size[0] % UNIT > 0)
     tile = tile_code(encoding, form.expander, block_size)
     pack = powers_at = integer_1 = integer_4 = None
     if integers:
