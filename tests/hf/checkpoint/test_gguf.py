@@ -11,11 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.integrations.gguf import reader
 
 from greenroom.errors import CheckpointError, ModelError, NotAModel, UnsupportedModel
 from greenroom.hf.check.verify import verify
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import encoding_of
 from greenroom.hf.checkpoint.resolve import resolve
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.load import load
 from greenroom.hf.model.reference import load_reference_experts, load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
@@ -85,6 +88,24 @@ def test_slots_and_reads_count_stored_bytes(file: tuple[Path, set[str]]) -> None
         floats = not layout.encodings and layout.tensors[0].dtype == "bfloat16"
         assert read == layout.nbytes or (floats and read >= layout.nbytes)
         assert all(extent.divisible for extent in catalog.extents(expert_id))
+
+
+def test_a_vocabulary_is_read_from_a_buffer_not_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of an array takes microseconds, and a vocabulary has 300,000 strings."""
+    checkpoint = GgufCheckpoint.open(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}))
+    slices, original = [], np.memmap.__getitem__
+
+    def counted(array: Any, index: Any) -> Any:
+        slices.append(index)
+        return original(array, index)
+
+    monkeypatch.setattr(np.memmap, "__getitem__", counted)
+    tokenizer = tokenizer_of(checkpoint)
+    assert len(tokenizer) > 100
+    assert len(slices) < 10
+    assert isinstance(reader._mapped(str(checkpoint.folder)), np.memmap)
 
 
 def test_load_gives_a_tokenizer_and_generates(tmp_path: Path) -> None:

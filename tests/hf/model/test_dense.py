@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.errors import CheckpointError
+from greenroom.errors import CheckpointError, ClosedError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.load.load import load
@@ -20,7 +20,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.dense import _stored, _used_by_code
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.kernels.dense.stored import stored_matrix
+from greenroom.runtime.kernels.dense.stored import StoredMatrix, stored_matrix
 from tests.gguf_models import write
 from tests.hf.check.test_parity import ids
 from tests.hf.conftest import one_line
@@ -103,6 +103,23 @@ def test_detached_it_is_what_transformers_loads(checkpoint: Path) -> None:
             assert torch.equal(tensor, whole[name]), name
         tied = "lm_head.weight" in model.all_tied_weights_keys
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_closing_dequantises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ends may have no memory for weights that nobody asks for."""
+    path = str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}))
+    model, _ = load(path, cache="30%")
+    decoded: list[StoredMatrix] = []
+    monkeypatch.setattr(StoredMatrix, "decode", decoded.append)
+    model.greenroom.close()
+    model.greenroom.close()
+    assert not decoded
+    assert stored_matrix(model.lm_head) is not None
+    with pytest.raises(ClosedError):
+        model(ids(1, 3))
+    monkeypatch.undo()
+    model.greenroom.detach()
+    assert model.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_rounding_changes_little(checkpoint: Path) -> None:

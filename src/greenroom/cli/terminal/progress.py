@@ -116,8 +116,8 @@ def open_model(
 ) -> Iterator[tuple[Any, Any]]:
     """Load a model and its tokenizer, as a context manager.
 
-    The model is unloaded at the end. A line that describes the loaded model is printed on standard
-    error.
+    The expert cache is closed at the end. A line that describes the loaded model is printed on
+    standard error.
     """
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line
@@ -131,7 +131,7 @@ def open_model(
         model.greenroom.reset_stats()
         yield model, tokenizer
     finally:
-        model.greenroom.detach()
+        model.greenroom.close()
 
 
 def collect_garbage() -> None:

@@ -333,12 +333,11 @@ class Greenroom:
         self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 
-    def detach(self) -> None:
-        """Detach the expert cache: end its threads, free its slots, remove its hooks.
+    def close(self) -> None:
+        """Close the expert cache: end its threads, free its slots, save what the run has learned.
 
-        All weights but the experts are then ordinary parameters, dequantised. A forward pass raises
-        ClosedError, and saving raises UnsupportedCall. `materialize` can still read the experts,
-        and `stats` keeps its last values. A second call does nothing.
+        A forward pass then raises ClosedError. Weights stay as they are: a program that ends does
+        not need them dequantised, and may have no memory for it. A second call does nothing.
         """
         if self._close.alive:
             self._close()
@@ -348,6 +347,15 @@ class Greenroom:
             routing = self._recent_routing.state() if self._recent_routing is not None else None
             states = {split_counts.NAME: counted, recent.NAME: routing}
             self._warm_start.save(states)
+
+    def detach(self) -> None:
+        """Detach the expert cache: close it and remove its hooks.
+
+        All weights but the experts are then ordinary parameters, dequantised. A forward pass raises
+        ClosedError, and saving raises UnsupportedCall. `materialize` can still read the experts,
+        and `stats` keeps its last values. A second call does nothing.
+        """
+        self.close()
         if self._head_timer is not None:
             self._head_timer.close()
         self.hooks.detach()

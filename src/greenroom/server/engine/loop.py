@@ -378,7 +378,7 @@ class ContinuousEngine:
             self._finish(each, "error", closed)
 
     def _leave(self) -> None:
-        """End all requests, save the engine's statistics, detach the model."""
+        """End all requests, save the engine's statistics, close the expert cache."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "stopping")
         if self.greenroom is None:
@@ -387,7 +387,7 @@ class ContinuousEngine:
             if self.was_ready:
                 self.final = model_stats(self)
         finally:
-            self.greenroom.detach()
+            self.greenroom.close()
 
 
 def end_ids(model: Any) -> tuple[int, ...]:

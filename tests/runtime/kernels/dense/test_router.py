@@ -224,3 +224,26 @@ def test_a_changed_or_hooked_router_is_called_as_a_module():
     del module.forward
     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
     assert not ours.is_unchanged()
+
+
+class Counted(Qwen3MoeTopKRouter):
+    """A router that counts its calls; an object, not a plain attribute, may undo its sum."""
+
+    calls = 0
+
+    def forward(self, hidden_states):
+        type(self).calls += 1
+        logits, weights, ids = super().forward(hidden_states)
+        return logits, weights * self.factor[0], ids
+
+
+def test_only_the_first_router_of_a_kind_is_tried_on_all_inputs(monkeypatch) -> None:
+    monkeypatch.setattr(router, "_SETTINGS", {})
+    calls = []
+    for factor in (1.0, 1.0, 1.5):
+        module, Counted.calls = router_of(Counted, qwen()), 0
+        module.factor = [factor]
+        found = CompiledRouter.of(module, ONE, torch.bfloat16)
+        assert (found is not None) == (factor == 1.0)
+        calls.append(Counted.calls)
+    assert calls == [router._TRIALS, 2, 2 + router._TRIALS]

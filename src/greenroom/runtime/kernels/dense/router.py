@@ -108,7 +108,7 @@ class CompiledRouter:
         dtype: type of the gate weights
         scored: is the module's first output the softmax over all experts, rather than the logits?
         """
-        self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
+        self.module, self.top_k, self.summed, self.dtype = module, top_k, summed, dtype
         self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
         self._check = ModuleCheck()
@@ -208,7 +208,7 @@ class CompiledRouter:
         Return (expert ids, gate weights), both [1, top_k].
         """
         values, ids = products.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        if self._summed:
+        if self.summed:
             values = values / values.sum(-1, keepdim=True)
         return ids, values.to(self.dtype)
 
@@ -237,15 +237,48 @@ def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
     return torch.equal(ours, expected)
 
 
+_SETTINGS: dict[Hashable, bool] = {}  # by kind of router: are its gate weights summed?
+
+
 @torch.no_grad()
 def _find_router(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
 ) -> CompiledRouter | None:
-    """Find the router's settings by the module's own outputs, on small and large inputs."""
+    """Find the router's settings by the module's own outputs, on small and large inputs.
+
+    The first router of a kind is tried on all inputs, the next ones on the smallest and the
+    largest: a model has one in each layer.
+    """
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(_TRIALS, *shape, generator=random)
     scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
     inputs = (inputs * scales).to(dtype)
+    kind = _kind(module, shape, dtype)
+    if (summed := _SETTINGS.get(kind)) is not None:
+        router = _agreeing(module, inputs[[0, -1]], (summed,), 2)
+        if router is not None:
+            return router
+    router = _agreeing(module, inputs, (True, False), _AGREE)
+    if router is not None:
+        _SETTINGS[kind] = router.summed
+    return router
+
+
+def _kind(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Hashable:
+    """What routers with the same function of their weights have in common."""
+    plain = (bool, int, float, str)
+    values = tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain))
+    weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
+    return type(module), type(module).forward, shape, dtype, weight.shape, values
+
+
+def _agreeing(
+    module: nn.Module, inputs: Tensor, options: tuple[bool, ...], least: int
+) -> CompiledRouter | None:
+    """Compile a router that agrees with its module on at least so many inputs.
+
+    `options` are the values of `summed` to try.
+    """
     forward = type(module).forward
     try:
         answers = [_parse_output(forward(module, x)) for x in inputs]
@@ -254,12 +287,12 @@ def _find_router(
     if not all(answers):
         return None
     first, weights, ids = answers[0]  # type: ignore[misc]
-    for summed in (True, False):
+    for summed in options:
         router = CompiledRouter(
             module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32
         )
         pairs = zip((router.forward(x) for x in inputs), answers, strict=True)
-        if sum(_agrees(mine, answer) for mine, answer in pairs) >= _AGREE:
+        if sum(_agrees(mine, answer) for mine, answer in pairs) >= least:
             return router
     return None
 
