@@ -96,7 +96,7 @@ def two_blocks(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
     return split_bytes(joined([first.load(I32, 8), (first + 36).load(I32, 8, mask)]))
 
 
-def _beside(combine: Callable[[Value, Value], Value]) -> Format:
+def _with_separate_scales(combine: Callable[[Value, Value], Value]) -> Format:
     return Format(
         Expander(
             with_matrix_scale(combine),
@@ -108,8 +108,8 @@ def _beside(combine: Callable[[Value, Value], Value]) -> Format:
 
 
 FORMATS: dict[str, Format] = {
-    "nvfp4": _beside(lambda scale, matrix_scale: scale * matrix_scale),
-    "ct_nvfp4": _beside(lambda scale, matrix_scale: scale / matrix_scale),
+    "nvfp4": _with_separate_scales(lambda scale, matrix_scale: scale * matrix_scale),
+    "ct_nvfp4": _with_separate_scales(lambda scale, matrix_scale: scale / matrix_scale),
     "gguf_nvfp4": Format(
         Expander(
             block_scales,
