@@ -29,7 +29,7 @@ def test_the_table_is_for_people(capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].split() == ["architecture", "how", "tested", "special"]
+    assert lines[0].split() == ["architecture", "how", "tested", "GGUF", "special"]
     assert any(line.startswith("mixtral ") and " native " in line for line in lines)
     assert not any(line.startswith("kimi_k25 ") for line in lines)
     assert any("are supported" in line for line in lines)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
+from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress
-from greenroom.config import show_bytes
+from greenroom.config import LoadConfig, show_bytes
 from greenroom.sim.table import text_table
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def add_to(parser: Parser) -> None:
         help="write the machine's profile to this file (default:"
         f" {default_profile()}, which --machine auto reads)",
     )  # fmt: skip
+    add_options(parser, LoadConfig, "options", names=("config",))
     add_json(parser, "the profile as JSON")
 
 
@@ -71,14 +73,13 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     """Print whether a model fits this machine and how fast it would run."""
     from greenroom.cli.estimate.estimator import described, estimator_of
     from greenroom.cli.estimate.show import shown_curve
-    from greenroom.config import LoadConfig
     from greenroom.hf.memory.budget import budget_bytes
     from greenroom.plan import summary
     from greenroom.plan.planner import default_curve
     from greenroom.plan.workload import synthetic_workload
     from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
-    config = LoadConfig()
+    config = take(args, LoadConfig)
     model = described(args.model, config)
     if args.quick or args.path is not None or args.output is not None:
         machine, local = measure(args.path, args.quick, progress, args.output), True

@@ -30,18 +30,19 @@ def main(args: argparse.Namespace) -> None:
         return
     print(
         text_table(
-            ("architecture", "how", "tested", "special"),
+            ("architecture", "how", "tested", "GGUF", "special"),
             [
                 (
                     row.name,
                     row.how,
                     "yes" if row.tested else "no",
+                    row.gguf,
                     row.reason or ", ".join(row.special),
                 )
                 for row in rows
                 if row.how != "wrapper"
             ],
-            left=4,
+            left=5,
         )
     )
     of = Counter(row.how for row in rows)
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace) -> None:
         f" {of['not']} are not, for the reason given."
         "\ntested: a tiny model of the architecture, streamed from disk, gives the same bits as"
         " transformers"
+        "\nGGUF: the architecture's name in GGUF files, or why these are not read"
         "\n\nThe text part of these multimodal architectures, which contain one of the above, is"
         " supported too:"
     )

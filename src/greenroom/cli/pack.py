@@ -11,10 +11,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from greenroom.cli.options.fields import add_options
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import model_progress, quiet
-from greenroom.config import show_bytes
+from greenroom.config import LoadConfig, show_bytes
 
 HELP = "write a copy of a model in which each expert is one aligned read; can quantise the experts"
 
@@ -52,6 +53,7 @@ def add_to(parser: Parser) -> None:
         action="store_true",
         help="write the damaged experts of OUT, a finished pack, again",
     )
+    add_options(parser, LoadConfig, "options", names=("config",))
     add_json(parser)
 
 
@@ -65,6 +67,7 @@ def main(args: argparse.Namespace) -> None:
             packed = pack(
                 args.model, args.out, args.experts,
                 segments=args.segments, precision=args.precision, repair=args.repair,
+                config=args.config,
                 progress=lambda done, of: progress.say(f"packing {args.model}", done, of),
             )  # fmt: skip
         except KeyboardInterrupt as error:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from greenroom.plan.settings import Setting
 
 HELP = "find the best settings for a model and a memory budget, and estimate their speed"
-OPTIONS = ("context", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute")
+OPTIONS = (
+    "context", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute", "config",
+)  # fmt: skip
 TEXTS = {
     "host_memory": "if a GPU computes: main memory that caches experts, 16GiB, or 60%% of the"
     " machine's memory (default: 80%% of the free memory)",

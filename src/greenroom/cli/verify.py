@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "check that output equals the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
-PROOF = ("prompt", "layers", "max_new_tokens")  # not for --quality
+PROOF = ("prompt", "layers", "max_new_tokens", "config")  # not for --quality
 APPROXIMATE = tuple(
     each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT
 )
@@ -54,7 +54,7 @@ def add_to(parser: Parser) -> None:
     parser.add_argument(
         "--prompt", metavar="TEXT", help="the prompt to answer (default: a short sentence)"
     )
-    add_options(parser, LoadConfig, "options", names=("dtype", "kernels"), texts=TEXTS)
+    add_options(parser, LoadConfig, "options", names=("dtype", "kernels", "config"), texts=TEXTS)
     parser.add_argument(
         "--layers",
         action="store_true",
@@ -163,6 +163,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
         dtype=args.dtype,
         kernels=args.kernels,
         layers=True if args.layers else None,
+        config=args.config,
         say=_reporter(args, progress),
     )
     progress.clear()

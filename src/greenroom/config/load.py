@@ -111,6 +111,11 @@ class LoadConfig(SchedulerConfig):
         "auto", "data type to compute in; auto: the checkpoint's", None,
         ("auto", "bfloat16", "float16", "float32"), group=MACHINE,
     )  # fmt: skip
+    config: str | None = option(
+        None, "of a GGUF file: the original model's config.json, or the folder or hub id that has"
+        " it, with the tokenizer (default: beside the file, or as its metadata say)", "MODEL",
+        group=MACHINE,
+    )  # fmt: skip
     threads: int | None = option(
         None,
         "threads that compute on the CPU (default: one for each core)",

@@ -89,6 +89,7 @@ def verify(
     dtype: str = "auto",
     kernels: str = "auto",
     layers: bool | None = None,
+    config: str | None = None,
     say: Report = lambda line: None,
 ) -> Verdict:
     """Verify that a model with streamed experts computes the same bits as transformers.
@@ -99,6 +100,7 @@ def verify(
     kernels: the kernels that are judged against transformers' eager
     layers:  True to compare layer by layer, False to load the entire model with transformers, None
              to load it if it fits into memory
+    config:  folder, file or hub id with the config of a GGUF file
     say:     called with a line for each comparison
 
     Raises UsageError for wrong options. Differences are no error: see `Verdict`.
@@ -106,7 +108,7 @@ def verify(
     if tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
 
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source, config)
     if checkpoint.pack is not None:
         checkpoint.pack.check()
     skeleton = ModelSkeleton.of(checkpoint, dtype)
@@ -115,11 +117,12 @@ def verify(
     entire = size * ROOM < available_bytes() if layers is None else not layers
     entire = entire and transformers_can_load(skeleton)
     verdict = Verdict(entire)
-    config = LoadConfig(
-        cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
-    )
+    options = LoadConfig(
+        cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2,
+        config=config,
+    )  # fmt: skip
     ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
-    trial = _Trial(source, skeleton, config, ids, tokens, say, verdict)
+    trial = _Trial(source, skeleton, options, ids, tokens, say, verdict)
     if entire:
         trial.compare_with_transformers()
     else:

@@ -88,6 +88,11 @@ class Checkpoint:
         """Keyword arguments that make transformers load this checkpoint's tokenizer."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
+    @property
+    def config_origin(self) -> str:
+        """Words for the origin of a config outside of the checkpoint, else ""."""
+        return ""
+
     def read(
         self,
         name: str,

@@ -117,23 +117,30 @@ def model_in(folder: Path) -> Path | None:
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """Return the paths of all files of a GGUF model, given one of them."""
+    """Return the paths of all files of a GGUF model, given one of them.
+
+    The others are in its folder or, if it is a symbolic link, in the folder to which it leads.
+    """
     match = PART.match(path.name)
     if match is None:
         return (path,)
-    count = int(match["count"])
-    paths = tuple(
-        path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}.gguf")
-        for number in range(1, count + 1)
-    )
-    lost = [part for part in paths if not part.is_file()]
+    count, linked = int(match["count"]), path.resolve().parent
+    paths, lost = [], []
+    for number in range(1, count + 1):
+        part = path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}.gguf")
+        if not part.is_file():
+            if not (linked / part.name).is_file():
+                lost.append(part)
+            part = linked / part.name
+        paths.append(part)
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        where = "this folder" if linked == path.parent else f"this folder or in {linked}"
         raise CheckpointError(
             f"{lost[0]}: this file is missing{more}: the model is split into {count} files, which"
-            " must all be in this folder"
+            f" must all be in {where}"
         )
-    return paths
+    return tuple(paths)
 
 
 def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

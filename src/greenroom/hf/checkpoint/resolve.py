@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from greenroom.errors import NotAModel, UsageError
-from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config, read_folder
+from greenroom.hf.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint, read_config, read_folder
 from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import model_in
 from greenroom.hf.checkpoint.hub.download import cached_model, download
@@ -43,7 +43,7 @@ def find_checkpoint(model: str | os.PathLike[str], config: str | None = None) ->
 def resolve(model: str | os.PathLike[str]) -> Path:
     """Return the local folder or GGUF file of the model that a name stands for.
 
-    `model` is a local folder, a GGUF file, a folder without config.json that holds one GGUF model,
+    `model` is a local folder, a GGUF file, a folder without safetensors that holds one GGUF model,
     `demo` (the model that ships with Greenroom), or a hub id, which may name a quantisation of a
     GGUF repository: owner/name:Q4_K_M. The files of a hub id are downloaded if the local cache
     lacks them. Raises NotAModel if there is no such model, OutputError if the download cannot be
@@ -70,7 +70,7 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
     if path.suffix == ".gguf" and path.is_file():
         return path
     if path.is_dir():
-        if not (path / "config.json").is_file() and (file := model_in(path)) is not None:
+        if not _has_weights(path) and (file := model_in(path)) is not None:
             return file
         read_config(path)
         return path
@@ -79,6 +79,12 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
             f"{text}: this is a file: give the folder that holds config.json, or a .gguf file"
         )
     return None
+
+
+def _has_weights(folder: Path) -> bool:
+    """True if a folder has a config, and weights in safetensors files."""
+    config, *weights = (folder / name for name in ("config.json", SINGLE, INDEX))
+    return config.is_file() and any(path.is_file() for path in weights)
 
 
 def demo_folder() -> Path:

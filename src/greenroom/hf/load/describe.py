@@ -141,7 +141,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
-    skeleton = ModelSkeleton.of(open_or_inspect(source), config.dtype)
+    skeleton = ModelSkeleton.of(open_or_inspect(source, config.config), config.dtype)
     shrink_dense(skeleton, config, not on_a_gpu and config.kernels in ("auto", *COMPILED))
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
     slot_budget = description.slot_budget(config.readers)

@@ -40,7 +40,7 @@ def load(
     no_guard: bool = False, prefetch_rule: str = "value", predict_in: str = "auto", tau: int = 5000,
     context: int = 4096, kv: str = "dynamic", disk_tables: str | int = "64MiB", readers: int = 2,
     direct: str = "auto", read_limit: str | int | None = None, dtype: str = "auto",
-    threads: int | None = None,
+    config: str | None = None, threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -58,6 +58,7 @@ def load(
     device: auto (cuda if torch has it), cpu, cuda, "cuda:0,cuda:1", fake (for tests)
     dtype: dtype to compute in: auto (that of the checkpoint), bfloat16, float16, float32
     kernels: code that computes the experts: auto, eager (as transformers), numba, rounded, triton
+    config: of a GGUF file, the folder, file or hub id with the original config and tokenizer
     threads: number of threads that compute on the CPU
     readers: number of threads that read experts from disk
     direct: bypass the page cache when experts are read: auto, on, off

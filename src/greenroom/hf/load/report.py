@@ -19,9 +19,10 @@ from greenroom.runtime.kernels.dense.table import disk_bytes
 # Options that the line repeats as given; those of the scheduler are repeated too.
 AS_GIVEN = (
     "kv", "disk_tables", "device", "host_memory", "readers", "direct", "read_limit", "dtype",
-    "threads", "pin",
+    "threads", "pin", "config",
 )  # fmt: skip
 LONGEST = 160  # characters of the short line
+SEPARATOR = " · "
 
 
 def startup_line(
@@ -50,6 +51,7 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {setup.context} tokens"
     for text in (
+        _config_origin(greenroom).removeprefix(SEPARATOR),
         f"settings {setup.settings_origin.partition(',')[0]}" if setup.settings_origin else "",
         _memory(stats),
         f"{show_bytes(dense_bytes(model))} of dense parts",
@@ -58,6 +60,13 @@ def _short_line(name: str, model: PreTrainedModel) -> str:
         if text and len(line) + len(text) + 3 <= LONGEST:
             line += f" · {text}"
     return line
+
+
+def _config_origin(greenroom: Greenroom) -> str:
+    """Return where the config of a GGUF model comes from; "" for other models."""
+    source = greenroom.setup.source
+    text = source.checkpoint.config_origin if source is not None else ""
+    return text and SEPARATOR + text
 
 
 def _memory(stats: Stats) -> str:
@@ -112,7 +121,7 @@ def _verbose_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f"{f'{on_disk} experts' if on_disk else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.all_experts_bytes)} in all, {reads} reads by"
         f" {threads}{slow}{packed})"
-        f"{approximation}{kernels}{origin} · same again: {flags}"
+        f"{approximation}{kernels}{_config_origin(greenroom)}{origin} · same again: {flags}"
     )
 
 

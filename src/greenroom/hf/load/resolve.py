@@ -29,7 +29,7 @@ def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton
     gpu = on_a_gpu(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source, config.config)
     return ModelSource.of(checkpoint, config.dtype), ModelSkeleton.of(checkpoint, config.dtype), gpu
 
 

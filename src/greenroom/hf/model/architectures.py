@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.adapters import ADAPTERS, load_adapter
+from greenroom.hf.checkpoint.gguf.architectures import gguf_name
 
 # MoE architectures that are not supported, by folder, with the reason.
 NOT_SERVED = {
@@ -70,6 +71,7 @@ class Architecture:
     special: remarks, such as "shared experts"
     reason:  why the architecture is not supported
     tested:  whether a test compares a model of this architecture with transformers
+    gguf:    name of the architecture in GGUF files, or the reason why these are not read
     """
 
     name: str
@@ -77,6 +79,7 @@ class Architecture:
     special: tuple[str, ...] = ()
     reason: str = ""
     tested: bool = False
+    gguf: str = ""
 
 
 def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -111,7 +114,7 @@ def architectures() -> list[Architecture]:
     rows = []
     for name in sorted({*flags, *ADAPTERS, *NOT_SERVED}):
         if name in NOT_SERVED:
-            rows.append(Architecture(name, "not", reason=NOT_SERVED[name]))
+            rows.append(Architecture(name, "not", reason=NOT_SERVED[name], gguf=gguf_name(name)))
             continue
         how = "adapter" if name in ADAPTERS else "native"
         special = [_FLAGS[flag] for flag in _FLAGS if flag in flags.get(name, ())]
@@ -123,7 +126,7 @@ def architectures() -> list[Architecture]:
             special.append("text part")
         if how == "adapter" and (remark := load_adapter(name).special):
             special.append(remark)
-        rows.append(Architecture(name, how, tuple(special), tested=True))
+        rows.append(Architecture(name, how, tuple(special), tested=True, gguf=gguf_name(name)))
     return rows + _wrappers({row.name for row in rows})
 
 

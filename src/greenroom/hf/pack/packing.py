@@ -83,6 +83,7 @@ def pack(
     segments: int = 1,
     precision: str | None = None,
     repair: bool = False,
+    config: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> PackResult:
     """Make the pack of a model: a copy in Greenroom's own file format, with re-encoded experts.
@@ -94,6 +95,7 @@ def pack(
     precision: int8 or int4 adds a low-precision copy of each expert, which may replace the expert
                when it is not in memory
     repair:    True replaces the damaged files and experts of an existing pack
+    config:    folder, file or hub id with the config of a GGUF file
     progress:  called with (bytes done, bytes in total)
 
     An unfinished pack of an earlier, equal call is continued. Raises a GreenroomError; after an
@@ -111,7 +113,7 @@ def pack(
             " one of them"
         )
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source, config)
     inside = (
         checkpoint.folder.parent if isinstance(checkpoint, GgufCheckpoint) else checkpoint.folder
     )

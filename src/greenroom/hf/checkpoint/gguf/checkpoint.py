@@ -73,6 +73,11 @@ class GgufCheckpoint(Checkpoint):
         return str(self.config["general.architecture"])
 
     @property
+    def config_origin(self) -> str:
+        """Words for the config's origin, such as `config of owner/name`."""
+        return self.origin.text
+
+    @property
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Keyword arguments that make transformers load this model's tokenizer."""
         if self.origin.tokenizer is not None:

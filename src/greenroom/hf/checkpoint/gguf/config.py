@@ -63,16 +63,15 @@ def config_of(header: Header, origin: Origin) -> tuple[PreTrainedConfig, Origin]
 
 def _read_config(header: Header, path: Path) -> PreTrainedConfig:
     """Read a config of transformers; return that of its text part, without quantisation."""
-    values = read_object(path, NotAModel).values
-    kind = values.get("model_type")
+    kind = read_object(path, NotAModel).values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"{path}: the installed transformers does not know the model type {printable(kind)}"
         )
-    check_layers(values, len(header.tensors), str(path))
     with wrap_library_errors(f"{path}: not a valid {kind} config"):
-        # transformers writes infinity as an object.
-        config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(values))
+        values = CONFIG_MAPPING[kind]._dict_from_json_file(path)  # with transformers' infinities
+        check_layers(values, len(header.tensors), str(path))
+        config = CONFIG_MAPPING[kind].from_dict(values)
     text = config.get_text_config()
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = text
