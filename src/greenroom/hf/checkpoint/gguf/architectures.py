@@ -55,7 +55,7 @@ SERVED = {
 # Architectures with a GGUF format that Greenroom does not read, with the reason.
 _TOWER = "read with its vision tower only, which is in another GGUF file"
 _NEW = "newer than the llama.cpp that the tests compare with"
-_CONVERTER = "llama.cpp's converter reads another layout than transformers'"
+_CONVERTER = "not compared with llama.cpp's converter"
 UNREAD = {
     "bailing_hybrid": _NEW,
     "deepseek_ocr2": _TOWER,
