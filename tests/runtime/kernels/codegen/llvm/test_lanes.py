@@ -18,7 +18,7 @@ from greenroom.runtime.kernels.codegen.entries.gating import (
 )
 from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
-from greenroom.runtime.kernels.codegen.llvm.values import Value
+from greenroom.runtime.kernels.codegen.llvm.values import I32, Value
 
 F, BF16 = np.float32(0), np.uint16(0)
 LENGTHS = [1, LANES - 1, LANES, 2 * LANES + 3]
@@ -28,6 +28,16 @@ PADDING = np.float32(-77)
 @over_rows("fk2", "fk", scalars=1)
 def _mixed(kind, x, y, every_second, factor: Value):
     return (x + y * factor, every_second - x)
+
+
+@over_rows("ff", "f")
+def _selected(kind, x, numbers):
+    return x.select_lanes(numbers.bitcast(I32) & (LANES - 1))
+
+
+@njit
+def _run_selected(n, places):
+    _selected(F, n, places)
 
 
 @njit
@@ -151,3 +161,12 @@ def test_sums_are_rounded_before_and_after_their_bias(biased: bool, rounds: bool
             expected = rounded(expected) if rounds else expected
         _run_finish(*at(row), bias.ctypes.data if biased else 0, n, rounds)
         np.testing.assert_array_equal(row, np.append(expected, PADDING))
+
+
+def test_lanes_are_selected_by_variable_numbers() -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(3, LANES)).astype(np.float32)
+    numbers = random.integers(0, LANES, x.shape, np.int32)
+    out = np.empty_like(x)
+    _run_selected(x.size, (x.ctypes.data, numbers.ctypes.data, out.ctypes.data))
+    assert np.array_equal(out, np.take_along_axis(x, numbers, axis=1))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 from greenroom.runtime.kernels.codegen.formats.codes import Left, joint_product, runs, split_bytes
-from greenroom.runtime.kernels.codegen.formats.expand import Expander, from_table
+from greenroom.runtime.kernels.codegen.formats.expand import Expander
 from greenroom.runtime.kernels.codegen.formats.families.k_quants import (
     half_super_block,
     in_super_block,
 )
 from greenroom.runtime.kernels.codegen.formats.families.simple import (
-    block_codes,
+    block_at,
     four_blocks,
+    from_bytes,
     in_blocks,
-    low_and_high,
 )
 from greenroom.runtime.kernels.codegen.formats.format import Format
 from greenroom.runtime.kernels.codegen.formats.scales import Row, half_floats
@@ -44,10 +44,10 @@ def iq4_xs_scales(row: Row) -> None:
         row.put(number << 3, scales * block.load(I16).widened(F16_KIND))
 
 
-def iq4_xs(row: Row, at: Value, half: int) -> list[Value]:
-    """Load 32 codes of GGUF iq4_xs: 16 bytes with codes i and i + 16 each."""
+def iq4_xs_at(row: Row, at: Value, half: int) -> Value:
+    """Find 32 codes of GGUF iq4_xs: 16 bytes with codes i and i + 16 each."""
     block, part = in_super_block(row, at, 136)
-    return low_and_high(block + (part << 5) + (8 + 16 * half))
+    return block + (part << 5) + (8 + 16 * half)
 
 
 def iq4_xs_codes(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
@@ -60,12 +60,12 @@ FORMATS: dict[str, Format] = {
     "iq4_nl": Format(
         Expander(
             in_blocks(18, I16, half_floats),
-            partial(from_table, partial(block_codes, 18), IQ4_VALUES),
+            partial(from_bytes, partial(block_at, 18), IQ4_VALUES),
         ),
         joint_product(partial(four_blocks, 18), runs(16), table=IQ4_VALUES),
     ),
     "iq4_xs": Format(
-        Expander(iq4_xs_scales, partial(from_table, iq4_xs, IQ4_VALUES)),
+        Expander(iq4_xs_scales, partial(from_bytes, iq4_xs_at, IQ4_VALUES)),
         joint_product(iq4_xs_codes, runs(16), table=IQ4_VALUES),
     ),
 }

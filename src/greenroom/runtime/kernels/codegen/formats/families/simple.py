@@ -7,7 +7,7 @@ runtime/encodings/ggml/ has the layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from greenroom.runtime.kernels.codegen.formats.codes import (
 )
 from greenroom.runtime.kernels.codegen.formats.expand import (
     STARTS,
+    TABLE,
     TWICE_E2M1,
     Expander,
     affine,
@@ -40,10 +41,11 @@ from greenroom.runtime.kernels.codegen.formats.expand import (
 )
 from greenroom.runtime.kernels.codegen.formats.format import Format
 from greenroom.runtime.kernels.codegen.formats.scales import Row, half_floats, prepare_in_vectors
-from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.target import FEATURES, LANES
 from greenroom.runtime.kernels.codegen.llvm.values import (
     BF16_KIND,
     F32,
+    F32_KIND,
     I1,
     I8,
     I16,
@@ -136,13 +138,52 @@ def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
     The block has `width` bytes; its last 16 bytes hold codes i and i + 16 each. The codes are the
     low bits of int32.
     """
-    return low_and_high(row.codes + (at >> 5) * width + (width * (half + 1) - 16))
+    return low_and_high(block_at(width, row, at, half))
+
+
+def block_at(width: int, row: Row, at: Value, half: int) -> Value:
+    """Find the last 16 bytes of a block of 32 inputs, which has `width` bytes."""
+    return row.codes + (at >> 5) * width + (width * (half + 1) - 16)
 
 
 def low_and_high(address: Value) -> list[Value]:
     """Load codes of four bits as int32: byte i has codes i and i + 16."""
     read = [(address + start).load(I8, LANES).convert(I32) for start in range(0, 16, LANES)]
     return read + [code >> 4 for code in read]
+
+
+def from_bytes(
+    address_at: Callable[[Row, Value, int], Value],
+    table: Sequence[int],
+    kind: Any,
+    row: Row,
+    at: Value,
+    half: int,
+    *,
+    exact: tuple[Any, ...] = (),
+) -> list[Value]:
+    """Decode weights as `from_table`: byte i at an address has codes i and i + 16.
+
+    The table has integers of one byte. A shuffle of bytes looks up 16 of them at once, which is
+    shorter than two look-ups of eight float32.
+    """
+    if TABLE or "ssse3" not in FEATURES:
+
+        def codes_at(row: Row, at: Value, half: int) -> list[Value]:
+            return low_and_high(address_at(row, at, half))
+
+        return from_table(codes_at, table, kind, row, at, half, exact=exact)
+    raw, scale = address_at(row, at, half).load(I8, 16), row.scale_at(at, 5, half)
+    values = raw.constant(table)
+    both = (
+        values.call("llvm.x86.ssse3.pshuf.b.128", raw.ir.type, code)
+        for code in (raw & 15, raw >> 4)
+    )
+    parts = [v.shuffle(range(i, i + LANES)) for v in both for i in range(0, 16, LANES)]
+    return all_to_model(
+        F32_KIND if kind in exact else kind,
+        [v.convert(I32, signed=True).convert(F32, signed=True) * scale for v in parts],
+    )
 
 
 def _codes_of(address: Value, lanes: int, number: int, left: Left) -> Value:
@@ -258,7 +299,7 @@ FORMATS: dict[str, Format] = {
     "gguf_mxfp4": Format(
         Expander(
             in_blocks(17, I8, e8m0_halves),
-            partial(from_table, partial(block_codes, 17), TWICE_E2M1, exact=(BF16_KIND,)),
+            partial(from_bytes, partial(block_at, 17), TWICE_E2M1, exact=(BF16_KIND,)),
         ),
         joint_product(partial(four_blocks, 17), runs(16), table=TWICE_E2M1),
     ),
