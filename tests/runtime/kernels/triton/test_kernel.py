@@ -131,7 +131,7 @@ def test_the_eager_kernel_computes_float32_models():
 # ---- encoded experts: hidden and intermediate sizes are multiples of every block
 
 HIDDEN, INNER = 64, 128
-ENCODED = ("int8", "int4", "mxfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8")
+ENCODED = ("int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8")
 
 
 def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -151,6 +151,13 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
         case "mxfp4":
             power = torch.randint(116, 124, (rows, columns // 32), dtype=torch.uint8)
             return {"": codes(columns // 2), ".scale": power}
+        case "nvfp4" | "ct_nvfp4":
+            scale = torch.randint(1, 60, (rows, columns // 16), dtype=torch.uint8)
+            matrices = torch.tensor([[0.03], [0.02]])
+            if name == "ct_nvfp4":
+                matrices = 1 / matrices
+            kind = torch.float8_e4m3fn
+            return {"": codes(columns // 2), ".scale": scale.view(kind), ".matrix_scale": matrices}
         case "q8_0" | "q4_0":
             block = {"q8_0": 34, "q4_0": 18}[name]
             raw = codes(columns // 32 * block).view(rows, -1, block)

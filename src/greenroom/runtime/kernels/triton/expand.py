@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 # Encodings that the programs read. The eager kernel computes the others.
-ENCODINGS = {"plain", "int8", "int4", "mxfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8"}
+ENCODINGS = {
+    *("plain", "int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8"),
+}
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _nibble(codes, at, shift, mask):
 
 @triton.jit
 def expand(
-    codes, scales, n, k, mask, row_n, row_k, scale_n, span_n, span_k,
+    codes, scales, others, n, k, mask, row_n, row_k, scale_n, span_n, span_k,
     KIND: tl.constexpr, ENCODING: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of quantised weights to the model's type, in Triton.
@@ -60,10 +62,11 @@ def expand(
 
     codes, scales: pointers to the matrix's codes and scales, in their stored types; for a GGUF type
                    both point to the first block, as bytes and as float16
+    others:        pointer to the float32 scales of matrices (nvfp4 only)
     row_n, row_k:  of an unencoded matrix, the strides in elements from one output, or one input, to
                    the next; of an encoded matrix, row_n is the bytes of a row
     scale_n:       number of scales of a row
-    span_n, span_k: numbers of outputs and inputs that share a scale (fp8 only)
+    span_n, span_k: numbers of outputs and inputs that share a scale of `others`, or of fp8
     """
     if ENCODING == "plain":
         w = tl.load(codes + n * row_n + k * row_k, mask=mask, other=0.0)
@@ -77,6 +80,11 @@ def expand(
         elif ENCODING == "mxfp4":
             c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
             s = _e8m0(tl.load(scales + n * scale_n + k // 32, mask=mask, other=0).to(tl.int32))
+        elif ENCODING == "nvfp4" or ENCODING == "ct_nvfp4":
+            c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
+            s = _e4m3(tl.load(scales + n * scale_n + k // 16, mask=mask, other=0).to(tl.int32))
+            matrix_scale = tl.load(others + n // span_n + k // span_k, mask=mask, other=1.0)
+            s = s * matrix_scale if ENCODING == "nvfp4" else tl.div_rn(s, matrix_scale)
         elif ENCODING == "q8_0":
             block = n * row_n + (k // 32) * 34
             c = tl.load(codes + block + 2 + k % 32, mask=mask, other=0)

@@ -37,6 +37,7 @@ FEW, MANY = (16, 32, 128), (64, 64, 64)
 STAGES = 3
 SUMMED = 1024  # outputs of a program of `combine`
 GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
+NVFP4 = ("nvfp4", "ct_nvfp4")
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
@@ -57,18 +58,20 @@ class TritonMatrix:
     """A weight matrix's constant Triton kernel arguments.
 
     codes, scales: views of slot 0 as vectors, in the types of the matrix's codes and scales
+    others: view of slot 0 as a vector of float32, for matrix scales
     """
 
     codes: Tensor
     scales: Tensor
-    numbers: tuple[int, ...]  # code_at, scale_at, row_n, row_k, scale_n, span_n, span_k
+    others: Tensor
+    numbers: tuple[int, ...]  # code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k
     encoding: str
     units: tuple[int, int]  # elements of codes and of scales in a unit of a slot's offset
 
     @classmethod
     def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
         """Make the constant Triton kernel arguments for an MoE layer's weight matrix."""
-        codes, scales = weight.parts[0], weight.parts[-1]
+        codes, scales, others = weight.parts[0], weight.parts[:2][-1], weight.parts[-1]
         code, scale = codes.dtype, scales.dtype
         rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
         if weight.encoding == PLAIN and layer.transposed:
@@ -76,6 +79,8 @@ class TritonMatrix:
         if weight.encoding == "fp8":  # read as bytes: not every device knows the type
             code = "uint8"
             span = rows // scales.shape[0], weight.shape[1] // scales.shape[1]
+        if weight.encoding in NVFP4:
+            scale, span = "uint8", (rows // others.shape[0], weight.shape[1])
         if weight.encoding in GGUF:
             code, scale = "uint8", "float16"
         elif weight.encoding != PLAIN:
@@ -84,7 +89,11 @@ class TritonMatrix:
         return cls(
             _anchor(layer, code),
             _anchor(layer, scale),
-            (codes.offset // sizes[0], scales.offset // sizes[1], row_n, row_k, scale_n, *span),
+            _anchor(layer, "float32"),
+            (
+                *(codes.offset // sizes[0], scales.offset // sizes[1], others.offset // 4),
+                *(row_n, row_k, scale_n, *span),
+            ),
             weight.encoding,
             (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
         )
@@ -269,7 +278,8 @@ class TritonStep(base.KernelStep):
         applied = activation or Activation()
         programs.project[(triton.cdiv(outputs, n), len(tiles) // 4)](
             *(x, tiles, tiles if tokens is None else tokens, matrix.codes, matrix.scales),
-            *(self.plan.no_bias if bias is None else bias, out, inputs, outputs, *matrix.numbers),
+            *(matrix.others, self.plan.no_bias if bias is None else bias, out),
+            *(inputs, outputs, *matrix.numbers),
             *(float(applied.limit), float(applied.alpha)),
             ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
             INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,

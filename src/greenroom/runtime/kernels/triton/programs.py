@@ -17,6 +17,7 @@ from greenroom.runtime.kernels.codegen.entries import gating
 from greenroom.runtime.kernels.triton.expand import expand
 
 UNIT = 64  # bytes
+OTHER_UNITS = tl.constexpr(UNIT // 4)  # float32 numbers in a unit
 
 _RAW, _SILU = tl.constexpr(gating.RAW), tl.constexpr(gating.SILU)
 _SILU_FLOAT, _RELU2 = tl.constexpr(gating.SILU_FLOAT), tl.constexpr(gating.RELU2)
@@ -67,8 +68,9 @@ def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def project(
-    x, tiles, tokens, codes, scales, bias, out,
-    inputs, outputs, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
+    x, tiles, tokens, codes, scales, others, bias, out,
+    inputs, outputs, code_at, scale_at, other_at, row_n, row_k, scale_n, span_n, span_k,
+    limit, alpha,
     ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr, SEGMENT: tl.constexpr,
@@ -87,6 +89,7 @@ def project(
     first, count = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     codes += slot * CODE_UNITS + code_at
     scales += slot * SCALE_UNITS + scale_at
+    others += slot * OTHER_UNITS + other_at
     m, n = tl.arange(0, M), block * N + tl.arange(0, N)
     rows_mask, row = (m < count)[:, None], first + m
     source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
@@ -103,11 +106,11 @@ def project(
         place = x + source[:, None] * inputs + k[None, :]
         a = tl.load(place, mask=rows_mask & (k < inputs)[None, :], other=0.0)
         if GATED:
-            w = expand(codes, scales, gate_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
-                       span_n, span_k, KIND, ENCODING)  # fmt: skip
+            w = expand(codes, scales, others, gate_n[None, :], k[:, None], inside, row_n, row_k,
+                       scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
             g = _dot(a, w, g, WIDE)
-        w = expand(codes, scales, up_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
-                   span_n, span_k, KIND, ENCODING)  # fmt: skip
+        w = expand(codes, scales, others, up_n[None, :], k[:, None], inside, row_n, row_k,
+                   scale_n, span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
     bias += expert * width
     if SEGMENT == 0:
