@@ -78,7 +78,7 @@ def test_results_are_at_most_twice_as_far_from_eager_as_grouped_mm(style: Style)
     grouped_mm has weights that are rounded to the model's type if it cannot represent them.
     """
     ours = theirs = rounding = 0.0
-    for seed in range(2):
+    for seed in range(4):
         module = experts("qwen3_moe", torch.bfloat16, 256, 256, seed=seed)
         coded = Coded(module, style, style, seed)
         stored = copy.deepcopy(module).float()
