@@ -37,7 +37,7 @@ def demo() -> Demo:
     return Demo(FILES, quick=True)
 
 
-def test_the_files_of_a_distance_belong_together(demo):
+def test_predictor_and_recording_are_of_one_distance(demo):
     from safetensors.numpy import load_file
 
     for distance in DISTANCES:

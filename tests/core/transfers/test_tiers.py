@@ -151,7 +151,7 @@ class HostTierDriver(RandomDriver):
 def check_host(tier: HostTier, driver: HostTierDriver) -> None:
     """Check that nothing is pinned in host memory, and that residents have all of their bytes."""
     assert not tier._under_way
-    for each in tier.caches():
+    for each in tier.caches:
         assert not each.cache.state.pinned.any()
         assert not any(each.pinned.values())
         for expert in each.cache.residents().tolist():

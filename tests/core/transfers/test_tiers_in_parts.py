@@ -72,12 +72,12 @@ def test_the_bottom_of_a_resident_top_comes_from_host_memory():
     assert (tier.requests, tier.hits) == (9, 1)
 
 
-def test_tops_and_bottoms_are_evicted_from_host_memory_apart():
+def test_host_memory_evicts_tops_and_bottoms_separately():
     """Expert 1's bottom is asked for again and again, its top never: the top becomes old."""
     s, tier = machine(in_halves(1), host=2)
     for step, experts in enumerate(((1,), (2,), (1,), (3,))):
         served(s, step, *experts)
-    tops, bottoms = (each.cache.residents().tolist() for each in tier.caches())
+    tops, bottoms = (each.cache.residents().tolist() for each in tier.caches)
     assert tops == [2, 3]
     assert bottoms == [1, 3]
     assert served(s, 4, 1) == [(1, N + 1)]
@@ -92,7 +92,7 @@ def test_layers_share_slots_of_host_memory_only_if_segments_are_of_one_size():
     assert [(n, int(p[0]), p.size) for n, p in host_slot_groups(uneven, 5)] == [
         (3, 0, 6), (2, 6, 6), (3, N, 6), (2, N + 6, 6),
     ]  # fmt: skip
-    for each in apart.caches():
+    for each in apart.caches:
         for expert in (0, 7):
             slot, _ = apart.request(each.first_piece + expert)
             before = 0

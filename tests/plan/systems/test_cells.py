@@ -71,7 +71,7 @@ def rows_of(names: str, user_options=None):
     return simulate_systems(systems(names), user_options or {}, study, [8], run_cells), studied
 
 
-def test_a_row_prefetches_by_rank_and_beside_it_by_value_while_that_is_faster():
+def test_prefetching_by_value_replaces_that_by_rank_where_it_is_faster():
     rows, studied = rows_of("pre-gated,pre-gated+greenroom,llru,moepic")
     assert [row["system"] for row in rows] == ["pre-gated", "pre-gated+greenroom", "llru", "moepic"]
     assert studied[:3] == [

@@ -38,7 +38,7 @@ class SegmentStore:
     def __init__(self, disk: DiskStore, extents: Sequence[Extent]) -> None:
         self._disk = disk
         self._chunks = [
-            tuple(cut(Extent(e.file, e.offset + at, TOP, (whole(TOP),)), 8192))
+            tuple(cut(Extent(e.file, e.offset + at, TOP, (unsplit_copy(TOP),)), 8192))
             for at in (0, TOP)
             for e in extents
         ]
@@ -53,7 +53,7 @@ class SegmentStore:
         self._disk.close()
 
 
-def whole(nbytes: int) -> Copy:
+def unsplit_copy(nbytes: int) -> Copy:
     n = nbytes // 4
     return Copy(0, 0, (1, n), (nbytes, 4), (nbytes, 4), "float32", "float32")
 
@@ -119,7 +119,7 @@ class SegmentRig(Rig):
         if self.tier is None:
             return
         assert not self.tier._under_way
-        for each in self.tier.caches():
+        for each in self.tier.caches:
             assert not each.cache.state.pinned.any()
 
 

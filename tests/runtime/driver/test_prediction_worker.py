@@ -31,7 +31,7 @@ def worker(errors):
     made.close()
 
 
-def test_jobs_run_in_order_beside_their_caller(worker):
+def test_the_worker_runs_jobs_in_order_while_the_caller_goes_on(worker):
     ran: list[Any] = []
     for number in range(50):
         worker.put(lambda number=number: ran.append((number, threading.current_thread().name)))
@@ -119,7 +119,7 @@ class Slow:
     def restore(self, state: Any) -> None: ...
 
 
-def beside(rig: Any, predictor: Any, *, layers: int = 4, **kwargs: Any) -> Rig:
+def with_worker(rig: Any, predictor: Any, *, layers: int = 4, **kwargs: Any) -> Rig:
     """Make a rig whose predictor runs in a worker; an expert has three chunks."""
     return rig(8, layers=layers, experts=8, ahead=4, predictor=predictor, worker=True, **kwargs)
 
@@ -134,7 +134,7 @@ def run_pass(r: Rig, *chosen: int, tokens: int = 1, wait: threading.Event | None
 
 
 def test_a_prediction_from_the_worker_fetches_its_expert(rig):
-    r = beside(rig, Slow(free=True))
+    r = with_worker(rig, Slow(free=True))
     r.begin()
     r.driver.predictions.drain()
     r.step(0, 0)
@@ -151,7 +151,7 @@ def test_a_prediction_from_the_worker_fetches_its_expert(rig):
 def test_a_predictor_that_hangs_delays_no_step(rig):
     """All steps of two passes end while the first prediction is still being made."""
     predictor = Slow()
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     in_time(
         lambda: (
             run_pass(r, 0, 1, 2, 3, wait=predictor.begun),
@@ -174,7 +174,7 @@ def test_a_predictor_that_hangs_delays_no_step(rig):
 def test_what_is_still_ahead_is_delivered_with_its_distance(rig):
     """The prediction for layer 2 is made after layer 0, and delivered after layer 1."""
     predictor = Slow(distance=2)
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     r.begin()
     r.step(0, 0)
     r.step(1, 1)
@@ -193,7 +193,7 @@ def test_what_is_still_ahead_is_delivered_with_its_distance(rig):
 def test_a_late_prediction_does_not_replace_what_a_router_chose(rig):
     """Early preemption: the router of layer 1 has chosen, its step has not begun."""
     predictor = Slow()
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     r.begin()
     r.step(0, 0)
     r.driver.announce_routing(1, np.array([5]))
@@ -210,7 +210,7 @@ def test_a_late_prediction_does_not_replace_what_a_router_chose(rig):
 
 def test_a_resize_drops_what_the_worker_has_not_delivered(rig):
     predictor = Slow()
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     r.begin()
     r.step(0, 0)
     in_time(lambda: r.driver.resize(6))
@@ -227,7 +227,7 @@ def test_a_resize_drops_what_the_worker_has_not_delivered(rig):
 def test_the_worker_observes_copies(rig):
     """The model reuses its memory for the next layer."""
     predictor = Slow()
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     r.driver.predictions.begin(PassStart(0, 0, 1, False, token_ids=(ids := np.array([7]))), 0)
     chosen, weights, inputs = np.array([[3]]), np.ones((1, 1), np.float32), np.ones((1, 4))
     routing = LayerRouting(0, chosen, weights, inputs.astype(np.float32))
@@ -247,7 +247,7 @@ def test_an_error_in_the_worker_ends_prefetching_and_nothing_else(rig, caplog):
                 raise ZeroDivisionError("no idea")
             return super().predict(layer)
 
-    r = beside(rig, Broken(free=True))
+    r = with_worker(rig, Broken(free=True))
     for _ in range(3):
         in_time(lambda: run_pass(r, 0, 1, 2, 3))
         r.driver.predictions.drain()
@@ -260,7 +260,7 @@ def test_an_error_in_the_worker_ends_prefetching_and_nothing_else(rig, caplog):
 
 
 def test_an_error_of_the_routers_inputs_is_a_predictors_error(rig, caplog):
-    r = beside(rig, Slow(free=True))
+    r = with_worker(rig, Slow(free=True))
     r.begin()
 
     def observe_routing(inputs: bool) -> LayerRouting:
@@ -275,7 +275,7 @@ def test_an_error_of_the_routers_inputs_is_a_predictors_error(rig, caplog):
 def test_the_driver_closes_while_the_predictor_is_busy(rig):
     """What is queued is observed, so that the state which is saved has it; nothing is fetched."""
     before, predictor = threads(), Slow()
-    r = beside(rig, predictor)
+    r = with_worker(rig, predictor)
     r.begin()
     r.step(0, 0)
     r.step(1, 1)
@@ -299,7 +299,7 @@ def test_the_driver_closes_while_the_predictor_is_busy(rig):
 def test_a_worker_that_falls_behind_observes_passes_from_their_beginning(rig):
     """With two layers a pass has three jobs: 12 wait; the fifth pass finds one place."""
     predictor = Slow()
-    r = beside(rig, predictor, layers=2)
+    r = with_worker(rig, predictor, layers=2)
     run_pass(r, 0, 1, wait=predictor.begun)  # its first job is under way
     for _ in range(BACKLOG + 2):
         in_time(lambda: run_pass(r, 0, 1))
@@ -321,7 +321,7 @@ def test_the_guard_switches_the_worker_off_in_the_order_of_passes(rig):
         def passed(self, seconds: float, stall_s: float, tokens: int) -> None: ...
 
     predictor = Slow(distance=8)
-    r = beside(rig, predictor, guard=True)
+    r = with_worker(rig, predictor, guard=True)
     r.driver.predictions.guard = Never()
     run_pass(r, 0, 1, 2, 3)
     r.begin()

@@ -193,7 +193,7 @@ def test_everything_goes_wrong(disk, predictor, lanes):
 
 @pytest.mark.parametrize("lanes", LANES, ids=str)
 @pytest.mark.parametrize("predictor", PREDICTORS)
-def test_everything_goes_wrong_beside_a_predictor_in_a_worker(disk, predictor, lanes):
+def test_faults_while_a_worker_predicts(disk, predictor, lanes):
     play = Play(3, lanes=lanes, predictor=predictor, failing=0.05, leaving=0.05, resizing=True,
                 worker=True, guard=True)  # fmt: skip
     perform(disk(LAYERS, EXPERTS), play)

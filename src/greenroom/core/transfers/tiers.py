@@ -78,10 +78,10 @@ class HostTier:
             )
         self.pieces, scope = pieces, _scope(pieces)
         self.cache = Cache(_kind(pieces, 0), capacity, policy, scope, seed)
-        self._caches = [HostCache(self.cache, 0, 0)]
+        self.caches = [HostCache(self.cache, 0, 0)]
         if pieces.split is not None or pieces.copies is not None:
             second = Cache(_kind(pieces, 1), capacity, policy, scope, seed)
-            self._caches.append(HostCache(second, pieces.experts, self.cache.capacity))
+            self.caches.append(HostCache(second, pieces.experts, self.cache.capacity))
         self.requests = self.hits = 0
         self._experts = pieces.experts
         self._under_way: set[int] = set()  # pieces whose slots are pinned
@@ -97,10 +97,6 @@ class HostTier:
         """Tell whether host memory has enough slots for all experts at the same time."""
         return self.capacity >= self._experts
 
-    def caches(self) -> list[HostCache]:
-        """Return the cache of experts (or top segments), and that of secondary pieces if any."""
-        return self._caches
-
     def routed(self, event: Routed) -> None:
         """Set the logical time of host-memory requests to the current layer and pass."""
         self._clock = event.step * self.pieces.layers + event.layer
@@ -113,7 +109,7 @@ class HostTier:
         cached: all slots are pinned, or none is free for a prompt.
         """
         self.requests += 1
-        of = self._caches[piece >= self._experts]
+        of = self.caches[piece >= self._experts]
         cache, expert = of.cache, piece - of.first_piece
         state = cache.state
         resident, slot_group = bool(state.slot_of[expert] >= 0), int(state.group_of[expert])
@@ -138,7 +134,7 @@ class HostTier:
 
     def has(self, piece: int) -> bool:
         """Tell whether an expert, segment or copy has a slot in host memory."""
-        of = self._caches[piece >= self._experts]
+        of = self.caches[piece >= self._experts]
         return bool(of.cache.state.slot_of[piece - of.first_piece] >= 0)
 
     def release(self, piece: int, complete: bool) -> None:
@@ -146,7 +142,7 @@ class HostTier:
 
         Unless its bytes are `complete`, the expert is removed from host memory.
         """
-        of = self._caches[piece >= self._experts]
+        of = self.caches[piece >= self._experts]
         expert = piece - of.first_piece
         self._under_way.remove(piece)
         of.pinned[int(of.cache.state.group_of[expert])] -= 1

@@ -281,7 +281,7 @@ def computed_in_parts(layer: Any, groups: Any, case: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4", "nemotron_h", "muse_spark"])
-def test_segments_are_summed_as_whole_experts_are(family):
+def test_segments_sum_to_the_bits_of_unsplit_experts(family):
     """An activation of the kernel, biases, the module's own, no gate, a norm after each expert."""
     module = experts(family, BF16, hidden=64, inner=192)
     whole, places = layer_of(module)
