@@ -94,7 +94,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
         "head_dim": 8,
     },
-    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_5_moe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},  # as all published ones
     "solar_open": {"num_hidden_layers": 2},
     "step3p7": {"n_routed_experts": 4},
 }
@@ -131,11 +135,13 @@ HUB: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": [0, 1],
     },
     "minimax_m2": {"rotary_dim": 8},
+    "mistral4": {"architectures": ["Mistral3ForConditionalGeneration"]},
     "nemotron_h": {"num_hidden_layers": 3, "mamba_d_head": 8, "hybrid_override_pattern": "ME*"},
     "phimoe": {
         "architectures": ["PhiMoEForCausalLM"],
         "original_max_position_embeddings": 256,
     },
+    "qwen3_5_moe": {"text_config": {"full_attention_interval": 2}},
     "step3p7": {
         "text_config": {
             "num_attention_groups": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from greenroom.hf.checkpoint.gguf.architectures import SERVED, UNREAD
+from greenroom.hf.checkpoint.gguf.metadata import MODELS
+from greenroom.hf.checkpoint.gguf_file import read_gguf
+from greenroom.hf.model.architectures import WRAPPERS
 from greenroom.hf.model.reference import load_reference_experts
 from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.gguf_architectures import FOLDER, names, original
 from tests.hf.check.test_parity import streamed
-from tests.models import OTHERWISE
+from tests.models import OTHERWISE, TYPES, folder_of
 
 PROMPT = torch.arange(3, 15)[None]
 
@@ -53,3 +58,31 @@ def assert_experts_equal(path: Path, whole: nn.Module) -> None:
             module = streamed_parameters[0].module
             wanted = whole.get_submodule(module).get_parameter(key)
             assert torch.equal(tensor, wanted), f"{module}.{key}"
+
+
+def test_the_table_has_the_architectures_of_the_files() -> None:
+    """And the converter knows none of the others."""
+    stored, refused = {}, json.loads((FOLDER / "refused.json").read_text())
+    for name in names():
+        kind = json.loads((FOLDER / name / "config.json").read_text())["model_type"]
+        if folder_of(kind) not in WRAPPERS:
+            _, metadata, _ = read_gguf(FOLDER / name / "model.gguf")
+            stored[folder_of(kind)] = metadata["general.architecture"]
+    assert stored == SERVED
+    others = {folder_of(name) for name in TYPES} - {*SERVED, *WRAPPERS}
+    assert others == {folder_of(name) for name in refused} - {*SERVED, *WRAPPERS}
+    assert others >= {*UNREAD}
+
+
+COMPLETE = [MODELS[name].model_type.removesuffix("_text") for name in sorted(MODELS)]
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+@torch.inference_mode()
+def test_a_config_made_from_the_metadata_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.symlink_to(FOLDER / name / "model.gguf")
+    whole = original(FOLDER / name)
+    with streamed(path, capacity=3, kernels="eager") as model:
+        logits = model(input_ids=PROMPT, use_cache=False).logits
+    assert torch.equal(logits, whole(input_ids=PROMPT, use_cache=False).logits)

@@ -38,6 +38,7 @@ SERVED = {
     "mellum": "mellum",
     "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
+    "mistral4": "mistral4",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
     "olmoe": "olmoe",
@@ -55,14 +56,12 @@ SERVED = {
 # Architectures with a GGUF format that Greenroom does not read, with the reason.
 _TOWER = "read with its vision tower only, which is in another GGUF file"
 _NEW = "newer than the llama.cpp that the tests compare with"
-_CONVERTER = "not compared with llama.cpp's converter"
 UNREAD = {
     "bailing_hybrid": _NEW,
     "deepseek_ocr2": _TOWER,
     "glm5_next": _NEW,
     "laguna": _NEW,
     "minimax_m3_vl": _NEW,
-    "mistral4": _CONVERTER,
     "qwen4_exp": _NEW,
     "unlimited_ocr": _TOWER,
 }
