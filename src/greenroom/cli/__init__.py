@@ -23,8 +23,8 @@ DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memor
 COMMANDS = {
     name: name.replace("-", "_")
     for name in (
-        "run", "chat", "serve", "doctor", "plan", "tune", "bench", "verify", "pack", "models",
-        "simulate", "trace", "train-predictor",
+        "run", "chat", "serve", "pull", "list", "rm", "doctor", "plan", "tune", "bench", "verify",
+        "pack", "models", "simulate", "trace", "train-predictor",
     )
 } | {"trace": "trace.group"}  # fmt: skip
 

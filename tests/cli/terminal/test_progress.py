@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from greenroom.cli.terminal import progress as module
-from greenroom.cli.terminal.progress import CLEAR, Progress
+from greenroom.cli.terminal.progress import CLEAR, DownloadRate, Progress
 
 
 class Terminal(io.StringIO):
@@ -97,3 +98,19 @@ def test_every_command_says_something_before_it_imports_what_takes_long(tmp_path
     for command, out, err in said:
         assert re.match(r".+ \.\.\.\n", err), (command, err)
         assert " ...\n" not in out
+
+
+def test_a_download_has_a_rate_and_a_remaining_time(clock: list[float]) -> None:
+    """What an earlier download left counts as done, and not for the rate."""
+    lines: list[str] = []
+    show = DownloadRate(SimpleNamespace(say=lines.append))  # type: ignore[arg-type]
+    show(4 << 30, 16 << 30)
+    clock[0] += 4
+    show(5 << 30, 16 << 30)
+    clock[0] += 4000
+    show(8 << 30, 16 << 30)
+    assert lines == [
+        "downloading: 4 GiB of 16 GiB",
+        "downloading: 5 GiB of 16 GiB, 268 MB/s, 44 s left",
+        "downloading: 8 GiB of 16 GiB, 1.07 MB/s, 2.2 h left",
+    ]

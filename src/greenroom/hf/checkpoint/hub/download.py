@@ -37,6 +37,8 @@ from greenroom.hf.checkpoint.names import HubName
 
 CONFIG_FILES = ["*config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*.jinja"]
 
+SHORTEST = 7  # characters of an abbreviated commit
+
 
 @dataclass(frozen=True, slots=True)
 class Download:
@@ -190,8 +192,8 @@ def cached_model(model: str) -> Path | None:
 def cached_snapshots(name: HubName) -> Iterator[Path]:
     """Yield the folders of a repository's revisions in the local cache.
 
-    With a revision, the folder of that one. Without, first the default branch's, then the others,
-    the newest first.
+    With a revision, which may be the first characters of a commit, the folder of that one. Without,
+    first the default branch's, then the others, the newest first.
     """
     root = cache_folder(name.repository)
     snapshots, revision = root / "snapshots", name.revision or constants.DEFAULT_REVISION
@@ -202,8 +204,10 @@ def cached_snapshots(name: HubName) -> Iterator[Path]:
             if name.revision is not None:
                 return
     if name.revision is not None:
-        if (snapshots / name.revision).is_dir():
-            yield snapshots / name.revision
+        commits = snapshots.iterdir() if snapshots.is_dir() else []
+        matches = [path for path in commits if path.name.startswith(name.revision)]
+        if len(matches) == 1 and len(name.revision) >= SHORTEST:
+            yield matches[0]
         return
     with suppress(OSError):
         yield from sorted(snapshots.iterdir(), key=lambda path: -path.stat().st_mtime)

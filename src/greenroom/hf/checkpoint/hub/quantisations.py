@@ -120,7 +120,7 @@ def select(model: str, name: HubName, sizes: Mapping[str, int]) -> Selection:
                 f" {name.quantisation}: give {name.repository}"
             )
         return Selection(texts, weights)
-    chosen = _choose(choices, name.quantisation)
+    chosen = choose(choices, name.quantisation)
     if chosen is None:
         what = (
             f"this repository has no quantisation {name.quantisation}"
@@ -144,7 +144,7 @@ def listing(choices: list[Quantisation]) -> str:
     return ", ".join(f"{each.label} ({show_bytes(each.nbytes)})" for each in choices)
 
 
-def _choose(choices: list[Quantisation], text: str | None) -> Quantisation | None:
+def choose(choices: list[Quantisation], text: str | None) -> Quantisation | None:
     """Return the quantisation that a text means; without a text, the only or the default one."""
     if text is None and len(choices) == 1:
         return choices[0]
