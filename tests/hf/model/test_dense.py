@@ -26,6 +26,7 @@ from tests.hf.check.test_parity import ids
 from tests.hf.conftest import one_line
 from tests.models import cached_tiny
 from tests.quantised import compressed, fp8
+from tests.quantised_floats import floats
 
 
 def gguf(name: str, types: dict[str, str], **overrides: Any) -> Callable[[Path], Path]:
@@ -41,6 +42,8 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "fp8": fp8,
     "fp8, another attention": lambda folder: fp8(folder, name="deepseek_v3"),
     "int4": compressed,
+    "nvfp4": lambda folder: floats(folder, "modelopt", "nvfp4"),
+    "fp8, a scale for a row": lambda folder: floats(folder, "modelopt", "fp8 rows"),
 }
 
 

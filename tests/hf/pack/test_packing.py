@@ -29,6 +29,7 @@ from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import experts, fill, header, packed, source
 from tests.quantised import compressed, fp8, mxfp4
+from tests.quantised_floats import floats
 
 KINDS = ("int8", "int4", "fp8", "same")
 FAR = {"int8": 0.02, "int4": 0.15, "fp8": 0.06, "same": 0.0}  # of the weights' own size
@@ -98,6 +99,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "compressed": compressed,
     "gguf": gguf,
     "mixed gguf": mixed_gguf,
+    "nvfp4": lambda folder: floats(folder, "compressed-tensors", "nvfp4"),
 }
 
 
