@@ -133,7 +133,7 @@ def floats(folder: Path, method: str, form: str, name: str = "qwen3_moe", **over
     return save(folder, quantised, settings_of(method, form))
 
 
-def fp8_with_fp4_experts(folder: Path, name: str = "deepseek_v3", **overrides: Any) -> Path:
+def fp8_with_fp4_experts(folder: Path, name: str = "deepseek_v4", **overrides: Any) -> Path:
     """DeepSeek-V4's mixture: experts in MXFP4, the other matrices in FP8 blocks of 128 x 128."""
     quantised: Tensors = {}
     for key, w in plain(folder, name, **{**WIDE, **overrides}).items():
@@ -142,7 +142,7 @@ def fp8_with_fp4_experts(folder: Path, name: str = "deepseek_v3", **overrides: A
             state = compress(w, "mxfp4")
             quantised[key] = state["weight_packed"].view(torch.int8)
             quantised[f"{stem}scale"] = state["weight_scale"].view(torch.float8_e8m0fnu)
-        elif key.endswith("_proj.weight") and all(n % 128 == 0 for n in w.shape):
+        elif (".attn.w" in key or ".shared_experts." in key) and all(n % 128 == 0 for n in w.shape):
             state = compress(w, "fp8 blocks")
             quantised[key] = state["weight"]
             quantised[f"{stem}scale"] = state["weight_scale"].log2().ceil().exp2()
