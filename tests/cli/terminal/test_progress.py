@@ -107,6 +107,7 @@ def test_a_download_has_a_rate_and_a_remaining_time(clock: list[float]) -> None:
     show(4 << 30, 16 << 30)
     clock[0] += 4
     show(5 << 30, 16 << 30)
+    show(6 << 30, 16 << 30)  # too soon to be shown
     clock[0] += 4000
     show(8 << 30, 16 << 30)
     assert lines == [

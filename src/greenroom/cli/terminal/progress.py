@@ -14,6 +14,7 @@ from greenroom.config import LoadConfig, show_bytes
 from greenroom.hf.checkpoint.names import check_name
 
 EVERY_S = 5.0  # between two lines in a file
+LIVE_S = 0.2  # between two figures of a download on a terminal
 CLEAR = "\r\x1b[2K"
 
 
@@ -74,12 +75,15 @@ class DownloadRate:
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._total = progress, -1.0
-        self._began = self._done = 0.0
+        self._began = self._done = self._due = 0.0
 
     def __call__(self, done: float, total: float) -> None:
         now = time.monotonic()
         if total != self._total:  # another model
             self._total, self._began, self._done = total, now, done
+        elif now < self._due and done < total:
+            return
+        self._due = now + LIVE_S
         text = f"downloading: {show_bytes(done)} of {show_bytes(total)}"
         if now - self._began > 1 and done > self._done:
             rate = (done - self._done) / (now - self._began)

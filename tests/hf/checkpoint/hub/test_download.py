@@ -143,6 +143,19 @@ def test_a_download_goes_on_where_it_stopped(server: HubServer, cache: Path) -> 
     assert not partial.exists()
 
 
+def test_the_beginning_of_a_part_is_not_downloaded_again(
+    server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_gguf(server)
+    server.faults.break_off = 120
+    monkeypatch.setattr("greenroom.hf.checkpoint.hub.transfer.ATTEMPTS", 1)
+    assert "after 120 B of 5 KiB" in failure("tiny/gguf:Q4_0")
+    server.faults.break_off = None
+    partial = partial_of(WEIGHTS, cache)
+    assert partial.read_bytes() == WEIGHTS[:120]
+    assert resolve("tiny/gguf:Q4_0").read_bytes() == WEIGHTS
+
+
 def test_a_partial_file_that_is_too_long_is_cut(server: HubServer, cache: Path) -> None:
     add_gguf(server)
     server.faults.break_off = 0

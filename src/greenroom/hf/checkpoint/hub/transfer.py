@@ -74,7 +74,7 @@ class Transfer:
     def __init__(self, model: str, repository: Repository, progress: DownloadProgress) -> None:
         self._model, self._repository, self._progress = model, repository, progress
         self._headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        self._stop = threading.Event()
+        self._stop, self._beginning = threading.Event(), b""
         self._pool = ThreadPoolExecutor(CONNECTIONS, "hub-download")
 
     def run(self, files: Sequence[HubFile]) -> None:
@@ -118,9 +118,12 @@ class Transfer:
                 self._progress.add(len(piece))
             stream.truncate()
             begin = stream.tell()
-            for part in self._parts(file, begin):
-                stream.write(part)
-                digest.update(part)
+            try:
+                for part in self._parts(file, begin):
+                    stream.write(part)
+                    digest.update(part)
+            finally:
+                stream.write(self._beginning)  # of the part that is not complete
             stream.flush()
             os.fsync(stream.fileno())
         if digest.hexdigest() != file.sha256:
@@ -137,23 +140,33 @@ class Transfer:
         """Yield the parts of a file in order; later parts are requested meanwhile."""
         url = hf_hub_url(self._repository.name.repository, file.path,
                          revision=self._repository.commit)  # fmt: skip
-        waiting: deque[Future[bytes]] = deque()
+        waiting: deque[tuple[bytearray, Future[None]]] = deque()
         for at in range(begin, file.nbytes, PART_BYTES):
-            end = min(at + PART_BYTES, file.nbytes)
-            waiting.append(self._pool.submit(self._part, file, url, at, end))
+            part, end = bytearray(), min(at + PART_BYTES, file.nbytes)
+            waiting.append((part, self._pool.submit(self._part, file, url, at, end, part)))
             if len(waiting) == CONNECTIONS:
-                yield waiting.popleft().result()
+                yield self._wait(*waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield self._wait(*waiting.popleft())
 
-    def _part(self, file: HubFile, url: str, begin: int, end: int) -> bytes:
+    def _wait(self, part: bytearray, future: Future[None]) -> bytes:
+        """Return a part when it is complete; keep its beginning if it never will be."""
+        try:
+            future.result()
+        except BaseException:  # Ctrl-C too
+            self._stop.set()
+            self._beginning = bytes(part)
+            raise
+        return bytes(part)
+
+    def _part(self, file: HubFile, url: str, begin: int, end: int, part: bytearray) -> None:
         """Request the bytes [begin, end) of a file, again if the connection breaks off."""
-        part, attempts = bytearray(), 0
+        attempts = 0
         while True:
             before = len(part)
             try:
                 self._request(file, url, begin, end, part)
-                return bytes(part)
+                return
             except (GreenroomError, _Stopped):
                 raise
             except HfHubHTTPError as error:
@@ -166,7 +179,7 @@ class Transfer:
             if attempts == ATTEMPTS or self._stop.wait(PAUSE_S * 2 ** (attempts - 1)):
                 raise NotAModel(
                     f"{self._model}: the download of {file.path} broke off ({reason}) after"
-                    f" {show_bytes(begin)} of {show_bytes(file.nbytes)}; {RESUMED}"
+                    f" {show_bytes(begin + len(part))} of {show_bytes(file.nbytes)}; {RESUMED}"
                 )
 
     def _request(self, file: HubFile, url: str, begin: int, end: int, part: bytearray) -> None:
@@ -182,10 +195,10 @@ class Transfer:
             for piece in response.iter_bytes():
                 if self._stop.is_set():
                     raise _Stopped
+                if len(part) + len(piece) > end - begin:
+                    raise self._wrong_length(file, "more bytes")
                 part += piece
                 self._progress.add(len(piece))
-                if len(part) > end - begin:
-                    raise self._wrong_length(file, "more bytes")
         if len(part) < end - begin:
             raise ConnectionError("the answer was too short")
 
