@@ -65,9 +65,15 @@ BLOCKS = {
     "fp8": (1, 1),
     "int8": (1, 1),
     "int4": (2, 1),
-    "ct_int4": (8, 4),
+    "symmetric4": (8, 4),
+    "symmetric8": (1, 1),
+    "affine4": (8, 4),
+    "affine8": (1, 1),
+    "indexed4": (8, 4),
+    "indexed8": (1, 1),
 }
-COMPANIONS = ("scale", "matrix_scale")  # in the order of a matrix's parts; others follow
+# in the order of a matrix's parts; others follow
+COMPANIONS = ("scale", "zero", "index", "matrix_scale")
 MIXED = "+"  # between the encodings of gate and up projection
 SECOND = "up"  # the codes of up, if its encoding is another than gate's
 ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
@@ -198,6 +204,9 @@ class Copy:
     Element (i, j) is read at byte `source + i * source_strides[0] + j * source_strides[1]` of the
     byte range of the file, and written at byte `target + i * target_strides[0] + j *
     target_strides[1]` of the slot. The dtypes may differ.
+
+    If the file has the elements in a `form` of its own (runtime/slots/forms.py), they are the whole
+    of a stored tensor, and `source_strides` are the tensor's bytes and 0.
     """
 
     source: int
@@ -207,19 +216,23 @@ class Copy:
     target_strides: tuple[int, int]
     source_dtype: str
     target_dtype: str
+    form: str = ""
 
     @property
     def contiguous(self) -> bool:
         """Tell whether a copy's source and target are contiguous, and of the same dtype."""
         size, n = ITEMSIZE[self.source_dtype], self.shape[1]
         return (
-            self.source_dtype == self.target_dtype
+            not self.form
+            and self.source_dtype == self.target_dtype
             and self.source_strides == self.target_strides == (n * size, size)
         )
 
     @property
     def nbytes(self) -> int:
         """Return the number of bytes that the copy reads."""
+        if self.form:
+            return self.source_strides[0]
         return self.shape[0] * self.shape[1] * ITEMSIZE[self.source_dtype]
 
 

@@ -29,8 +29,8 @@ FORMATS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "fp8, one block": (fp8, {"block": (64, 64), "hidden_size": 64, "moe_intermediate_size": 64}),
     "fp8, shared experts": (fp8, {"name": "deepseek_v3"}),
     "mxfp4": (mxfp4, {}),
-    "ct_int4": (compressed, {}),
-    "ct_int4, groups of 128": (compressed, {"group": 128, "head_dim": 32}),
+    "symmetric4": (compressed, {}),
+    "symmetric4, groups of 128": (compressed, {"group": 128, "head_dim": 32}),
 }
 
 
@@ -262,7 +262,12 @@ def test_blocks_that_do_not_divide_an_expert(tmp_path: Path, intermediate: int) 
     ("make", "last", "dtype", "words"),
     [
         (fp8, "5.up_proj.weight_scale_inv", torch.bfloat16, "as fp8 with scales in bfloat16"),
-        (compressed, "5.up_proj.weight_scale", torch.float32, "as ct_int4 with scales in float32"),
+        (
+            compressed,
+            "5.up_proj.weight_scale",
+            torch.float32,
+            "as symmetric4 with scales in float32",
+        ),
     ],
 )
 def test_one_expert_s_scales_in_another_type(
@@ -291,8 +296,8 @@ def test_mxfp4_without_its_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_bits": 8}, "8 bits"),
-        ({"symmetric": False}, "asymmetric"),
+        ({"num_bits": 3}, "3 bits"),
+        ({"strategy": "tensor"}, "strategy tensor"),
         ({"actorder": "group"}, "reordered by activation"),
         ({"type": "float", "num_bits": 8}, "8 bits"),
     ],
@@ -366,7 +371,7 @@ def test_groups_of_several_sizes(tmp_path: Path) -> None:
         assert_same(model, whole, ids(1, 7))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "nonesuch"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "nonesuch"])
 def test_a_method_that_is_not_served_is_named(tmp_path: Path, method: str) -> None:
     folder = mxfp4(tmp_path)
     path = folder / "config.json"

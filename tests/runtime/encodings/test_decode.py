@@ -182,7 +182,7 @@ def test_compressed_tensors(dtype: torch.dtype, scales: torch.dtype, group: int)
     state = packer.compress({"weight": w, "weight_scale": scale}, scheme)
     expected = packer.decompress(dict(state), scheme)["weight"].to(dtype)
     parts = [state["weight_packed"], state["weight_scale"]]
-    assert same(ENCODINGS["ct_int4"].decode(parts, (48, 256), dtype), expected)
+    assert same(ENCODINGS["symmetric4"].decode(parts, (48, 256), dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,7 +17,8 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from tests.ggml_blocks import GGML, sane_scales
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
-ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "ct_int4": "int32"}
+ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "symmetric8": "int8"}
+ITEM |= dict.fromkeys(("symmetric4", "affine4", "affine8", "indexed4", "indexed8"), "int32")
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,14 @@ STYLES = (
     Style("int8", "float16", (1, 64)),
     Style("int4", "float16"),
     Style("fp8", "float32", (128, 128)),
-    Style("ct_int4", "float32", (1, 64)),
-    Style("ct_int4", "bfloat16", (1, 32)),
-    Style("ct_int4", "float16", (1, 128)),
+    Style("symmetric4", "float32", (1, 64)),
+    Style("symmetric4", "bfloat16", (1, 32)),
+    Style("symmetric4", "float16", (1, 128)),
+    Style("symmetric8", "bfloat16", (1, 1 << 20)),
+    Style("affine4", "float16"),
+    Style("affine8", "bfloat16", (1, 64)),
+    Style("indexed4", "float16"),
+    Style("indexed8", "float32"),
 )
 
 
@@ -68,12 +74,19 @@ def tensors_of(
             matrix_scale = 1 / matrix_scale
         return {name: codes, f"{name}.scale": scale, f"{name}.matrix_scale": matrix_scale}
     else:
-        steps = {"fp8": 2000, "int8": 1000}.get(style.name, 60)
+        steps = 2000 if style.name == "fp8" else 1000 if style.name.endswith("8") else 60
         scale = torch.from_numpy(random.normal(size=size) / steps)
         scale = scale.to(getattr(torch, style.scales))
     if style.name == "fp8":  # the two codes that are no numbers
         raw[raw & 0x7F == 0x7F] = 0x55
-    return {name: codes, f"{name}.scale": scale}
+    parts = {name: codes, f"{name}.scale": scale}
+    if style.name.startswith(("affine", "indexed")):
+        top = 1 << int(style.name[-1])
+        parts[f"{name}.zero"] = torch.from_numpy(random.integers(0, top, size, np.uint8))
+    if style.name.startswith("indexed"):
+        runs = [random.permutation(columns) // across for _ in range(2)]
+        parts[f"{name}.index"] = torch.from_numpy(np.stack(runs).astype(np.int32))
+    return parts
 
 
 class Coded:

@@ -78,7 +78,9 @@ def rows_of(
     walls = [moved(part, at_end) for part in parts.values()]
     matrix = MatrixProduct(spec, dtype, rounded)
     layout = array("q", matrix._layout)
-    layout[encoded.L_CODES], layout[encoded.L_SCALE] = walls[0].data_ptr(), walls[-1].data_ptr()
+    places = encoded.L_CODES, encoded.L_SCALE, encoded.L_OTHER, encoded.L_INDEX
+    for place, wall in zip(places, [*walls, *walls[-1:] * 3], strict=False):
+        layout[place] = wall.data_ptr()
     frame = array("q", [0] * encoded.FRAME_ARGUMENTS)
     frame[encoded.F_LAYOUT], frame[encoded.F_INPUTS] = layout.buffer_info()[0], width
     enter = partial(matrix._product, frame.buffer_info()[0], False)

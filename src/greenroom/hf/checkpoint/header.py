@@ -68,6 +68,8 @@ class StoredTensor:
     unit:       how many outputs share one row of scales; if it is 1, the numbers of rows of codes
                 and scales say how many (a matrix scale has one row)
     companions: the tensors of scales, which lie elsewhere
+    form:       how the file has the tensor, if not row by row (runtime/slots/forms.py); `shape`,
+                `codes` and `dtype` are those of the tensor in memory
     """
 
     file: int
@@ -80,6 +82,7 @@ class StoredTensor:
     transposed: bool = False
     unit: int = 1
     companions: tuple[StoredTensor, ...] = ()
+    form: str = ""
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from greenroom.core.layout import PLAIN
-from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.errors import CheckpointError, StoreError, UnsupportedModel
 from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.slots.forms import arrange, as_integers
 
 CHUNK = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
@@ -59,7 +61,15 @@ def read_parts(
     `name` are those of `read_tensor`.
     """
     for tensor, part in zip(stored.parts, parts, strict=True):
-        _read(files, name, tensor, part.view(-1))
+        if not tensor.form:
+            _read(files, name, tensor, part.view(-1))
+            continue
+        raw = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        _read(files, name, replace(tensor, dtype="uint8"), raw)
+        try:
+            arrange(tensor.form, raw.numpy(), as_integers(part))
+        except StoreError as error:
+            raise CheckpointError(f"{files[tensor.file]}: the matrix {name}: {error}") from error
 
 
 def _matrix(
@@ -84,16 +94,32 @@ def _matrix(
     codes, *companions = stored.parts
     # Rows of codes for one of scales. A last row of scales may cover fewer.
     units = [unit if unit > 1 else rows // companion.shape[0] for companion in companions]
+    arranged_parts = _arranged(files, name, stored)
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        parts = [codes.rows(row, count)]
-        parts += [
-            c.rows(row // each, -(-count // each))
-            for c, each in zip(companions, units, strict=True)
-        ]
-        tensors = [read_tensor(files, name, part) for part in parts]
+        ranges = [(row, count), *((row // each, -(-count // each)) for each in units)]
+        if arranged_parts:
+            tensors = [
+                part[start : start + n]
+                for part, (start, n) in zip(arranged_parts, ranges, strict=True)
+            ]
+        else:
+            parts = (codes, *companions)
+            tensors = [
+                read_tensor(files, name, part.rows(*each))
+                for part, each in zip(parts, ranges, strict=True)
+            ]
         matrix[row : row + count] = decode(tensors, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
+
+
+def _arranged(files: Sequence[str], name: str, stored: StoredTensor) -> list[Tensor]:
+    """Read all parts of a matrix of which the file has some in a form of its own; else none."""
+    if not any(part.form for part in stored.parts):
+        return []
+    tensors = [torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in stored.parts]
+    read_parts(files, name, stored, tensors)
+    return tensors
 
 
 def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:

@@ -28,7 +28,7 @@ from greenroom.hf.index.blocks import Block, derive_blocks
 from greenroom.hf.index.columns import SourceTensor, mixed_types_error, source_tensors
 from greenroom.hf.index.conversions import WeightConversion
 from greenroom.hf.index.experts import StreamedParameter
-from greenroom.hf.index.extents import copy_of, elements_of, extents_of
+from greenroom.hf.index.extents import arranged_copy, copy_of, elements_of, extents_of
 from greenroom.runtime.encodings import ENCODINGS
 
 
@@ -251,7 +251,8 @@ def _copies(
                 if stored.encoding != PLAIN:
                     unit = stored.codes[0] // tensor.shape[0]
                     block = elements_of(block, unit, tensor.shape[1])
-                copies.append(copy_of(block, tensor.dtype, spec))
+                arranged = arranged_copy if tensor.form else copy_of
+                copies.append(arranged(block, tensor, spec))
         plans.append(sorted(copies, key=lambda copy: copy.source))
     return plans
 

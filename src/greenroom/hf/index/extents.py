@@ -15,12 +15,12 @@ from greenroom.hf.index.blocks import Block
 GAP = 4096  # bytes; tensors at most this far apart are read together
 
 
-def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
+def copy_of(block: Block, tensor: StoredTensor, spec: TensorSpec) -> Copy:
     """Convert a strided block of elements to a copy of bytes to memory.
 
-    `dtype` is the elements' dtype in the file; `spec` describes the tensor in the expert's memory
-    slot.
+    `tensor` describes the elements in the file, `spec` the tensor in the expert's memory slot.
     """
+    dtype = tensor.dtype
     a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
     return Copy(
         source=block.source_start * a,
@@ -30,6 +30,21 @@ def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
         target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
         source_dtype=dtype,
         target_dtype=spec.dtype,
+    )
+
+
+def arranged_copy(block: Block, tensor: StoredTensor, spec: TensorSpec) -> Copy:
+    """Make the copy of a tensor that is arranged when it arrives (runtime/slots/forms.py).
+
+    Raises UnsupportedModel if the block is not all of the tensor, row by row.
+    """
+    if block.shape != tensor.shape or block.source_strides != (tensor.shape[1], 1):
+        raise UnsupportedModel(
+            "this architecture is not supported with experts of AWQ or GPTQ: transformers' weight"
+            " conversion separates the outputs of a matrix: use an unquantised checkpoint"
+        )
+    return replace(
+        copy_of(block, tensor, spec), source_strides=(tensor.nbytes, 0), form=tensor.form
     )
 
 

@@ -65,9 +65,9 @@ def transformers_can_decode(checkpoint: Checkpoint, settings: dict[str, Any]) ->
     """Return whether transformers dequantises a quantised checkpoint on a CPU, to its values.
 
     Otherwise the reference has the values of Greenroom's decoders. transformers 5.23 leaves out the
-    matrix scale of NVFP4 experts, and does not know experts with block scales in
-    compressed-tensors, nor MXFP4 matrices outside of gpt-oss's stacks. `settings` are the
-    checkpoint's quantization_config.
+    matrix scale of NVFP4 experts, and does not know experts with block scales, zeros or int8 codes
+    in compressed-tensors, nor MXFP4 matrices outside of gpt-oss's stacks. It leaves AWQ and GPTQ to
+    other packages. `settings` are the checkpoint's quantization_config.
     """
     method = settings.get("quant_method")
     encoded = [tensor for tensor in checkpoint.tensors.values() if tensor.encoding != PLAIN]
@@ -75,8 +75,14 @@ def transformers_can_decode(checkpoint: Checkpoint, settings: dict[str, Any]) ->
         return all(tensor.transposed for tensor in encoded)
     blocks = any(each.encoding == "fp8" and 1 < each.unit < each.shape[-2] for each in encoded)
     if method == "compressed-tensors":
-        return not blocks and all(tensor.encoding != "ct_nvfp4" for tensor in encoded)
+        return not blocks and not any(_is_unknown_to_transformers(tensor) for tensor in encoded)
     return method in ("fp8", "mxfp8")
+
+
+def _is_unknown_to_transformers(tensor: StoredTensor) -> bool:
+    """Check whether transformers cannot dequantise a tensor of compressed-tensors in experts."""
+    int8 = tensor.encoding == "symmetric8" and tensor.dtype == "int8"
+    return int8 or tensor.encoding in ("ct_nvfp4", "affine4", "affine8")
 
 
 def transformers_can_load(skeleton: ModelSkeleton) -> bool:

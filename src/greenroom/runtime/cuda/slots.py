@@ -19,6 +19,7 @@ from torch import Tensor
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
+from greenroom.runtime.slots.forms import arrange, as_integers
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
 SEGMENT_BYTES = 256 << 20
@@ -87,7 +88,16 @@ class DeviceSlots(SlotPool):
                     target[ranges[1]].copy_(source[ranges[0]], non_blocking=True)
 
     def _rearrange(self, source: Tensor, target: Tensor, copy: Copy) -> None:
-        """Copy a block of weights to the device, then transpose, interleave or cast it."""
+        """Copy a block of weights to the device, then transpose, interleave or cast it.
+
+        A block that the file has in another form is arranged before.
+        """
+        if copy.form:
+            arranged = torch.empty(copy.shape, dtype=getattr(torch, copy.target_dtype))
+            arrange(copy.form, source[: copy.nbytes].numpy(), as_integers(arranged))
+            place = _strided(target, copy.target_dtype, copy.shape, copy.target_strides)
+            place.copy_(arranged)
+            return
         nbytes = _span(copy.shape, copy.source_strides, ITEMSIZE[copy.source_dtype])
         raw = self._scratch_of(nbytes)[:nbytes]
         raw.copy_(source[:nbytes], non_blocking=True)

@@ -25,6 +25,7 @@ from greenroom.runtime.encodings.packed import GROUP as PACKED
 from greenroom.runtime.kernels.codegen.formats import codes, encoded
 from greenroom.runtime.kernels.codegen.formats.expand import GROUP
 from greenroom.runtime.kernels.codegen.formats.families import FORMATS
+from greenroom.runtime.kernels.codegen.formats.families.affine import AFFINE, affine_name
 from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 
 # Inputs that share a scale, where the format fixes that.
@@ -57,26 +58,21 @@ class MatrixProduct:
                an up projection whose encoding is another than gate's
         """
         rows, columns = weight.shape
-        values, share, rows_per_scale, scale_row = weight.parts[0], 1, 1, 0
-        if len(weight.parts) > 1:
-            down, across = weight.parts[1].shape
-            share = max(1, columns // across // GROUP)
-            rows_per_scale = rows // down
-            scale_row = weight.parts[1].nbytes // down
-        other, other_row, rows_per_other = 0, 0, 1
-        if len(weight.parts) > 2:
-            part = weight.parts[2]
-            other, other_row = part.offset, part.nbytes // part.shape[0]
-            rows_per_other = rows // part.shape[0]
+        values, *companions = weight.parts
+        share, row_bytes = 1, values.nbytes // rows
+        if companions:
+            share = max(1, columns // companions[0].shape[1] // GROUP)
+        # (first byte, bytes of a row, rows of codes to one) of scales and of two other tensors
+        scale, other, index = [
+            *((c.offset, c.nbytes // c.shape[0], rows // c.shape[0]) for c in companions),
+            *[(values.offset, 0, 1)] * 3,
+        ][:3]
         self._product, packed = _product(weight, dtype, rounded)
-        row_bytes = values.nbytes // rows
         self._layout = array(
             "q",
             [
-                *(values.offset - first * row_bytes, row_bytes),
-                *(weight.parts[:2][-1].offset, scale_row),
-                *(share, rows_per_scale, packed),
-                *(other, other_row, rows_per_other),
+                *(values.offset - first * row_bytes, row_bytes, *scale[:2], share, scale[2]),
+                *(packed, *other, *index),
             ],
         )
         self.packs_input = packed > 0
@@ -115,8 +111,8 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Ker
 
 def _name(weight: WeightSpec) -> str:
     """Return the name under which a matrix's expander is registered, if there is one."""
-    if weight.encoding == "ct_int4":
-        return f"ct_int4.{weight.parts[1].dtype}"
+    if weight.encoding in AFFINE:
+        return affine_name(weight.encoding, weight.parts[0].dtype, weight.parts[1].dtype)
     if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
         return "int4.wide"  # groups of more than 32
     return weight.encoding

@@ -15,6 +15,7 @@ import torch
 from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.memory.system import reserve_memory
+from greenroom.runtime.slots.forms import arrange
 from greenroom.runtime.slots.nested_planes import PlaneJoiner
 from greenroom.runtime.slots.tier import SlotPool, overlap
 
@@ -131,9 +132,12 @@ def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: i
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
-    """Transpose, interleave or cast a block of weights on its way into a slot."""
-    source = _strided(data[copy.source :], copy.source_dtype, copy.shape, copy.source_strides)
+    """Transpose, interleave, cast or arrange a block of weights on its way into a slot."""
     target = _strided(slot[copy.target :], copy.target_dtype, copy.shape, copy.target_strides)
+    if copy.form:
+        arrange(copy.form, data[copy.source :][: copy.nbytes], target)
+        return
+    source = _strided(data[copy.source :], copy.source_dtype, copy.shape, copy.source_strides)
     if copy.source_dtype == copy.target_dtype:
         target[...] = source
     else:  # numpy knows neither bfloat16 nor the types of 8 bits

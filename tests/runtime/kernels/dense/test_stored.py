@@ -172,7 +172,7 @@ def test_torch_computes_inputs_that_the_kernel_does_not_support() -> None:
     ("style", "shape", "dtype", "why"),
     [
         (BY_NAME["q8_0"], (64, 64), torch.float32, "float32"),
-        (Style("ct_int4", "float16", (1, 48)), (96, 96), torch.bfloat16, "1 x 48"),
+        (Style("symmetric4", "float16", (1, 48)), (96, 96), torch.bfloat16, "1 x 48"),
         (BY_NAME["fp8-float32"], (64, 40), torch.bfloat16, "40 inputs"),
     ],
 )

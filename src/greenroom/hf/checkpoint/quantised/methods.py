@@ -10,6 +10,7 @@ from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.quantised.compressed import combine_compressed
 from greenroom.hf.checkpoint.quantised.exported import combine_exported
 from greenroom.hf.checkpoint.quantised.fp8 import combine_fp8
+from greenroom.hf.checkpoint.quantised.gptq import combine_awq, combine_gptq
 from greenroom.hf.checkpoint.quantised.mxfp4 import combine_mxfp4
 from greenroom.hf.checkpoint.quantised.parts import SERVED, QuantisedCheckpoint, Tensors
 from greenroom.json_file import printable
@@ -22,6 +23,8 @@ METHODS: dict[str, Callable[[QuantisedCheckpoint], None]] = {
     "modelopt": combine_exported,
     "quark": combine_exported,
     "compressed-tensors": combine_compressed,
+    "gptq": combine_gptq,
+    "awq": combine_awq,
 }
 
 

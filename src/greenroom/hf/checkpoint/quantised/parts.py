@@ -14,7 +14,7 @@ from greenroom.json_file import printable
 Tensors = dict[str, StoredTensor]
 SERVED = (
     "supported: fp8, mxfp4 and nvfp4 (of DeepSeek, ModelOpt, Quark, FBGEMM and compressed-tensors),"
-    " and compressed-tensors' pack-quantized int4"
+    " and integers of 4 and 8 bits of compressed-tensors, GPTQ and AWQ"
 )
 E8M0 = ("uint8", "float8_e8m0fnu")  # powers of two; some files call them uint8
 # Endings of names of scales that belong to activations and to keys and values, which Greenroom does
@@ -116,7 +116,7 @@ class QuantisedCheckpoint:
 
     def check_no_scales_left(self) -> None:
         """Raise UnsupportedModel if scales belong to no matrix that could be combined."""
-        ends = ("weight_scale", "weight_scale_2", "weight_global_scale")
+        ends = ("weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point")
         if odd := next((name for name in self.combined if name.endswith(ends)), None):
             raise self.unserved_error(f"{odd} belongs to no quantised matrix that is recognised")
 

@@ -22,6 +22,7 @@ from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs
 
 TOKENS = (1, 3, 33)
+ROUNDED = ("symmetric4-bfloat16", "symmetric8-bfloat16", "affine8-bfloat16")
 INT4 = next(style for style in STYLES if style.name == "int4")
 EXACT = ("mxfp4", "gguf_mxfp4", "gguf_nvfp4")
 MXFP4 = next(style for style in STYLES if style.name == "mxfp4")
@@ -64,8 +65,8 @@ def test_only_inexact_encodings_are_rounded_to_the_models_type() -> None:
                 decode(parts, weight.shape, dtype).float()
                 for dtype in (torch.float32, torch.bfloat16)
             )
-            # compressed-tensors rounds to its scale's type, which may be bfloat16, by itself.
-            rounds = str(style) != "ct_int4-bfloat16" and not is_exact(weight, torch.bfloat16)
+            # Affine encodings are rounded to their scale's type, which may be bfloat16.
+            rounds = str(style) not in ROUNDED and not is_exact(weight, torch.bfloat16)
             assert torch.equal(wide, narrow) != rounds
             packs = MatrixProduct(weight, torch.bfloat16, rounded=True).packs_input
             assert packs == (codes.INTEGERS and is_exact(weight, torch.bfloat16))
@@ -229,9 +230,9 @@ def test_the_eager_kernel_computes_unsupported_layers_as_described() -> None:
     assert "transposed" in mixed.layer.fallback_reason
     odd = Coded(
         experts("qwen3_moe", torch.bfloat16, 96, 96),
-        *[Style("ct_int4", "float16", (1, 48))] * 2,
+        *[Style("symmetric4", "float16", (1, 48))] * 2,
     )
-    assert odd.layer.fallback_reason == "ct_int4 with scales for 1 x 48 weights"
+    assert odd.layer.fallback_reason == "symmetric4 with scales for 1 x 48 weights"
     for coded in (mixed, odd):
         case = inputs(torch.bfloat16, 3, hidden=96)
         want = compute(EagerKernel(), coded.layer, coded.places, *case)
@@ -240,7 +241,7 @@ def test_the_eager_kernel_computes_unsupported_layers_as_described() -> None:
     good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
     layers = [good.layer, odd.layer]
     description = describe_kernel(make_kernel("numba"), layers)
-    assert description == "numba; eager for ct_int4 with scales for 1 x 48 weights"
+    assert description == "numba; eager for symmetric4 with scales for 1 x 48 weights"
     assert describe_kernel(make_kernel("numba"), layers[:1]) == "numba"
     assert describe_kernel(make_kernel("eager"), layers) == "eager"
 

@@ -48,11 +48,12 @@ FRAME_ARGUMENTS = 16
 # A matrix's layout, int64: bytes from the slot's start to the codes, and from row to row; the same
 # for the scales; groups of 32 inputs that share a scale, and rows that do; bytes of a packed row of
 # x (packing.py), or 0 if the product takes x in float32; for the second tensor that is stored with
-# the codes, bytes from the slot's start, and from row to row, and rows of codes to one of it.
-LAYOUT_ARGUMENTS = 10
+# the codes, bytes from the slot's start, and from row to row, and rows of codes to one of it; the
+# same for the third, the groups of inputs.
+LAYOUT_ARGUMENTS = 13
 (
     L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED, L_OTHER, L_OTHER_ROW,
-    L_OTHER_ROWS,
+    L_OTHER_ROWS, L_INDEX, L_INDEX_ROW, L_INDEX_ROWS,
 ) = range(LAYOUT_ARGUMENTS)  # fmt: skip
 
 
@@ -65,13 +66,12 @@ def preparing_code(encoding: str, expander: Expander, multiplied: bool):
     """
 
     @intrinsic
-    def prepare(typingctx, codes, scale, other, ready, inputs, share, powers):
-        def emit(codes, scale, other, ready, inputs, share, powers):
-            expander.prepare(
-                Row(codes, ready, inputs, scale, share, powers if multiplied else None, other)
-            )
+    def prepare(typingctx, codes, scale, other, index, ready, inputs, share, powers):
+        def emit(codes, scale, other, index, ready, inputs, share, powers):
+            powers = powers if multiplied else None
+            expander.prepare(Row(codes, ready, inputs, scale, share, powers, other, index))
 
-        signature = types.void(*[types.int64] * 7)
+        signature = types.void(*[types.int64] * 8)
         return outlined(signature, f"prepare{'_times' * multiplied}.{encoding}", emit)
 
     return prepare
@@ -162,7 +162,8 @@ def product(kind, encoding, mask, integers):
         scales, scale_stride = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
         share, rows_per_scale = word(layout, L_SHARE), word(layout, L_ROWS)
         others, other_stride = word(p, F_SLOT) + word(layout, L_OTHER), word(layout, L_OTHER_ROW)
-        rows_per_other = word(layout, L_OTHER_ROWS)
+        indices, index_stride = word(p, F_SLOT) + word(layout, L_INDEX), word(layout, L_INDEX_ROW)
+        rows_per_other, rows_per_index = word(layout, L_OTHER_ROWS), word(layout, L_INDEX_ROWS)
         n = 0
         while n < rows:
             count = COLUMNS if rows - n >= COLUMNS and x != 0 else 1
@@ -172,10 +173,11 @@ def product(kind, encoding, mask, integers):
                 row, ready = first + n + i, scratch + i * step
                 scale = scales + scale_row(row, rows_per_scale) * scale_stride
                 other = others + scale_row(row, rows_per_other) * other_stride
+                index = indices + scale_row(row, rows_per_index) * index_stride
                 if integers and x != 0:
-                    prepare_times(w + i * ld, scale, other, ready, K, share, powers)
+                    prepare_times(w + i * ld, scale, other, index, ready, K, share, powers)
                     continue
-                prepare(w + i * ld, scale, other, ready, K, share, 0)
+                prepare(w + i * ld, scale, other, index, ready, K, share, 0)
             if x == 0:
                 expand(kind, w, scratch, K, out + 4 * n * K)
             elif integers:

@@ -101,26 +101,34 @@ def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
     return all_to_model(kind, [code.convert(F32, signed=True) * scale for code in read])
 
 
-def affine(
-    kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
-) -> list[Value]:
+def affine(kind: Any, codes: list[Value], scale: Value, offset: Value) -> list[Value]:
     """Decode 4-bit codes with a scale and an offset: scale * (code & 15) + offset.
+
+    The weight is rounded to the model's type.
+    """
+    if TABLE:
+        table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
+        return looked_up(kind, [table], codes)
+    return all_to_model(kind, [scale.fma((code & 15).convert(F32), offset) for code in codes])
+
+
+def around(
+    first: Any, kind: Any, codes: list[Value], scale: Value, zero: Value | float
+) -> list[Value]:
+    """Decode 4-bit codes around a zero: scale * ((code & 15) - zero).
 
     The weight is rounded to the type `first`, then to the model's type.
     """
     if TABLE:
-        table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
+        table = scale * (scale.constant([float(i) for i in range(16)]) - zero)
         return looked_up(kind, [to_model(first, table)], codes)
-    values = [scale.fma((code & 15).convert(F32), offset) for code in codes]
+    values = [scale * ((code & 15).convert(F32) - zero) for code in codes]
     return all_to_model(kind, all_to_model(first, values))
 
 
 def symmetric(codes_at: CodesAt, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Decode 4-bit codes with a scale: scale * (code - 8), rounded to the model's type."""
-    codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
-    if TABLE:
-        return looked_up(kind, [scale * [float(i - 8) for i in range(16)]], codes)
-    return affine(kind, codes, scale, scale * -8.0)
+    return around(F32_KIND, kind, codes_at(row, at, half), row.scale_at(at, 5, half), 8.0)
 
 
 def from_table(

@@ -32,6 +32,7 @@ class Row:
     share:  number of groups of 32 inputs with one scale, if that differs between models
     other:  the row's part of the second tensor that is stored with the codes, if there is one
     powers: float32 factors that the scales are multiplied by, or None
+    index:  the same of the third tensor: the int32 group of each of the row's inputs
     """
 
     codes: Value
@@ -41,11 +42,17 @@ class Row:
     share: Value | None = None
     powers: Value | None = None
     other: Value | None = None
+    index: Value | None = None
 
     @property
     def minima(self) -> Value:
         """Return the address of a row's minima in float32."""
         return self.ready + (self.inputs >> 2)
+
+    @property
+    def index_place(self) -> Value:
+        """Return the place behind the minima where `prepare` stores the address `index`."""
+        return self.ready + (self.inputs >> 1)
 
     def put(
         self, at: Value, scales: Value, minima: Value | None = None, left: Value | None = None

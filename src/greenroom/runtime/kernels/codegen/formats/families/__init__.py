@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from greenroom.runtime.kernels.codegen.formats.families import (
+    affine,
     codebook,
     fp4,
     groups,
@@ -14,7 +15,7 @@ from greenroom.runtime.kernels.codegen.formats.format import Format
 
 FORMATS: dict[str, Format] = {
     name: form
-    for family in (groups, fp4, simple, k_quants, nonlinear, codebook)
+    for family in (groups, affine, fp4, simple, k_quants, nonlinear, codebook)
     for name, form in family.FORMATS.items()
 }
 

@@ -3,7 +3,6 @@
 plain    bfloat16, float16 or float32
 int8     signed bytes, a float16 scale for 64 inputs
 int4     4-bit codes, neighbours in a byte, a float16 scale for 32 inputs or more (int4.wide)
-ct_int4  the same with float32, bfloat16 or float16 scales for 32 inputs or more
 mxfp4    4-bit floats (e2m1), neighbours in a byte, an e8m0 scale for 32 inputs
 fp8      8-bit floats (e4m3), a float32 scale for a block of rows and columns
 """
@@ -35,7 +34,6 @@ from greenroom.runtime.kernels.codegen.formats.expand import (
     STARTS,
     TWICE_E2M1,
     Expander,
-    affine,
     all_to_model,
     from_table,
     scaled_bytes,
@@ -152,19 +150,6 @@ def neighbours(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
     return split_bytes((row.codes + (at >> 1)).load(I32, 16, mask))
 
 
-def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """Decode compressed-tensors int4 weights: scale * (code - 8).
-
-    Weights are rounded to `first`, the type of the scales, and then to the model's type.
-    """
-    scale = row.scale_at(at, 5, half)
-    return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)
-
-
-def _ct_int4_with(kind: Any) -> Format:
-    return Format(Expander(repeated(kind), partial(ct_int4, kind), PAIRED))
-
-
 def e8m0(raw: Value) -> Value:
     """Convert e8m0 scales to float32: 2^(e - 127); 255 is NaN."""
     e = raw.convert(I32)
@@ -201,9 +186,6 @@ FORMATS: dict[str, Format] = {
         joint_product(neighbours, NEIGHBOURS, offset=8),
     ),
     "int4.wide": Format(Expander(repeated(F16_KIND), _INT4, PAIRED)),  # groups of more than 32
-    "ct_int4.float32": _ct_int4_with(F32_KIND),
-    "ct_int4.bfloat16": _ct_int4_with(BF16_KIND),
-    "ct_int4.float16": _ct_int4_with(F16_KIND),
     "mxfp4": Format(
         Expander(
             contiguous(5, I8, e8m0),
