@@ -22,7 +22,9 @@ from greenroom.json_file import printable, read_object
 # Key of the metadata after the architecture's name -> names of the same number in configs.
 COUNTS: dict[str, tuple[str, ...]] = {
     "embedding_length": ("hidden_size", "d_model"),
+    "attention.head_count": ("num_attention_heads",),
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
 EMBEDDING = "token_embd.weight"
 
@@ -94,11 +96,9 @@ def _check_fit(header: Header, config: PreTrainedConfig, path: Path) -> None:
     config = config.get_text_config()
     for key, names in COUNTS.items():
         expected = header.metadata.get(f"{header.architecture}.{key}")
-        got = next((n for name in names if (n := getattr(config, name, None))), None)
-        if expected is not None and got is not None and got != expected:
-            raise _misfit(
-                header, path, f"its {names[0]} is {got}, but {key} of the file is {expected}"
-            )
+        name, got = next(((n, v) for n in names if (v := getattr(config, n, None))), ("", None))
+        if isinstance(expected, int) and isinstance(got, int) and got != expected:
+            raise _misfit(header, path, f"its {name} is {got}, but {key} of the file is {expected}")
     blocks = header.metadata.get(f"{header.architecture}.block_count")
     further = header.metadata.get(f"{header.architecture}.nextn_predict_layers", 0)
     layers: Any = getattr(config, "num_hidden_layers", None)

@@ -46,7 +46,7 @@ def gguf_conversions(
     parameter needs, CheckpointError for tensors of wrong shapes.
     """
     finder = _Finder(model, checkpoint)
-    for name, module in expert_modules(model).items():
+    for name, module in finder.experts.items():
         finder.add_experts(name, module)
     experts = {*finder.conversions}
     for name in model.state_dict():
@@ -74,6 +74,7 @@ class _Finder:
         self.layers = int(layers)
         self.names = GgufNames(self.model, self.checkpoint.architecture, self.layers)
         self.parameters = self.model.state_dict()
+        self.experts = expert_modules(self.model)
 
     def add_experts(self, name: str, module: torch.nn.Module) -> None:
         """Add the conversions of one experts module, if the file has its tensors."""
@@ -122,9 +123,13 @@ class _Finder:
             )
 
     def _is_beyond(self, name: str) -> bool:
-        """True for a tensor of a layer after the model's last one: it predicts further tokens."""
+        """True for a tensor of a layer after the model's last one: it predicts further tokens.
+
+        The file's number of layers includes such layers.
+        """
         layer = layer_of(name)
-        return layer is not None and layer >= self.layers
+        blocks = self.checkpoint.config.get(f"{self.checkpoint.architecture}.block_count", 0)
+        return layer is not None and isinstance(blocks, int) and self.layers <= layer < blocks
 
     def _present(self, layer: int | None, parts: Sequence[str]) -> bool:
         return all(f"blk.{layer}.{part}" in self.checkpoint.tensors for part in parts)
@@ -173,7 +178,7 @@ class _Finder:
         keys = patterns if converter is not None else names
         sources = {key: [name] for key, name in zip(keys, names, strict=True)}
         conversion = WeightConversion((target,), converter, sources)
-        if converter is not None and self.parameters[target].ndim < 3:
+        if converter is not None and target.rpartition(".")[0] not in self.experts:
             self._check_shape(conversion, names)
         self.conversions[target] = conversion
 
