@@ -10,6 +10,7 @@ tests/data/gguf (`by_llama`).
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -235,8 +236,17 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 NARROW = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4}  # blocks of 32
+# What the experts' gate, up and down of LOW_BITS.gguf are stored in, by layer.
+LOW_BITS = (
+    ("iq2_xxs", "iq2_xs", "q4_1"),
+    ("iq2_s", "iq3_xxs", "q5_1"),
+    ("iq3_s", "iq1_s", "iq4_nl"),
+    ("iq1_m", "iq4_xs", "q8_0"),
+    ("q2_k", "q3_k", "q4_1"),
+    ("tq1_0", "tq2_0", "q5_1"),
+)
 # A file of DATA -> (sizes, llama-quantize's type, options). Its blocks of 256 ask for rows so wide.
-LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
+LLAMA: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "Q8_0": (NARROW, "Q8_0", []),
     "Q4_0": (NARROW, "Q4_0", []),
     "Q5_0": (NARROW, "Q5_0", []),
@@ -247,6 +257,16 @@ LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
         "Q5_K_S",
         ["--tensor-type", "ffn_down_exps=q8_0"],
     ),
+    "LOW_BITS": (
+        {"num_experts": 2, "moe_intermediate_size": 32, "head_dim": 32, "num_hidden_layers": 6},
+        "Q4_0",
+        [
+            option
+            for layer, types in enumerate(LOW_BITS)
+            for part, kind in zip(("gate", "up", "down"), types, strict=True)
+            for option in ("--tensor-type", f"blk.{layer}.ffn_{part}_exps={kind}")
+        ],
+    ),
 }
 
 
@@ -254,11 +274,27 @@ def by_llama(tool: str, folder: Path = DATA) -> None:
     """Make the files of DATA anew: `tool` is llama.cpp's llama-quantize."""
     for name, (sizes, kind, options) in LLAMA.items():
         with tempfile.TemporaryDirectory() as temporary:
-            plain = write(
-                Path(temporary) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **SMALL, **sizes
-            )
+            sizes = {**SMALL, **sizes}
+            plain = write(Path(temporary) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **sizes)
             command = [tool, *options, str(plain), str(folder / f"{name}.gguf"), kind]
+            if name == "LOW_BITS":
+                weights = _importance(plain, Path(temporary) / "imatrix")
+                command[1:1] = ["--imatrix", str(weights)]
             subprocess.run(command, check=True, capture_output=True)
+
+
+def _importance(model: Path, path: Path) -> Path:
+    """An importance matrix of ones, without which llama-quantize refuses the lowest bits."""
+    matrices = [t for t in gguf.GGUFReader(model).tensors if len(t.shape) > 1]
+    with open(path, "wb") as file:  # the tool's older format
+        file.write(struct.pack("<i", len(matrices)))
+        for tensor in matrices:
+            ones = np.ones(int(tensor.shape[0] * np.prod(tensor.shape[2:])), np.float32)
+            name = tensor.name.encode()
+            file.write(struct.pack(f"<i{len(name)}sii", len(name), name, 1, ones.size))
+            file.write(ones.tobytes())
+        file.write(struct.pack("<i", 1))
+    return path
 
 
 def _tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:

@@ -48,6 +48,17 @@ def file(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("ggml") / "tiny.gguf", "qwen3_moe", request.param)
 
 
+def test_the_start_up_line_names_types_without_a_compiled_product(tmp_path: Path) -> None:
+    """Experts of the layer are then decoded when they are computed, and stay small in slots."""
+    types = {"blk.1.ffn_down_exps": "TQ1_0", "": "Q8_0"}
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", types)
+    whole = load_reference_model(ModelSkeleton.of(path))
+    with streamed(path, capacity=3, kernels="numba") as model, torch.inference_mode():
+        assert model.greenroom.bindings.kernel_description == "numba; eager for tq1_0"
+        got, want = (each(input_ids=ids(2, 9)).logits for each in (model, whole))
+        assert (got - want).float().norm() < 0.03 * want.float().norm()
+
+
 def test_every_type_is_in_a_file() -> None:
     assert sorted(kind for kinds in FILES for kind in kinds) == sorted(TYPES)
     assert all(set(kinds) == set(types_of(kinds).values()) for kinds in FILES)

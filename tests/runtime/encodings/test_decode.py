@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -39,6 +41,13 @@ def test_every_encoding_has_a_decoder():
 
 def ggml(name: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[ggml_type(name)]
+
+
+def test_the_page_on_formats_lists_the_ggml_types_that_are_tested_here() -> None:
+    """Each has the tests of this file, and a model in tests/hf/checkpoint/test_ggml_types.py."""
+    page = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    (row,) = (line for line in page.splitlines() if "small letters" in line)
+    assert set(row.split("|")[1].strip().split(", ")) == {ggml_type(name) for name in GGML}
 
 
 def test_block_sizes_are_those_of_ggml() -> None:

@@ -224,6 +224,12 @@ def test_the_reason_names_an_unsupported_encoding():
     assert fallback_reason(layer) == "experts in q6_k"
 
 
+def test_gate_and_up_of_different_types_are_left_to_eager():
+    layer, *_ = encoded("qwen3_moe", "q4_0")
+    layer.up_weight = replace(layer.up_weight, encoding="q4_0+q8_0")
+    assert fallback_reason(layer) == "experts whose gate and up have different types"
+
+
 def test_make_kernel_makes_the_triton_kernel():
     assert make_kernel("triton").name == "triton"
 

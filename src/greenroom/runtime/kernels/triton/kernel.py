@@ -49,7 +49,10 @@ def fallback_reason(layer: LayerExperts) -> str | None:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:
         return f"experts that compute in {str(layer.recipe.compute)[6:]}"
-    encodings = {w.encoding for w in (layer.up_weight, layer.down_weight)} - ENCODINGS
+    weights = layer.up_weight, layer.down_weight
+    if any(len(weight.halves) > 1 for weight in weights):
+        return "experts whose gate and up have different types"
+    encodings = {weight.encoding for weight in weights} - ENCODINGS
     return f"experts in {', '.join(sorted(encodings))}" if encodings else None
 
 
