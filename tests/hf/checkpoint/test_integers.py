@@ -69,6 +69,14 @@ def test_every_expert_equals_the_expanded_one(checkpoint: tuple[str, Path]) -> N
     assert {key: torch.equal(got[key], want[key]) for key in want} == dict.fromkeys(want, True)
 
 
+@pytest.mark.parametrize("make", [awq, partial(gptq, ordered=True)])
+def test_slots_of_a_device_have_the_same_bits(make: Make, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    whole = load_reference_model(ModelSkeleton.of(folder / "expanded"))
+    with streamed(folder, capacity=2, kernels="eager", fake=True) as model:
+        assert_same(model, whole, ids(1, 9))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_compiled_kernels_have_the_bits_of_the_expanded_model(
