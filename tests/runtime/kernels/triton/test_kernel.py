@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from greenroom.core.layout import SlotLayout
+from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
@@ -18,7 +19,9 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
+from greenroom.runtime.kernels.triton.expand import ENCODINGS as ENCODINGS_OF_TRITON
 from greenroom.runtime.slots.cutting import Cutting
+from tests.ggml_blocks import GGML, random_bytes, sane_scales
 from tests.runtime.kernels.toys import (
     CLASSES,
     EXPERTS,
@@ -131,7 +134,12 @@ def test_the_eager_kernel_computes_float32_models():
 # ---- encoded experts: hidden and intermediate sizes are multiples of every block
 
 HIDDEN, INNER = 64, 128
-ENCODED = ("int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8")
+ENCODED = tuple(sorted(ENCODINGS_OF_TRITON - {"plain"}))
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """Hidden and intermediate sizes, whole numbers of blocks."""
+    return (256, 256) if BLOCKS[name][0] == 256 else (HIDDEN, INNER)
 
 
 def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -143,6 +151,12 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     def scales(n: int) -> torch.Tensor:
         return (torch.rand(rows, n) / 400 + 1e-4).half()
 
+    if name in GGML:
+        random = np.random.default_rng(int(torch.randint(1 << 30, ())))
+        block, nbytes = BLOCKS[name]
+        blocks = random_bytes(name, rows * columns // block, random)
+        sane_scales(name, blocks, random)
+        return {"": torch.from_numpy(blocks.reshape(rows, columns // block * nbytes))}
     match name:
         case "int8":
             return {"": codes(columns).view(torch.int8), ".scale": scales(columns // 64)}
@@ -158,15 +172,6 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
                 matrices = 1 / matrices
             kind = torch.float8_e4m3fn
             return {"": codes(columns // 2), ".scale": scale.view(kind), ".matrix_scale": matrices}
-        case "q8_0" | "q4_0":
-            block = {"q8_0": 34, "q4_0": 18}[name]
-            raw = codes(columns // 32 * block).view(rows, -1, block)
-            raw[..., :2] = scales(columns // 32).view(torch.uint8).view(rows, -1, 2)
-            return {"": raw.view(rows, -1)}
-        case "gguf_mxfp4":
-            raw = codes(columns // 32 * 17).view(rows, -1, 17)
-            raw[..., 0] = torch.randint(116, 124, raw.shape[:2], dtype=torch.uint8)
-            return {"": raw.view(rows, -1)}
         case "fp8":
             values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
             return {"": values, ".scale": torch.rand(rows // 32, columns // 32) / 20}
@@ -176,9 +181,10 @@ def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
 def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExperts, list[int]]:
     """Make random experts, encoded and as the decoder expands them."""
     torch.manual_seed(4)
-    module = experts(family, BF16, hidden=HIDDEN, inner=INNER)
+    hidden, inner = sizes(name)
+    module = experts(family, BF16, hidden=hidden, inner=inner)
     up = "gate_up_proj"
-    shapes = {up: (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    shapes = {up: (2 * inner, hidden), "down_proj": (hidden, inner)}
     each = [{p: parts_of(name, *shapes[p]) for p in shapes} for _ in range(EXPERTS)]
     tensors = [
         (p + suffix, tuple(t.shape), str(t.dtype)[6:])
@@ -200,11 +206,12 @@ def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExper
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
-    monkeypatch.setattr("greenroom.runtime.kernels.triton.kernel.FEW", (16, 64, 64))
+    tile = 16, sizes(name)[0], 64  # entries, outputs and inputs of a program
+    monkeypatch.setattr("greenroom.runtime.kernels.triton.kernel.FEW", tile)
     for family in ("qwen3_moe", "gpt_oss") if name == "mxfp4" else ("qwen3_moe",):
         layer, places, plain, where = encoded(family, name)
         assert fallback_reason(layer) is None
-        case = inputs(BF16, 2, top_k=1, hidden=HIDDEN)
+        case = inputs(BF16, 2, top_k=1, hidden=sizes(name)[0])
         got = compute(TritonKernel(), layer, places, *case)
         assert got.isfinite().all()
         assert got.any()
@@ -215,13 +222,13 @@ def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
 def test_the_reason_names_an_unsupported_encoding():
     layer, *_ = encoded("qwen3_moe", "int8")
     layout = SlotLayout(
-        layer.layout.tensors, layer.layout.nbytes, {"down_proj": "q6_k"}, "bfloat16"
+        layer.layout.tensors, layer.layout.nbytes, {"down_proj": "iq2_xxs"}, "bfloat16"
     )
     layer.down_weight = layer.down_weight.__class__(
-        "down_proj", "q6_k", layer.down_weight.shape, "bfloat16", layer.down_weight.parts
+        "down_proj", "iq2_xxs", layer.down_weight.shape, "bfloat16", layer.down_weight.parts
     )
-    assert layout.encodings["down_proj"] == "q6_k"
-    assert fallback_reason(layer) == "experts in q6_k"
+    assert layout.encodings["down_proj"] == "iq2_xxs"
+    assert fallback_reason(layer) == "experts in iq2_xxs"
 
 
 def test_gate_and_up_of_different_types_are_left_to_eager():

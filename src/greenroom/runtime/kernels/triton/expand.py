@@ -10,9 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS, decode_block
+
 # Encodings that the programs read. The eager kernel computes the others.
 ENCODINGS = {
-    *("plain", "int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8"),
+    *("plain", "int8", "int4", "mxfp4", "nvfp4", "ct_nvfp4", "gguf_mxfp4", "fp8"),
+    *BLOCK_ENCODINGS,
 }
 
 
@@ -70,7 +73,10 @@ def expand(
     """
     if ENCODING == "plain":
         w = tl.load(codes + n * row_n + k * row_k, mask=mask, other=0.0)
-    else:
+    elif (
+        ENCODING == "int8" or ENCODING == "int4" or ENCODING == "mxfp4" or ENCODING == "nvfp4"
+        or ENCODING == "ct_nvfp4" or ENCODING == "gguf_mxfp4" or ENCODING == "fp8"
+    ):  # fmt: skip
         if ENCODING == "int8":
             c = tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.float32)
             s = tl.load(scales + n * scale_n + k // 64, mask=mask, other=0.0).to(tl.float32)
@@ -85,16 +91,6 @@ def expand(
             s = _e4m3(tl.load(scales + n * scale_n + k // 16, mask=mask, other=0).to(tl.int32))
             matrix_scale = tl.load(others + n // span_n + k // span_k, mask=mask, other=1.0)
             s = s * matrix_scale if ENCODING == "nvfp4" else tl.div_rn(s, matrix_scale)
-        elif ENCODING == "q8_0":
-            block = n * row_n + (k // 32) * 34
-            c = tl.load(codes + block + 2 + k % 32, mask=mask, other=0)
-            c = c.to(tl.int8, bitcast=True).to(tl.float32)
-            s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
-        elif ENCODING == "q4_0":
-            block = n * row_n + (k // 32) * 18
-            c = _nibble(codes, block + 2 + k % 16, (k % 32 // 16) * 4, mask) - 8
-            c = c.to(tl.float32)
-            s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
         elif ENCODING == "gguf_mxfp4":
             block = n * row_n + (k // 32) * 17
             c = _e2m1(_nibble(codes, block + 1 + k % 16, (k % 32 // 16) * 4, mask))
@@ -103,4 +99,6 @@ def expand(
             c = _e4m3(tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.int32))
             s = tl.load(scales + (n // span_n) * scale_n + k // span_k, mask=mask, other=0.0)
         w = (c * s).to(KIND)
+    else:
+        w = decode_block(codes, scales, n * row_n, k, mask, ENCODING).to(KIND)
     return w

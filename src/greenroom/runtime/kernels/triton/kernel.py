@@ -29,6 +29,7 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import programs
 from greenroom.runtime.kernels.triton.expand import ENCODINGS
+from greenroom.runtime.kernels.triton.ggml import BLOCK_ENCODINGS
 
 IntArray = NDArray[np.int64]
 
@@ -36,14 +37,14 @@ IntArray = NDArray[np.int64]
 FEW, MANY = (16, 32, 128), (64, 64, 64)
 STAGES = 3
 SUMMED = 1024  # outputs of a program of `combine`
-GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
+GGUF = ("gguf_mxfp4", *BLOCK_ENCODINGS)  # codes and scales in one tensor
 NVFP4 = ("nvfp4", "ct_nvfp4")
 
 
 def fallback_reason(layer: LayerExperts) -> str | None:
     """Return why Triton cannot compute an MoE layer's experts, or None if it can.
 
-    The reason is a noun, such as "experts in q2_k".
+    The reason is a noun, such as "experts in iq2_xxs".
     """
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
