@@ -15,6 +15,7 @@ from greenroom.config import LoadConfig
 from greenroom.errors import CheckpointError, NotAModel, NotMoE, UnsupportedModel
 from greenroom.hf.checkpoint import remote, resolve
 from greenroom.hf.load.describe import describe
+from tests.gguf_models import write
 from tests.hub_server import HubServer, use
 from tests.models import cached_tiny
 
@@ -86,6 +87,29 @@ def test_a_quantisation_on_the_hub_is_described_from_its_header(
     assert asked[:2] == ["bytes=0-511", "bytes=512-1023"]
     last = int(asked[-1].rpartition("-")[2])
     assert last < len(files["Q4_K_M.gguf"]) - 1  # never all of it
+
+
+@pytest.mark.parametrize(
+    "stub", [b'{"model_type": "qwen3_moe"}', b'{"model_type": "mixtral"}', b""]
+)
+def test_a_config_of_the_repository_is_used_if_it_fits(
+    server: HubServer, tmp_path: Path, stub: bytes
+):
+    """Repackagers have the original's config, a stub, or none: before a download and after it."""
+    (folder := tmp_path / "local").mkdir()
+    file = write(folder / "model.gguf", "qwen3_moe", {"": "Q8_0"}, rope_theta=5e5)
+    files = {"Q8_0/x-Q8_0.gguf": file.read_bytes()}
+    server.add("tiny/gguf", {**files, **({"config.json": stub} if stub else {})})
+    here = describe(str(file), CONFIG)
+    alike = {"name": "", "overhead_bytes": 0}
+    assert replace(describe("tiny/gguf:Q8_0", CONFIG), **alike) == replace(here, **alike)
+    path = resolve.resolve("tiny/gguf:Q8_0")
+    assert replace(describe(str(path), CONFIG), **alike) == replace(here, **alike)
+    config = resolve.open_checkpoint(file).hf_config()
+    config.router_aux_loss_coef = 0.077  # the file's metadata do not have it
+    server.add("tiny/other", {**files, "config.json": config.to_json_string().encode()})
+    for opened in (resolve.open_or_inspect("tiny/other"), resolve.find_checkpoint("tiny/other")):
+        assert opened.hf_config().router_aux_loss_coef == 0.077
 
 
 def test_a_damaged_header_on_the_hub_is_an_error(server: HubServer):

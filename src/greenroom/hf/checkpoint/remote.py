@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from posixpath import basename
 from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url
@@ -75,18 +74,22 @@ def _read_safetensors(model: str, repository: Repository) -> Checkpoint:
 def _read_gguf(repository: Repository, selection: Selection, config: str | None) -> Checkpoint:
     """Open GGUF files of the hub from their headers, in sparse files of the same lengths.
 
-    They lie in a temporary folder, which is deleted when the process ends.
+    They lie in a temporary folder like that of the cache, which is deleted when the process ends.
     """
-    folder = Path(tempfile.mkdtemp(prefix="greenroom-headers-"))
-    atexit.register(shutil.rmtree, folder, True)
+    temporary = Path(tempfile.mkdtemp(prefix="greenroom-headers-"))
+    atexit.register(shutil.rmtree, temporary, True)
+    folder = temporary / "snapshots" / repository.commit
+    folder.mkdir(parents=True)
     for text in selection.texts:
         if text == "config.json":
             path = hf_hub_download(repository.name.repository, text, revision=repository.commit)
             shutil.copy(path, folder / text)
     for part in selection.weights:
-        _write_header(repository, repository.files[part], folder / basename(part))
+        target = folder / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_header(repository, repository.files[part], target)
     try:
-        return GgufCheckpoint.open(folder / basename(selection.entry), config)
+        return GgufCheckpoint.open(folder / selection.entry, config)
     except GreenroomError as error:
         message = str(error).replace(f"{folder}{os.sep}", f"{repository.name.repository}/")
         raise type(error)(message) from error

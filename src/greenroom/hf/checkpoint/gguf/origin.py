@@ -17,7 +17,7 @@ from greenroom.errors import GreenroomError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import read_config
 from greenroom.hf.checkpoint.gguf.metadata import MODELS
 from greenroom.hf.checkpoint.hub.download import cached_snapshot, download_small
-from greenroom.hf.checkpoint.hub.repository import reachable
+from greenroom.hf.checkpoint.hub.repository import reachable, snapshot_of
 
 CONFIG = "config.json"
 METADATA = "config from the file's metadata"
@@ -33,7 +33,7 @@ class Origin:
     config:    path of the JSON file with the config; None if it is made from the metadata
     tokenizer: folder with the tokenizer's files; None if the metadata have the tokenizer
     text:      words for the config's origin, for messages
-    is_guess:  True if neither the user nor the file's folder chose the config
+    is_guess:  True if neither the user nor a folder of the user's chose the config
     """
 
     config: Path | None
@@ -49,19 +49,21 @@ def find_origin(file: Path, metadata: Mapping[str, Any], named: str | None) -> O
     The hub is asked only for a config that the user names, or that the metadata lack. Raises
     NotAModel if what the user names has no config.
     """
-    neighbour = file.with_name(CONFIG)
+    snapshot = snapshot_of(file)
+    folder = snapshot or file.parent
     if named is not None:
         path = _named(named)
         return Origin(path, _tokenizer(path.parent, file.parent), f"config of {named}")
-    if neighbour.is_file():
-        return Origin(neighbour, _tokenizer(file.parent), "config.json beside the file")
+    if (folder / CONFIG).is_file():  # a repackager's may be a stub
+        text, is_guess = "config.json beside the file", snapshot is not None
+        return Origin(folder / CONFIG, _tokenizer(folder), text, is_guess)
     base = REPOSITORY.match(str(metadata.get(BASE, "")))
-    if base is not None and (folder := _base_folder(base[1], metadata)) is not None:
+    if base is not None and (base_folder := _base_folder(base[1], metadata)) is not None:
         is_complete = str(metadata["general.architecture"]) in MODELS  # with a tokenizer
-        folders = (file.parent,) if is_complete else (file.parent, folder)
+        folders = (folder,) if is_complete else (folder, base_folder)
         text = f"config of {base[1]}, which the metadata name"
-        return Origin(folder / CONFIG, _tokenizer(*folders), text, is_guess=True)
-    return Origin(None, _tokenizer(file.parent), METADATA)
+        return Origin(base_folder / CONFIG, _tokenizer(*folders), text, is_guess=True)
+    return Origin(None, _tokenizer(folder), METADATA)
 
 
 def _named(named: str) -> Path:

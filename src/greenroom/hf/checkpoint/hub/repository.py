@@ -69,6 +69,17 @@ def cache_folder(repository: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
 
 
+def snapshot_of(file: Path) -> Path | None:
+    """Return the snapshot's folder of a file in the hub's cache; None for others.
+
+    Config and tokenizer of a repository lie there, also if a quantisation has a folder of its own.
+    """
+    for folder in file.parents:
+        if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+            return folder
+    return None
+
+
 def ask_hub(name: HubName) -> Repository:
     """Ask the hub for the files of a repository, in one request.
 
