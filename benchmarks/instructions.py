@@ -115,12 +115,12 @@ def row(encoding: str) -> list[float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [name for name, form in FORMATS.items() if form.integers is not None]
-    parser.add_argument("--encodings", nargs="+", metavar="NAME", choices=names, default=names)
+    parser.add_argument("--encodings", nargs="+", metavar="NAME", choices=FORMATS, default=names)
     columns = ("integers", "scales", "decoded", "rows")
-    print(f"{'encoding':12}", *(f"{column:>9}" for column in columns), sep="")
+    print(f"{'encoding':17}", *(f"{column:>9}" for column in columns), sep="")
     for encoding in parser.parse_args().encodings:
         figures = ("-" if figure is None else f"{figure:.3f}" for figure in row(encoding))
-        print(f"{encoding:12}", *(f"{figure:>9}" for figure in figures), sep="", flush=True)
+        print(f"{encoding:17}", *(f"{figure:>9}" for figure in figures), sep="", flush=True)
 
 
 if __name__ == "__main__":
