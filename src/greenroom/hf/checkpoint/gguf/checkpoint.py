@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from greenroom.core.layout import PLAIN
-from greenroom.errors import UnsupportedModel
+from greenroom.errors import NotMoE, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf.architectures import served_names
 from greenroom.hf.checkpoint.gguf.config import Header, config_of
@@ -45,9 +45,9 @@ class GgufCheckpoint(Checkpoint):
         """Open a GGUF model as a checkpoint, by reading only its headers.
 
         `path` is any file of the model; `config` is a folder, file or hub id with the model's
-        config. Raises NotAModel if it is no GGUF file, UnsupportedModel if the architecture is not
-        supported or the package gguf is not installed, CheckpointError if a file is missing or
-        damaged.
+        config. Raises NotAModel if it is no GGUF file, NotMoE for a dense model, UnsupportedModel
+        if the architecture is not supported or the package gguf is not installed, CheckpointError
+        if a file is missing or damaged.
         """
         if find_spec("gguf") is None:
             raise UnsupportedModel(
@@ -60,6 +60,8 @@ class GgufCheckpoint(Checkpoint):
                 f"{path}: the architecture {printable(architecture)} is not supported in GGUF"
                 f" files; supported are {', '.join(served_names())}"
             )
+        if not metadata.get(f"{architecture}.expert_count"):
+            raise NotMoE(f"{path}: this is a dense model without experts: run it with llama.cpp")
         header = Header(paths[0], metadata, tensors)
         origin = find_origin(paths[0], metadata, config)
         model_config, origin = config_of(header, origin)
