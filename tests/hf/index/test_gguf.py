@@ -115,9 +115,8 @@ def extra(tensors: Tensors) -> None:
     tensors["blk.0.attn_q.scale"] = np.ones(1, np.float32)
 
 
-def further_layer(tensors: Tensors) -> None:
-    """A layer after the last one, which predicts several tokens ahead; it is not computed."""
-    tensors["blk.3.attn_q.weight"] = np.ones((2, 2), np.float32)
+def prediction(tensors: Tensors) -> None:
+    """Tensors that predict several tokens ahead, and factors of RoPE, which the config has."""
     tensors["blk.0.nextn.eh_proj.weight"] = np.ones((2, 2), np.float32)
     tensors["rope_freqs.weight"] = np.ones(2, np.float32)
 
@@ -138,8 +137,8 @@ def short_queries(tensors: Tensors) -> None:
     tensors["blk.1.attn_q.weight"] = tensors["blk.1.attn_q.weight"][1:]
 
 
-def test_layers_beyond_the_last_are_left(tmp_path: Path) -> None:
-    assert ModelSkeleton.of(rewritten(tmp_path, "mixtral", further_layer)).layers
+def test_what_no_parameter_needs_is_left(tmp_path: Path) -> None:
+    assert ModelSkeleton.of(rewritten(tmp_path, "mixtral", prediction)).layers
 
 
 @pytest.mark.parametrize(
