@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,35 @@ INDEX = "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # ModelOpt's settings, where config.json has none
 LONGEST_NAME = 255  # of a file
 PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+class HeaderTensors(Mapping[str, StoredTensor]):
+    """Tensors in the headers of safetensors files, which are read at the first look-up.
+
+    Of a quantised model with an expert a tensor they take 50 MB, and only `verify` needs them.
+    """
+
+    def __init__(self, files: Sequence[str], without: frozenset[tuple[int, str]]) -> None:
+        """`without` are tensors to leave out: numbers of files, and names."""
+        self._files, self._without = files, without
+
+    @cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        return {
+            name: tensor
+            for number, path in enumerate(self._files)
+            for name, tensor in read_header(Path(path), number).items()
+            if (number, name) not in self._without
+        }
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 @dataclass(frozen=True)
@@ -70,18 +100,25 @@ class Checkpoint:
         CheckpointError if a header is damaged, or lacks a tensor that `file_of` promises.
         """
         tensors: dict[str, StoredTensor] = {}
+        shadowed: set[tuple[int, str]] = set()
+        expected: dict[str, list[str]] = {}
+        for tensor, file in file_of.items():
+            expected.setdefault(file, []).append(tensor)
         for number, name in enumerate(names):
             in_file = read_header(folder / name, number)
             # Of a tensor that two files contain, the one in the file named by the index counts.
-            tensors.update((k, v) for k, v in in_file.items() if file_of.get(k, name) == name)
-            if lost := next(
-                (k for k, f in file_of.items() if f == name and k not in in_file), None
-            ):
+            others = {k for k in in_file if file_of.get(k, name) != name}
+            shadowed.update((number, k) for k in others)
+            tensors.update((k, v) for k, v in in_file.items() if k not in others)
+            if lost := next((k for k in expected.get(name, ()) if k not in in_file), None):
                 raise CheckpointError(
                     f"{folder / name}: the tensor {printable(lost)} is missing, though {INDEX} says"
                     " that it is in this file: download the model again"
                 )
-        return cls.of(folder, config, names, tensors)
+        checkpoint = cls.of(folder, config, names, tensors)
+        if checkpoint.tensors is tensors:
+            return checkpoint
+        return replace(checkpoint, stored=HeaderTensors(checkpoint.files, frozenset(shadowed)))
 
     @property
     def tokenizer_arguments(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -172,19 +173,30 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
             f"{path}: the tensor {name} has the unknown dtype {show_value(dtype)}"
         )
     torch_name = DTYPES[dtype]
-    bits = BITS.get(dtype) or getattr(torch, torch_name).itemsize * 8
-    if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
+    shape, expected = _size(dtype, shape)
+    if expected is None:
         raise CheckpointError(
             f"{path}: damaged: the tensor {name} has too many elements, or more than {MOST_AXES}"
             " axes: download the file again"
         )
-    expected = -(-prod(shape) * bits // 8)
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: the tensor {name} has {end - begin} bytes, but dtype {dtype} and shape"
             f" {list(shape)} need {expected}: download the file again"
         )
     return StoredTensor(file, torch_name, shape, data + begin, expected)
+
+
+@lru_cache(1024)
+def _size(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+    """Return the shape and the bytes of a tensor; None if they are too many.
+
+    Equal shapes are the same object, which saves memory: a model may have 100,000 tensors.
+    """
+    bits = BITS.get(dtype) or getattr(torch, DTYPES[dtype]).itemsize * 8
+    if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
+        return shape, None
+    return shape, -(-prod(shape) * bits // 8)
 
 
 def _bad_entry(path: Path, name: str) -> CheckpointError:

@@ -53,7 +53,7 @@ def combine_eight_bits(
     fits = [stored.shape in _spellings(tuple(lead), *count) for count in counts]
     choice = fits.index(True) if any(fits) else 0
     (down, across), shape = sides[choice], (*lead, *counts[choice])
-    if any(fits):
+    if any(fits) and stored.shape != shape:
         stored = replace(stored, shape=shape)
     if stored.dtype in E8M0:
         stored = replace(stored, dtype="float8_e8m0fnu")

@@ -47,7 +47,7 @@ def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: P
             f" ({SERVED})"
         )
     METHODS[method](checkpoint)
-    return checkpoint.combined
+    return dict(checkpoint.combined)  # a copy has no room for tensors that were combined
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any] | None:
