@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "float-quantized",
         {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
     ),
+    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
     "nvfp4": (
         "nvfp4-pack-quantized",
@@ -37,10 +38,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 METHODS = {
     "compressed-tensors": tuple(FORMS),
-    "modelopt": ("fp8 matrix", "fp8 rows", "nvfp4"),
+    "modelopt": ("fp8 matrix", "fp8 rows", "fp8 blocks", "nvfp4"),
     "quark": ("fp8 matrix", "fp8 rows", "mxfp4"),
     "fbgemm_fp8": ("fp8 rows",),
-    "mxfp4": ("mxfp4",),
+    "mxfp4": ("mxfp4", "mxfp4 blocks"),
+    "mxfp8": ("mxfp8",),
 }
 CASES = [(method, form) for method, forms in METHODS.items() for form in forms]
 
@@ -58,10 +60,9 @@ def scales(w: Tensor, form: str) -> Tensors:
             rows, columns = (max(1, n // 128) for n in w.shape)
             blocks = w.view(rows, len(w) // rows, columns, -1)
             return {"weight_scale": blocks.amax((1, 3)) / largest}
-        case "group":  # OCP's rule: the largest of a group gets e2m1's largest exponent, 2
-            return {
-                "weight_scale": torch.exp2(w.unflatten(1, (-1, 32)).amax(-1).log2().floor() - 2)
-            }
+        case "group":  # OCP's rule: the largest of a group gets the code's largest exponent
+            power = w.unflatten(1, (-1, 32)).amax(-1).log2().floor()
+            return {"weight_scale": torch.exp2(power - {4: 2, 8: 8}[settings["num_bits"]])}
     ratio = (448 * 6) / w.amax().view(1)
     scale = (w.unflatten(1, (-1, 16)).amax(-1) / largest * ratio).to(torch.float8_e4m3fn)
     return {"weight_scale": scale.float(), "weight_global_scale": ratio}
@@ -97,17 +98,26 @@ def renamed(state: Tensors, method: str, form: str) -> Tensors:
     if method == "modelopt":
         if form == "fp8 matrix":
             state["weight_scale"] = state["weight_scale"][0]
+        if form == "fp8 blocks":
+            state["weight_scale"] = state["weight_scale"][:, None, :, None]
         if form == "fp8 rows":
             state["weight_scale"] = state["weight_scale"][:, 0]
         if form == "nvfp4":
             state["weight_scale_2"] = 1 / state.pop("weight_global_scale")[0]
         state["input_scale"] = torch.tensor(1.0)
+    if form == "mxfp4 blocks":
+        state["weight_blocks"] = state.pop("weight").unflatten(1, (-1, 16))
+        state["weight_scales"] = state.pop("weight_scale")
+    if method == "mxfp8":
+        state["weight_scale_inv"] = state.pop("weight_scale")
     if method == "quark" and form == "fp8 matrix":
         state["weight_scale"] = state["weight_scale"][0]
     return state
 
 
 def settings_of(method: str, form: str) -> dict[str, Any]:
+    if method == "mxfp8":
+        return {"quant_method": method, "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
     if method != "compressed-tensors":
         return {"quant_method": method, "quant_algo": form.upper()}
     weights = {"type": "float", "symmetric": True, **FORMS[form][1]}
@@ -128,7 +138,7 @@ def floats(folder: Path, method: str, form: str, name: str = "qwen3_moe", **over
         if not key.endswith("_proj.weight"):
             quantised[key] = w
             continue
-        state = renamed(compress(w, form), method, form)
+        state = renamed(compress(w, form.replace("mxfp4 blocks", "mxfp4")), method, form)
         quantised |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
     return save(folder, quantised, settings_of(method, form))
 
@@ -145,7 +155,7 @@ def fp8_with_fp4_experts(folder: Path, name: str = "deepseek_v4", **overrides: A
         elif (".attn.w" in key or ".shared_experts." in key) and all(n % 128 == 0 for n in w.shape):
             state = compress(w, "fp8 blocks")
             quantised[key] = state["weight"]
-            quantised[f"{stem}scale"] = state["weight_scale"].log2().ceil().exp2()
+            quantised[f"{stem}scale"] = state["weight_scale"].to(torch.float8_e8m0fnu)
         else:
             quantised[key] = w
     settings = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}

@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "fp8, another attention": lambda folder: fp8(folder, name="deepseek_v3"),
     "int4": compressed,
     "nvfp4": lambda folder: floats(folder, "modelopt", "nvfp4"),
+    "fp8, powers of two": lambda folder: floats(folder, "mxfp8", "mxfp8"),
     "fp8, a scale for a row": lambda folder: floats(folder, "modelopt", "fp8 rows"),
 }
 

@@ -73,14 +73,15 @@ def transformers_can_decode(checkpoint: Checkpoint, settings: dict[str, Any]) ->
     encoded = [tensor for tensor in checkpoint.tensors.values() if tensor.encoding != PLAIN]
     if method == "mxfp4":
         return all(tensor.transposed for tensor in encoded)
-    blocks = any(each.encoding == "fp8" and 1 < each.unit < each.shape[-2] for each in encoded)
     if method == "compressed-tensors":
-        return not blocks and not any(_is_unknown_to_transformers(tensor) for tensor in encoded)
+        return not any(map(_is_unknown_to_transformers, encoded))
     return method in ("fp8", "mxfp8")
 
 
 def _is_unknown_to_transformers(tensor: StoredTensor) -> bool:
     """Check whether transformers cannot dequantise a tensor of compressed-tensors in experts."""
+    if tensor.encoding == "fp8":  # with scales for blocks, not for rows or the matrix
+        return tensor.companions[0].shape[-1] > 1 or 1 < tensor.unit < tensor.shape[-2]
     int8 = tensor.encoding == "symmetric8" and tensor.dtype == "int8"
     return int8 or tensor.encoding in ("ct_nvfp4", "affine4", "affine8")
 

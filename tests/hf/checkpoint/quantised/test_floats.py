@@ -62,7 +62,7 @@ def test_logits_equal_those_of_the_expanded_model(checkpoint: tuple[str, str, Pa
     whole = load_reference_model(skeleton)
     encodings = {*skeleton.catalog.layouts[0].encodings.values()}
     assert {name.removeprefix("ct_") for name in encodings} == {
-        "mxfp4" if form == "fp4 experts" else form.split()[0]
+        {"fp4 experts": "mxfp4", "mxfp8": "fp8"}.get(form, form.split()[0])
     }
     with streamed(folder, capacity=3, kernels="eager") as model:
         assert_same(model, whole, ids(2, 9))
@@ -86,7 +86,7 @@ def test_matrices_equal_those_of_compressed_tensors(checkpoint: tuple[str, str, 
 def form_of(form: str, encoding: str) -> str:
     if form == "fp4 experts":
         return "mxfp4" if encoding == "mxfp4" else "fp8 blocks"
-    return form
+    return "mxfp4" if form == "mxfp4 blocks" else form
 
 
 def state_of(stored: Tensors, name: str) -> dict[str, Tensor]:
@@ -95,10 +95,19 @@ def state_of(stored: Tensors, name: str) -> dict[str, Tensor]:
     state = {key.removeprefix(stem): tensor for key, tensor in stored.items() if stem in key}
     if "weight" in state and state["weight"].dtype in (torch.uint8, torch.int8):
         state["weight_packed"] = state.pop("weight").view(torch.uint8)
+    if "weight_blocks" in state:
+        state["weight_packed"] = state.pop("weight_blocks").flatten(1)
+    for other in ("weight_scales", "weight_scale_inv"):
+        if other in state:
+            state["weight_scale"] = state.pop(other)
     if "scale" in state:
         state["weight_scale"] = state.pop("scale")
     if state["weight_scale"].dtype == torch.float8_e8m0fnu:
-        state["weight_scale"] = state["weight_scale"].view(torch.uint8)
+        four = "weight_packed" in state
+        scale = state["weight_scale"]
+        state["weight_scale"] = scale.view(torch.uint8) if four else scale.float()
+    if state["weight_scale"].ndim == 4:
+        state["weight_scale"] = state["weight_scale"][:, 0, :, 0]
     if state["weight_scale"].ndim < 2:
         state["weight_scale"] = state["weight_scale"].view(-1, 1)
     if "weight_scale_2" in state:
@@ -127,6 +136,31 @@ def test_settings_in_a_file_of_their_own(spoilt: Make) -> None:
     assert {*skeleton.catalog.layouts[0].encodings.values()} == {"nvfp4"}
     with streamed(folder, capacity=3, kernels="eager") as model:
         assert_same(model, load_reference_model(skeleton), ids(1, 5))
+
+
+def test_codes_in_safetensors_own_type(spoilt: Make) -> None:
+    """F4 counts values in its shapes, where U8 counts bytes."""
+    folder = spoilt("quark", "mxfp4")
+    before = read_folder(folder).read(FIRST, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].view(torch.float4_e2m1fn_x2)
+    save_file(tensors, folder / "model.safetensors")
+    after = read_folder(folder)
+    assert after.stored[FIRST].shape == (128, 128)
+    assert torch.equal(after.read(FIRST, torch.bfloat16), before)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"nvfp4"'])
+def test_a_file_of_settings_that_is_none(spoilt: Make, text: str) -> None:
+    folder = spoilt("modelopt", "nvfp4")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json") as error:
+        read_folder(folder)
+    assert one_line(error)
 
 
 # What can be wrong
