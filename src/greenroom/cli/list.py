@@ -53,7 +53,7 @@ def add_to(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--no-plan", action="store_true",
-        help="list names and sizes alone, at once, without memory and speed",
+        help="list names and sizes alone, without memory and speed",
     )  # fmt: skip
     add_json(parser, "one JSON list")
 
