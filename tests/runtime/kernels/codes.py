@@ -84,7 +84,7 @@ def tensors_of(
         top = 1 << int(style.name[-1])
         parts[f"{name}.zero"] = torch.from_numpy(random.integers(0, top, size, np.uint8))
     if style.name.startswith("indexed"):
-        runs = [random.permutation(columns) // across for _ in range(2)]
+        runs = [random.permutation(columns) // across for _ in range(2 - rows % 2)]
         parts[f"{name}.index"] = torch.from_numpy(np.stack(runs).astype(np.int32))
     return parts
 
