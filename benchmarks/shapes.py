@@ -9,7 +9,8 @@ Sizes, names, metadata, vocabulary size and stored types are those of the model:
 Q5_0 where rows are no multiple of 256 (MXFP4 and Q8_0 for gpt-oss), or safetensors of bfloat16
 (MXFP4 for gpt-oss). llama.cpp loads the GGUF files too. Matrices repeat a pool of random blocks,
 so a file is written as fast as the disk takes it, in 300 MB of memory. The tokenizer is a made-up
-byte-level BPE of the true size.
+byte-level BPE of the true size. Config and tokenizer of FILE.gguf are also written to FILE.config,
+for architectures whose metadata lack something (`greenroom run ... --config FILE.config`).
 
 Routing is recorded (--routing: a trace of the same experts and top-k), or drawn with Zipf's
 exponent --skew, in another order of experts in each layer. It is replayed by the weights alone, so
@@ -243,6 +244,12 @@ def write_gguf(model: Model, path: Path, vocabulary: Vocabulary) -> None:
         _progress(f"{number + 1} of {len(sizes)} tensors")
     writer.write_padding(file, file.tell())
     writer.close()
+    config = model.config | vocabulary.special_ids
+    config.pop("quantization_config", None)
+    folder = path.with_suffix(".config")
+    folder.mkdir(exist_ok=True)
+    vocabulary.save(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     partial.replace(path)
 
 
