@@ -165,14 +165,14 @@ def change_config(folder: Path, **values: Any) -> Path:
         ({"model_type": "bert"}, CheckpointError, ""),
         ({"model_type": "clip_text_model"}, UnsupportedModel, "no class that generates text"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
             UnsupportedModel,
-            "the quantisation method gptq",
+            "the quantisation method bitsandbytes",
         ),
         (
-            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            {"text_config": {"quantization_config": {"quant_method": "hqq"}}},
             UnsupportedModel,
-            "the quantisation method awq",
+            "the quantisation method hqq",
         ),
         ({"hidden_size": "many"}, CheckpointError, "not a valid qwen3_moe config"),
         ({"hidden_act": "nonesuch"}, UnsupportedModel, "Qwen3MoeForCausalLM"),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from greenroom.runtime.encodings.affine import KINDS
 from greenroom.runtime.kernels.codegen.formats.expand import (
     GROUP,
     PAIRED,
@@ -40,7 +39,7 @@ from greenroom.runtime.kernels.codegen.llvm.values import (
     counted_loop,
 )
 
-SYMMETRIC, _, INDEXED = KINDS
+SYMMETRIC, _, INDEXED = KINDS = "symmetric", "affine", "indexed"  # of encodings/affine.py
 
 
 @dataclass(frozen=True, slots=True)
