@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.gguf_file import ggml_type
+from greenroom.runtime import codebooks
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.ggml import codebook
 from tests.ggml_blocks import GGML, HALVES, random_bytes, sane_scales, set_scales
@@ -101,7 +102,8 @@ def test_ggml_blocks_at_the_limits(name: str) -> None:
 
 
 def test_codebooks_need_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codebook, "find_spec", lambda name: None)
+    monkeypatch.setattr(codebooks, "find_spec", lambda name: None)
+    codebooks.codebook.cache_clear()
     codebook.grid.cache_clear()
     with pytest.raises(UnsupportedModel, match="weights in IQ3_XXS need the package gguf"):
         ENCODINGS["iq3_xxs"].decode([torch.zeros(1, 98, dtype=torch.uint8)], (1, 256), DTYPES[0])

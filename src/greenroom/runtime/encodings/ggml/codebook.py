@@ -26,32 +26,22 @@ Products are exact in float32, so their order does not matter. gguf has the code
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from greenroom.errors import UnsupportedModel
+from greenroom.runtime.codebooks import codebook
 from greenroom.runtime.encodings.encoding import nibbles
 from greenroom.runtime.encodings.ggml.fields import bit_fields, half, integers
 
 
 @cache
 def grid(name: str, device: torch.device | None = None) -> Tensor:
-    """Return a ggml type's codebook, [entries, 8 or 4] float32, from the package gguf.
+    """Return a ggml type's codebook on a device, [entries, 8 or 4] float32.
 
     Raises UnsupportedModel if gguf is not installed.
     """
-    if find_spec("gguf") is None:
-        raise UnsupportedModel(
-            f"weights in {name.upper()} need the package gguf, which has their codebook: pip"
-            " install 'greenroom[gguf]'"
-        )
-    from gguf import quants
-
-    kind = getattr(quants, name.upper())
-    kind.init_grid()
-    return torch.from_numpy(kind.grid.reshape(kind.grid_shape)).to(device)
+    return torch.from_numpy(codebook(name)).to(device)
 
 
 @cache

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 
-from greenroom.runtime.encodings.ggml import codebook
+from greenroom.runtime.codebooks import codebook
 from greenroom.runtime.kernels.codegen.formats.expand import (
     STARTS,
     Expander,
@@ -46,9 +46,9 @@ Codes = Callable[[Row, Value, int], Value]  # 32 weights as int8, before their s
 def entries(name: str, index: Sequence[Value], factor: int = 1) -> Value:
     """Look up 32 weights, times `factor`, in a type's codebook: 4 entries of 8, or 8 of 4."""
     element = I64 if len(index) == 4 else I32
-    grid = (codebook.grid(name) * factor).to(torch.int8)
-    packed = grid.contiguous().view(torch.int64 if element is I64 else torch.int32)
-    table = constant_table(index[0], f"{name}.{factor}", element, packed.flatten().tolist())
+    grid = (codebook(name) * factor).astype(np.int8)
+    packed = grid.view(np.int64 if element is I64 else np.int32)
+    table = constant_table(index[0], f"{name}.{factor}", element, packed.ravel().tolist())
     places = (table + (each << (3 if element is I64 else 2)) for each in index)
     return _vector([place.load(element) for place in places]).bitcast(I8)
 
