@@ -153,8 +153,8 @@ class ModelSkeleton:
         return total
 
     @property
-    def dense_tensors(self) -> list[str]:
-        """Names of the checkpoint's tensors for all parameters but the experts."""
+    def loaded_tensors(self) -> list[str]:
+        """Names of the checkpoint's tensors that `load` reads: dense_tensors without tables."""
         conversions = self._conversions.values()
         names = [
             name
@@ -162,7 +162,14 @@ class ModelSkeleton:
             for group in conversion.sources.values()
             for name in group
         ]
-        return names + [name for one in self._encoded.values() for name in one.tensors]
+        encoded = (one for one in self._encoded.values() if isinstance(one, EncodedParameter))
+        return names + [name for one in encoded for name in one.tensors]
+
+    @property
+    def dense_tensors(self) -> list[str]:
+        """Names of the checkpoint's tensors for all parameters but the experts."""
+        tables = (one for one in self._encoded.values() if isinstance(one, TableParameter))
+        return self.loaded_tensors + [name for one in tables for name in one.tensors]
 
     @property
     def expanded_bytes(self) -> int:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -176,10 +176,12 @@ def _floats(vector: Tensor) -> Floats:
     return values
 
 
+@lru_cache(maxsize=1)
 def random_inputs(hidden: int) -> Inputs:
     """Make reproducible random hidden states [256, hidden] for trials of a router.
 
-    The rows have three scales.
+    The rows have three scales. Callers must not change the array. Drawing it takes as long as the
+    trials of one router, so the last one is stored for the next router.
     """
     random = np.random.default_rng(0)
     x = random.standard_normal((ROWS, hidden)).astype(np.float32)
