@@ -176,9 +176,9 @@ def test_a_gpu_that_is_too_small_is_refused_before_loading():
     with pytest.raises(
         BudgetError, match=r"of the GPU's memory, more than the budget of 100 MiB"
     ) as e:
-        description.slot_budget(2, budget.nbytes, 2, label=DeviceBudget.LABEL)
+        description.slot_budget(2, False, budget.nbytes, 2, label=DeviceBudget.LABEL)
     enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
-    assert description.slot_budget(2, enough, 2).full_context_slots >= 2
+    assert description.slot_budget(2, False, enough, 2).full_context_slots >= 2
 
 
 def test_the_remaining_gpu_memory_becomes_slots():

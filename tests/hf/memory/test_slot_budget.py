@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.memory import slot_budget as module
-from greenroom.hf.memory.budget import SLACK, MemoryNeeds, Workspace
+from greenroom.hf.memory.budget import ROWS_EXPANDED, SLACK, MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
+from tests.gguf_models import write
 from tests.models import cached_tiny, reference
 
 CONTEXT, FEWEST = 600, 4
@@ -247,3 +250,21 @@ def test_reserve_makes_room_for_further_keys_and_values(watched):
     with torch.no_grad():
         watched.model(ids(1, 5))
     assert watched.greenroom.capacity == watched.greenroom.setup.catalog.experts
+
+
+def test_compiled_kernels_expand_some_rows_of_an_expert_and_eager_a_whole_one(
+    tmp_path: Path,
+) -> None:
+    """A large expert would otherwise cost memory that no compiled kernel uses."""
+    path = write(tmp_path / "a.gguf", "qwen3_moe", {"": "Q4_0"}, moe_intermediate_size=8192)
+    skeleton = ModelSkeleton.of(path)
+    model, catalog = skeleton.model, skeleton.catalog
+    (up, *_) = [catalog.layouts[0].weight(s.name) for s in catalog.layouts[0].tensors]
+    logits = 16 * model.config.vocab_size
+    assert Workspace.of(model, catalog, False).fixed == 16 * prod(up.shape) + logits
+    rows = ROWS_EXPANDED * 4 * max(up.shape) * torch.get_num_threads()
+    assert Workspace.of(model, catalog, True).fixed == rows + logits
+    other = write(tmp_path / "b.gguf", "qwen3_moe", {"": "TQ1_0"})
+    skeleton = ModelSkeleton.of(other)  # no product reads this type
+    both = [Workspace.of(skeleton.model, skeleton.catalog, kind).fixed for kind in (True, False)]
+    assert both[0] == both[1]

@@ -19,6 +19,7 @@ from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.load.budget import Budget, least_slots, with_host_tier
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import PREFILL_BLOCK, Workspace
+from greenroom.hf.memory.devices import COMPILED
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.plan.history import files
@@ -104,7 +105,8 @@ def _measured_budget(
     else:
         _store_process(setup, process - need.dense)
         need = replace(need, process=process + budget.caller_bytes, dense=0)
-    workspace, least = Workspace.of(model, catalog), max(slot_budget.min_slots, least_slots(setup))
+    workspace = Workspace.of(model, catalog, setup.kernels in COMPILED)
+    least = max(slot_budget.min_slots, least_slots(setup))
     return replace(slot_budget, need=need, workspace=workspace, min_slots=least)
 
 

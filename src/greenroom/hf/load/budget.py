@@ -13,7 +13,7 @@ from greenroom.core.home_devices import spread
 from greenroom.core.transfers.queue import count_staging_slots
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
-from greenroom.hf.memory.devices import engines_for, lanes_of
+from greenroom.hf.memory.devices import COMPILED, engines_for, lanes_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import pieces_of, slots_for
@@ -73,7 +73,9 @@ def budget_for(
     options: dict[str, Any] = {}
     if gpu:
         options = {"label": gpu.LABEL, "devices": len(engines), "release": engines[0].release}
-    slot_budget = description.slot_budget(config.readers, nbytes, least, caller_bytes, **options)
+    slot_budget = description.slot_budget(
+        config.readers, setup.kernels in COMPILED, nbytes, least, caller_bytes, **options
+    )
     setup = replace(setup, budget_bytes=nbytes)
     return Budget(
         setup,

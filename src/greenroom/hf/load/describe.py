@@ -68,6 +68,7 @@ class Description:
     def slot_budget(
         self,
         readers: int,
+        compiled: bool,
         budget: int = UNLIMITED,
         min_slots: int = 1,
         caller_bytes: int = 0,
@@ -77,6 +78,7 @@ class Description:
 
         budget:       bytes of memory, of the GPU if it computes, else of the process
         readers:      threads that read experts, each with its own buffer
+        compiled:     whether compiled kernels on a CPU compute the experts
         min_slots:    expert slots that must fit; otherwise BudgetError names a sufficient budget
         caller_bytes: bytes of the process that the calling program uses for itself
 
@@ -98,7 +100,7 @@ class Description:
             process = rss_bytes() + COMPILERS if recorded is None else recorded
             staging = readers * (CHUNK_BYTES + (1 << 20))
             need = replace(need, process=process + caller_bytes, staging=staging)
-        space = Workspace.of(skeleton.model, skeleton.catalog)
+        space = Workspace.of(skeleton.model, skeleton.catalog, compiled)
         return SlotBudget(
             budget,
             need,
@@ -142,9 +144,10 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     Raises NotAModel, NotMoE, UnsupportedModel or CheckpointError.
     """
     skeleton = ModelSkeleton.of(open_or_inspect(source, config.config), config.dtype)
-    shrink_dense(skeleton, config, not on_a_gpu and config.kernels in ("auto", *COMPILED))
+    compiled = not on_a_gpu and config.kernels in ("auto", *COMPILED)
+    shrink_dense(skeleton, config, compiled)
     description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
-    slot_budget = description.slot_budget(config.readers)
+    slot_budget = description.slot_budget(config.readers, compiled)
     full, need = slot_budget.full_context_needs(), slot_budget.first_block_needs()
     check_copies(catalog, config.approximation())
     low, nested = 0.0, False

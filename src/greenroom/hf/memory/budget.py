@@ -14,21 +14,24 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from greenroom.config import Amount, show_bytes
-from greenroom.core.layout import PLAIN, Catalog
+from greenroom.core.layout import PLAIN, Catalog, WeightSpec
 from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import host_slot_groups, least_host_slots
 from greenroom.errors import BudgetError
 from greenroom.runtime.cuda.host import piece_rooms, slot_sizes, slots_by_size
 from greenroom.runtime.kernels.dense.stored import expanded_bytes
+from greenroom.runtime.kernels.matrix import unsupported_reason
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, cut
 
 PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of this size
 AUTO_SHARE = 0.8  # of available memory; the remainder is left to other processes
 LARGE_SHARE = 0.25  # of the needs: above it, an error suggests a shorter context
+ROWS_EXPANDED = 64  # rows of float32 that a thread of the compiled kernel may need for scratch
 SLACK = 32 << 20  # for allocators, whose unused memory cannot be counted
 
 Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
@@ -226,6 +229,13 @@ def experts_per_token(model: PreTrainedModel) -> int:
     return int(getattr(config, "num_experts_per_tok", None) or 1)
 
 
+def _expansion(weight: WeightSpec, compiled: bool) -> int:
+    """Return the bytes that an expert's matrix takes while it is computed, besides its slot."""
+    if compiled and not any(map(unsupported_reason, weight.halves)):
+        return ROWS_EXPANDED * 4 * max(weight.shape) * torch.get_num_threads()
+    return 2 * weight.parts[0].nbytes if weight.encoding == PLAIN else 16 * prod(weight.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Memory of a forward pass's activations, in bytes.
@@ -242,8 +252,11 @@ class Workspace:
     pair: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, catalog: Catalog) -> Workspace:
-        """Compute activation sizes from a model's config and from its experts' layouts."""
+    def of(cls, model: PreTrainedModel, catalog: Catalog, compiled: bool) -> Workspace:
+        """Compute activation sizes from a model's config and from its experts' layouts.
+
+        `compiled`: compiled kernels on a CPU compute the experts, and expand a few rows at a time.
+        """
         config: Any = model.config.get_text_config()
         hidden, heads = config.hidden_size, config.num_attention_heads
         weights = [
@@ -253,11 +266,11 @@ class Workspace:
             if "." not in spec.name  # a companion of an encoded matrix
         ]
         inner = max(max(weight.shape) for weight in weights)
-        widened = max(
-            2 * weight.parts[0].nbytes if weight.encoding == PLAIN else 16 * prod(weight.shape)
-            for weight in weights
-        )
-        experts = experts_per_token(model) * hidden * 8 + (hidden + inner) * 16
+        widened = max(_expansion(weight, compiled) for weight in weights)
+        top_k = experts_per_token(model)
+        experts = top_k * hidden * 8 + (hidden + inner) * 16
+        if compiled:  # a pass has the activations of all chosen experts at the same time
+            experts = max(experts, top_k * (2 * inner + hidden) * 4 + hidden * 16)
         dense = max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
         logits = 4 * config.vocab_size * 4
         eager = config._attn_implementation == "eager"
