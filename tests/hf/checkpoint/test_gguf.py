@@ -398,7 +398,7 @@ def test_a_dense_part_in_a_type_that_nothing_decodes_is_named(tmp_path: Path) ->
     assert "iq2_xxs" in one_line(error)
 
 
-def test_a_plain_gate_beside_a_quantised_up(tmp_path: Path) -> None:
+def test_a_layer_with_a_plain_gate_and_a_quantised_up(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"up_exps": "Q8_0", "": "BF16"})
     with pytest.raises(UnsupportedModel) as error:
         ModelSkeleton.of(path)

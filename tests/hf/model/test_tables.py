@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from greenroom.config import LoadConfig
 from greenroom.errors import CheckpointError, UnsupportedCall, UsageError
 from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.load.describe import describe
 from greenroom.hf.load.load import load
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.dense import _has_rows
 from greenroom.hf.model.reference import load_reference_model
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.table import disk_bytes, table_of
@@ -120,6 +123,15 @@ def test_a_lost_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         table.open()
     assert "cannot be read: No such file" in one_line(error)
+
+
+def test_parts_that_are_arranged_when_they_are_read_have_no_rows() -> None:
+    zeros = StoredTensor(0, "uint8", (256, 4), 0, 512, form="zeros4")
+    codes = StoredTensor(
+        0, "int32", (256, 128), 512, 1 << 14, "affine4", (256, 16), companions=(zeros,)
+    )
+    assert not _has_rows(codes)
+    assert _has_rows(replace(codes, companions=(replace(zeros, form=""),)))
 
 
 @pytest.mark.parametrize("value", ["50%", "none", "-1"])

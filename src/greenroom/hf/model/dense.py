@@ -113,10 +113,8 @@ def find_table_parameters(
         group = _tied_parameters(target, tied)
         if not all(_is_embedding_only(model, name, used) for name in group):
             continue
-        modules, weight = (
-            tuple(name.rpartition(".")[0] for name in group),
-            model.get_parameter(target),
-        )
+        modules = tuple(name.rpartition(".")[0] for name in group)
+        weight = model.get_parameter(target)
         shards = [_shard(checkpoint, name) for name in names]
         table = DiskTable(shards, weight.shape[1], dtypes(target, weight.dtype))
         if table.shape == weight.shape:  # otherwise loading reports the wrong shape
@@ -133,7 +131,7 @@ def _joins_rows(conversion: WeightConversion) -> bool:
 
 def _has_rows(stored: StoredTensor) -> bool:
     """Check that a stored tensor is a matrix of which single rows can be read and decoded."""
-    if len(stored.shape) != 2 or stored.transposed:
+    if len(stored.shape) != 2 or stored.transposed or any(part.form for part in stored.parts):
         return False
     rows_of_scales = -(-stored.shape[0] // stored.unit)
     return all(part.shape[:1] == (rows_of_scales,) for part in stored.companions)

@@ -74,11 +74,11 @@ def transformers_can_decode(checkpoint: Checkpoint, settings: dict[str, Any]) ->
     if method == "mxfp4":
         return all(tensor.transposed for tensor in encoded)
     if method == "compressed-tensors":
-        return not any(map(_is_unknown_to_transformers, encoded))
+        return not any(map(_needs_our_decoder, encoded))
     return method in ("fp8", "mxfp8")
 
 
-def _is_unknown_to_transformers(tensor: StoredTensor) -> bool:
+def _needs_our_decoder(tensor: StoredTensor) -> bool:
     """Check whether transformers cannot dequantise a tensor of compressed-tensors in experts."""
     if tensor.encoding == "fp8":  # with scales for blocks, not for rows or the matrix
         return tensor.companions[0].shape[-1] > 1 or 1 < tensor.unit < tensor.shape[-2]

@@ -139,7 +139,7 @@ def test_one_quantisation_needs_no_name() -> None:
     assert select("a/b", HubName("a/b"), {"x-Q2_K.gguf": 1}).entry == "x-Q2_K.gguf"
 
 
-def test_models_with_the_same_label_are_told_by_their_files() -> None:
+def test_file_names_distinguish_models_with_the_same_label() -> None:
     sizes = {"x-Q4_0.gguf": 1, "y-Q4_0.gguf": 2}
     assert "it has x-Q4_0 (1 B), y-Q4_0 (2 B)" in refusal("Q4_0", sizes)
     assert select("a/b", HubName("a/b", "y-q4_0"), sizes).entry == "y-Q4_0.gguf"
@@ -159,6 +159,6 @@ def test_safetensors_come_before_gguf_files() -> None:
     assert "no GGUF files" in refusal("Q4_K_M", {"model.safetensors": 1})
 
 
-def test_a_pack_is_selected_whole() -> None:
+def test_all_files_of_a_pack_are_selected() -> None:
     sizes = {"greenroom.json": 1, "experts.greenroom": 1, "dense.gguf": 1}
     assert select("a/b", HubName("a/b"), sizes).weights == ("experts.greenroom", "dense.gguf")
