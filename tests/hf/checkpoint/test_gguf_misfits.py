@@ -115,6 +115,7 @@ def test_missing_further_and_wrong_tensors(
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        ("general.architecture", "olmoe", "architecture olmoe, but have no olmoe.block_count"),
         ("general.architecture", "bert", "the architecture bert is not supported in GGUF files"),
         ("qwen3moe.block_count", 2, "it has 3 layers, but the file has 2"),
         ("qwen3moe.expert_count", 8, "num_experts is 4, but expert_count of the file is 8"),

@@ -351,9 +351,10 @@ class Greenroom:
     def detach(self) -> None:
         """Detach the expert cache: close it and remove its hooks.
 
-        All weights but the experts are then ordinary parameters, dequantised. A forward pass raises
-        ClosedError, and saving raises UnsupportedCall. `materialize` can still read the experts,
-        and `stats` keeps its last values. A second call does nothing.
+        All weights but the experts are then ordinary parameters, dequantised; only embeddings on
+        disk stay there. A forward pass raises ClosedError, and saving raises UnsupportedCall.
+        `materialize` can still read the experts, and `stats` keeps its last values. A second call
+        does nothing.
         """
         self.close()
         if self._head_timer is not None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from greenroom.core.layout import PLAIN
-from greenroom.errors import NotMoE, UnsupportedModel
+from greenroom.errors import CheckpointError, NotMoE, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf.architectures import served_names
 from greenroom.hf.checkpoint.gguf.config import Header, config_of
@@ -59,6 +59,11 @@ class GgufCheckpoint(Checkpoint):
             raise UnsupportedModel(
                 f"{path}: the architecture {printable(architecture)} is not supported in GGUF"
                 f" files; supported are {', '.join(served_names())}"
+            )
+        if f"{architecture}.block_count" not in metadata:
+            raise CheckpointError(
+                f"{path}: the metadata name the architecture {printable(architecture)}, but have no"
+                f" {architecture}.block_count: download the file again"
             )
         if not metadata.get(f"{architecture}.expert_count"):
             raise NotMoE(f"{path}: this is a dense model without experts: run it with llama.cpp")
