@@ -43,7 +43,6 @@ from greenroom.json_file import JsonObject, Malformed, integer, printable, show_
 from greenroom.json_file import read as read_json
 from greenroom.runtime.encodings import companions
 
-RENAMED = {"ct_int4": "symmetric4"}  # encodings by their names in older packs
 MOST_AXES = 4  # of a tensor
 
 
@@ -122,7 +121,7 @@ def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
     """Read the layout of a packed expert or of its low-precision copy."""
     table = raw.object("encodings")
     texts = {name: table.text(name) for name in table}
-    encodings = {name: _encoding(RENAMED.get(text, text)) for name, text in texts.items()}
+    encodings = {name: _encoding(text) for name, text in texts.items()}
     layout = SlotLayout.pack(_tensors(raw), encodings, dtype)
     names = {spec.name for spec in layout.tensors}
     others = {f"{n}.{c}" for n, e in encodings.items() for c in companions(e)}
