@@ -9,6 +9,8 @@ this --memory answers a short prompt with --tokens tokens. shapes.py writes mode
     start s      from the command to the line that describes the loaded model; the prompt is next
     dense GB     everything in the file but routed experts
     disk GB/s    direct reads of 4 MiB by two threads, measured just before the run
+    write GB/s   each page of --memory written to once, just before the run: a virtual machine may
+                 get memory from its host page by page, which would count as time of a first token
     over s       start less dense / disk
     TTFT s       from then to the first token
     TPOT ms      mean time of the tokens after the first
@@ -18,7 +20,8 @@ this --memory answers a short prompt with --tokens tokens. shapes.py writes mode
 
 --peer is llama.cpp's llama-completion (or an older llama-cli), which generates the same tokens, or
 its llama-bench, which generates from random tokens: routing is then not that of the recording. The
-peer runs with its file mapped, and with --no-mmap. Its exact command is printed.
+peer runs with its file mapped, and with --no-mmap; --peer-tokens are fewer for a slow one. Its
+exact command is printed.
 """
 
 from __future__ import annotations
@@ -52,8 +55,17 @@ from greenroom.runtime.measure.bandwidth import disk_bandwidth, reads_directly
 PROMPT = "once upon a time a ship came to the harbour"
 READY = " in slots"  # of the line that describes a loaded model
 PEER_READY = "generate: n_ctx"
-COLUMNS = ("engine", "memory", "start s", "dense GB", "disk GB/s", "over s", "TTFT s", "TPOT ms",
-           "hits", "process %", "cgroup %")  # fmt: skip
+COLUMNS = ("engine", "memory", "start s", "dense GB", "disk GB/s", "write GB/s", "over s", "TTFT s",
+           "TPOT ms", "hits", "process %", "cgroup %")  # fmt: skip
+WRITE = """
+import mmap, sys, time
+import numpy as np
+memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE)
+memory.madvise(mmap.MADV_HUGEPAGE)
+start = time.perf_counter()
+np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+print(len(memory) / (time.perf_counter() - start))
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ def greenroom_times(out: str) -> Times:
 def peer(args: argparse.Namespace, mapped: bool) -> list[str]:
     """The peer's command, with its file mapped or read."""
     common = [str(args.peer), "-m", str(args.model), "-t", str(args.threads), "--no-warmup",
-              "-n", str(args.tokens)]  # fmt: skip
+              "-n", str(args.peer_tokens or args.tokens)]  # fmt: skip
     if args.peer.name == "llama-bench":
         return [*common, "-p", "16", "-r", "1", "-mmp", str(int(mapped)), "-o", "json"]
     plain = ["-p", PROMPT, "--temp", "0", "-no-cnv", "--ignore-eos", "-c", "4096", "--seed", "1"]
@@ -124,6 +136,14 @@ def version(program: Path) -> str:
     return found[0] if found else "prints no version"
 
 
+def first_write(nbytes: int) -> float:
+    """Bytes per second at which a new process writes to each page of its memory once."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE, str(nbytes)], capture_output=True, text=True, check=True
+    )
+    return float(done.stdout)
+
+
 def measure(
     command: Sequence[str], memory: str, files: list[Path], mark: str, timeout_s: float
 ) -> tuple[Measured, str, str, Peak]:
@@ -148,17 +168,23 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
             command = greenroom(args, memory) if ours else peer(args, mapped)
             note(f"{memory}: {shlex.join(command)}")
             disk = disk_bandwidth(files, 4 << 20, 2, reads_directly(files[0]), args.disk_bytes)
+            write = first_write(parse_bytes(memory))
             measured, out, err, peak = measure(
                 command, memory, files, READY if ours else PEER_READY, args.timeout
             )
-            yield [engine, memory, *cells(args, ours, measured, out, err, peak, dense, disk)]
+            yield [
+                engine,
+                memory,
+                *cells(args, ours, measured, out, err, peak, (dense, disk, write)),
+            ]
 
 
 def cells(
     args: argparse.Namespace, ours: bool, measured: Measured, out: str, err: str, peak: Peak,
-    dense: int, disk: float,
+    around: tuple[int, float, float],
 ) -> list[str]:  # fmt: skip
-    """The figures of one run, or why there are none."""
+    """The figures of one run, or why there are none; around it: dense bytes, disk and memory."""
+    dense, disk, write = around
     if measured.returncode:
         last = err.strip().splitlines()[-1:] or ["no output"]
         note(last[0][:500])
@@ -169,6 +195,7 @@ def cells(
         f"{start:.1f}" if start is not None else "-",
         f"{dense / 1e9:.2f}",
         f"{disk / 1e9:.2f}",
+        f"{write / 1e9:.2f}",
         f"{start - dense / disk:.1f}" if start is not None else "-",
         f"{times.ttft_s:.2f}",
         f"{1e3 * times.tpot_s:.1f}",
@@ -185,6 +212,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peer", type=Path, metavar="PATH", help="a program of llama.cpp")
+    parser.add_argument("--peer-tokens", type=int, metavar="N", help="(default: --tokens)")
     parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="of a run")
     parser.add_argument(
         "--disk-bytes",
